@@ -1,0 +1,46 @@
+"""What a worker tells the others about the model it serves, and the fingerprint that says whose KV fits whose.
+
+Two workers may exchange KV blocks exactly if their fingerprints are equal. The fingerprint covers what the bytes of
+a block depend on, and nothing else: not the software's version (rolling upgrades work), not the pool's size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+
+class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the bytes of a KV block depend on besides its tokens."""
+
+    model_id: str  # what the operator called the model
+    weights_digest: str  # hex digest over the checkpoint's config and tensor files
+    kv_dtype: str  # "bfloat16", "float16", "float32"
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens per block
+    rope: str  # canonical JSON of the rope settings
+
+    def fingerprint(self) -> bytes:
+        """16 bytes, equal exactly for equal layouts."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16, person=b"kvrelay-layout").digest()
+
+    def differences(self, other: KvLayout) -> list[str]:
+        """The fields in which two layouts differ, as ``name: mine / theirs``; empty if the fingerprints are equal."""
+        return [
+            f"{name}: {getattr(self, name)!r} / {getattr(other, name)!r}"
+            for name in self.__struct_fields__
+            if getattr(self, name) != getattr(other, name)
+        ]
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's model and its limits, as announced in ``Welcome``."""
+
+    layout: KvLayout
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and output together: min(model's own, --max-model-len, what the pool holds)
+    num_blocks: int  # blocks in this worker's pool
+    block_nbytes: int  # bytes of one block, all layers

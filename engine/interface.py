@@ -1,0 +1,83 @@
+"""The door between the workers and the model: an ``Engine`` runs steps, its ``BlockStore`` hands out block bytes.
+
+Workers import this module and :mod:`kvrelay.engine.block_manager`, never a tensor. Two implementations exist:
+:class:`kvrelay.engine.torch_engine.TorchEngine` (the real one) and :class:`kvrelay.engine.fake.FakeEngine`.
+
+Threads: ``step`` runs on the model thread only. ``BlockStore`` methods may be called from any thread; the caller
+guarantees, by holding a lease or a sequence's reference, that nobody computes on a block that is being written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrelay.common.model_card import ModelCard
+from kvrelay.common.sampling import SampledToken
+from kvrelay.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One sequence's share of a step: ``num_tokens`` tokens from ``sequence.num_computed_tokens`` on.
+
+    The row samples a token exactly if the step computes the sequence's last token, that is if
+    ``num_tokens == sequence.num_uncomputed_tokens``. ``sequence.block_table`` must already cover the computed tokens.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step yields a token for this row."""
+        return self.num_tokens == self.sequence.num_uncomputed_tokens
+
+
+class BlockStore(Protocol):
+    """Byte access to the KV pool, block by block, for shipping and receiving.
+
+    On CPU the views are the pool's own memory. On a GPU they are pinned staging memory: ``open_read`` copies out,
+    ``close_write`` copies in, and both return only when the copy is visible to the reader.
+    """
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block: all layers, K and V."""
+
+    def open_read(self, block_id: int) -> memoryview:
+        """The block's bytes (flat, ``block_nbytes``), stable until ``close_read``. The caller holds the block."""
+
+    def close_read(self, block_id: int) -> None:
+        """The caller no longer reads the view that ``open_read`` gave."""
+
+    def open_write(self, block_id: int) -> memoryview:
+        """A writable view (flat, ``block_nbytes``) to fill. The caller owns the block; nobody computes on it."""
+
+    def close_write(self, block_id: int) -> None:
+        """The view is filled and verified (or abandoned): make it visible to the next step."""
+
+
+class Engine(Protocol):
+    """A loaded model with its KV pool."""
+
+    @property
+    def card(self) -> ModelCard:
+        """Model and limits, as announced to peers."""
+
+    @property
+    def store(self) -> BlockStore:
+        """The pool's bytes."""
+
+    def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:
+        """Compute one ragged batch: write K/V of every row's tokens into its blocks, sample where a row ends.
+
+        Side effects: the pool only. Sequences are not changed; the scheduler advances them afterwards. The result
+        has one entry per row, None for rows that do not sample. Rows may mix prefill chunks and decode tokens in any
+        order. Raises ValueError on a row whose block table is too short (a scheduler's bug).
+        """

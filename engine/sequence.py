@@ -1,0 +1,94 @@
+"""One sequence of a request while a worker computes it: its tokens, its blocks, its state.
+
+Life cycle on a worker (transitions are checked; an illegal one raises)::
+
+    WAITING ──▶ RUNNING ──▶ FINISHED
+       ▲           │
+       └─ preempt ─┘
+
+A sequence is owned by one scheduler and touched by the model thread alone. It holds numbers, no tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence stands with its scheduler."""
+
+    WAITING = "waiting"  # holds no blocks
+    RUNNING = "running"  # holds blocks, computes at every step
+    FINISHED = "finished"  # holds no blocks, will not come back
+
+
+_TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
+    SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING, SequenceStatus.FINISHED}),
+    SequenceStatus.RUNNING: frozenset({SequenceStatus.WAITING, SequenceStatus.FINISHED}),
+    SequenceStatus.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens and progress of one (request, attempt).
+
+    ``token_ids`` holds the prompt and all output so far; an attempt that replays a lost one starts with the earlier
+    attempt's output already in it. ``num_computed_tokens`` counts the leading tokens whose K/V lie in
+    ``block_table``'s blocks; a new sequence that found a cached prefix starts above 0.
+    """
+
+    request_id: str
+    attempt: int
+    token_ids: list[int]
+    num_prompt_tokens: int  # of the client's prompt; the rest of token_ids is output
+    sampling: SamplingParams
+    arrival_s: float  # monotonic clock of this process
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks, as far as hashed
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the sequence was first admitted
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    num_preemptions: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """(request_id, attempt): unique on a worker."""
+        return (self.request_id, self.attempt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output so far, earlier attempts' included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose K/V must still be computed before the next token can be sampled; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def set_status(self, status: SequenceStatus) -> None:
+        """Move to ``status``. Raises ValueError if the table has no such transition."""
+        if status not in _TRANSITIONS[self.status]:
+            raise ValueError(f"sequence {self.key}: no transition {self.status.name} -> {status.name}")
+        self.status = status
+
+    def append(self, token: SampledToken, max_model_len: int) -> FinishReason | None:
+        """Take a sampled token in; returns why the sequence ends with it, or None if it goes on.
+
+        Sets ``finish_reason`` but not the status: blocks are the scheduler's to release.
+        """
+        self.token_ids.append(token.token_id)
+        if token.token_id in self.sampling.stop_token_ids:
+            self.finish_reason = FinishReason.STOP
+        elif self.num_output_tokens >= self.sampling.max_tokens or self.num_tokens >= max_model_len:
+            self.finish_reason = FinishReason.LENGTH
+        return self.finish_reason

@@ -1,0 +1,1 @@
+"""kvrelay.prefill_worker"""

@@ -1,0 +1,40 @@
+"""Errors of the wire.
+
+KvrelayError
+└── WireError
+    ├── MalformedMessageError   a frame is not a message, or too large
+    ├── ProtocolError           a peer broke the order of messages, or speaks no common version
+    ├── LayoutMismatchError     two workers' KV blocks do not fit each other
+    ├── PeerLostError           a peer stopped answering
+    └── BlockRefusedError       a KV block's proof does not hold (see its ``cause_name`` for the counter's label)
+"""
+
+from kvrelay.common.errors import KvrelayError
+
+
+class WireError(KvrelayError):
+    """Base of the wire's errors."""
+
+
+class MalformedMessageError(WireError):
+    """A frame is not a message, or exceeds a bound."""
+
+
+class ProtocolError(WireError):
+    """A peer broke the order of messages, or speaks no common protocol version."""
+
+
+class LayoutMismatchError(WireError):
+    """Two workers' KV blocks do not fit each other; the text names both sides."""
+
+
+class PeerLostError(WireError):
+    """A peer stopped answering."""
+
+
+class BlockRefusedError(WireError):
+    """A KV block was refused. ``cause_name`` is a short stable word for metrics."""
+
+    def __init__(self, cause_name: str, detail: str) -> None:
+        super().__init__(detail)
+        self.cause_name = cause_name

@@ -1,0 +1,294 @@
+"""Every control message of kvrelay, in one place, in the order of a request's life.
+
+Messages are tagged msgspec structs in msgpack, one message per ZeroMQ frame. Unknown fields are ignored, so an older
+and a newer build talk to each other; what both must understand is the protocol version, negotiated by ``Hello``.
+Times are durations in seconds; no message carries a clock reading, since the clocks of two hosts differ.
+
+    gateway  → worker    Hello, Ping, Submit, Cancel
+    worker   → gateway   Welcome | HelloRefused, Status, Tokens, HandedOver, Failed, Cancelled
+    prefill  → decode    Hello, Ping, Offer, Commit, Renew, Abort
+    decode   → prefill   Welcome | HelloRefused, Status, Grant | Refuse, Verified | Reject, Aborted
+
+Each Submit ends in exactly one terminal answer per worker that took it: ``HandedOver`` (prefill only), a ``Tokens``
+item with a finish reason, ``Failed`` or ``Cancelled``.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from kvrelay.common.model_card import KvLayout, ModelCard
+from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+
+
+class Role(enum.StrEnum):
+    """Who speaks."""
+
+    GATEWAY = "gateway"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class WorkerState(enum.StrEnum):
+    """What a worker will take."""
+
+    READY = "ready"
+    DRAINING = "draining"  # finishes what it has, takes nothing new
+
+
+class FailureCode(enum.StrEnum):
+    """Why an attempt failed or an offer was refused. ``is_retryable`` says whether another attempt may succeed."""
+
+    NO_ROOM = "no_room"  # no free KV blocks now
+    QUEUE_FULL = "queue_full"  # the worker's waiting queue is at its bound
+    DRAINING = "draining"
+    PEER_LOST = "peer_lost"  # the other worker does not answer
+    LAYOUT_MISMATCH = "layout_mismatch"  # the two workers' KV does not fit each other
+    INTEGRITY = "integrity"  # a block's checksum, hash, position or epoch was wrong
+    LEASE_EXPIRED = "lease_expired"
+    DEADLINE = "deadline"  # the request's time ran out
+    INVALID = "invalid"  # the request can never be served here
+    CANCELLED = "cancelled"
+    INTERNAL = "internal"  # an unexpected error on the worker; its log has the trace
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether the gateway should try again, maybe elsewhere."""
+        return self not in (FailureCode.DEADLINE, FailureCode.INVALID, FailureCode.CANCELLED)
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages: the class name is the tag."""
+
+
+# -- a connection begins ------------------------------------------------------------------------------------------
+
+
+class Hello(_Message, tag=True, frozen=True, kw_only=True):
+    """First message on every connection. ``peer_id`` is also the sender's ZeroMQ routing id."""
+
+    role: Role
+    peer_id: str
+    protocol_min: int = PROTOCOL_MIN
+    protocol_max: int = PROTOCOL_MAX
+    layout: KvLayout | None = None  # of a prefill worker; a gateway has none
+
+
+class Welcome(_Message, tag=True, frozen=True, kw_only=True):
+    """The worker accepts. ``epoch`` differs for every start of the process: what was promised before is void."""
+
+    role: Role
+    worker_id: str
+    epoch: int
+    protocol: int
+    card: ModelCard
+    data_address: str | None = None  # decode only: where KV blocks go; a host of 0.0.0.0 means "as you reached me"
+
+
+class HelloRefused(_Message, tag=True, frozen=True, kw_only=True):
+    """The worker does not talk to this peer; ``detail`` names both sides of the disagreement."""
+
+    code: FailureCode
+    detail: str
+
+
+class Ping(_Message, tag=True, frozen=True, kw_only=True):
+    """Keeps the sender alive in the receiver's eyes; answered by ``Status``."""
+
+
+class Status(_Message, tag=True, frozen=True, kw_only=True):
+    """A worker's state, what routing policies see."""
+
+    state: WorkerState
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int  # uncomputed tokens of waiting and running prompts
+    num_free_blocks: int  # free and cached: what could be allocated now
+    num_blocks: int
+
+
+# -- a request ----------------------------------------------------------------------------------------------------
+
+
+class DecodeTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """The decode worker that the gateway chose."""
+
+    worker_id: str
+    epoch: int
+    address: str  # of its control socket
+
+
+class Submit(_Message, tag=True, frozen=True, kw_only=True):
+    """Compute a request: prefill and hand over to ``decode``, or all of it here (local prefill) without one.
+
+    ``token_ids`` holds the prompt, and behind it the output of earlier attempts if there were any; the worker goes on
+    from there, with the same sampling noise as if nothing had happened.
+    """
+
+    request_id: str
+    attempt: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    decode: DecodeTarget | None = None
+    timeout_s: float | None = None  # what is left of the request's deadline
+
+
+class Cancel(_Message, tag=True, frozen=True, kw_only=True):
+    """Give the attempt up, whatever its state; answered by ``Cancelled``, also if the worker does not know it."""
+
+    request_id: str
+    attempt: int
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Parts of the time to first token and of the hand-off, each measured on one worker's monotonic clock."""
+
+    queue_s: float | None = None  # arrival until the first chunk started
+    prefill_s: float | None = None  # first chunk started until the first token was sampled
+    transfer_s: float | None = None  # commit received until every block was verified
+    first_step_s: float | None = None  # verified until the first decode step's token
+
+
+class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one attempt; ``index`` is the output position of the first, counted from 0 over all attempts.
+
+    A decode worker repeats the first token that the prefill worker already sent: its stream is complete in itself,
+    and the gateway drops what it has.
+    """
+
+    request_id: str
+    attempt: int
+    index: int
+    tokens: list[SampledToken]
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int | None = None  # of the prompt, with an attempt's first tokens
+    timings: Timings | None = None
+
+
+class Tokens(_Message, tag=True, frozen=True, kw_only=True):
+    """All new tokens of one step for one gateway."""
+
+    items: list[TokenDelta]
+
+
+class HandedOver(_Message, tag=True, frozen=True, kw_only=True):
+    """The decode worker has verified the KV and owns the request; the prefill worker is done with it."""
+
+    request_id: str
+    attempt: int
+
+
+class Failed(_Message, tag=True, frozen=True, kw_only=True):
+    """The attempt is over and left nothing behind."""
+
+    request_id: str
+    attempt: int
+    code: FailureCode
+    detail: str
+    retry_after_s: float | None = None
+
+
+class Cancelled(_Message, tag=True, frozen=True, kw_only=True):
+    """The attempt is over because it was cancelled; its blocks are back."""
+
+    request_id: str
+    attempt: int
+
+
+# -- the hand-off -------------------------------------------------------------------------------------------------
+
+
+class Offer(_Message, tag=True, frozen=True, kw_only=True):
+    """A prefill worker started a request and asks for room. The decode worker checks the hashes against the tokens."""
+
+    request_id: str
+    attempt: int
+    gateway_id: str  # routing id of the gateway that waits for the tokens
+    fingerprint: bytes
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    block_hashes: list[bytes]  # of all blocks, the last one maybe partial
+
+
+class Grant(_Message, tag=True, frozen=True, kw_only=True):
+    """Room is reserved until ``ttl_s`` after the last traffic for the lease."""
+
+    request_id: str
+    attempt: int
+    lease_id: int
+    epoch: int
+    num_cached_blocks: int  # leading blocks that need not be sent
+    ttl_s: float
+
+
+class Refuse(_Message, tag=True, frozen=True, kw_only=True):
+    """No lease; nothing is reserved."""
+
+    request_id: str
+    attempt: int
+    code: FailureCode
+    detail: str
+    retry_after_s: float | None = None
+
+
+class Commit(_Message, tag=True, frozen=True, kw_only=True):
+    """All blocks are sent (maybe still on their way). ``chain_hash`` is the last block's hash."""
+
+    lease_id: int
+    epoch: int
+    chain_hash: bytes
+    first_token: SampledToken
+    num_cached_tokens: int  # of the prompt, in the prefill worker's cache
+    timings: Timings
+
+
+class Verified(_Message, tag=True, frozen=True, kw_only=True):
+    """Every block proved right; the decode worker owns the sequence and the sender may reuse its blocks."""
+
+    lease_id: int
+    epoch: int
+
+
+class Reject(_Message, tag=True, frozen=True, kw_only=True):
+    """The lease is over, its blocks are back; nothing was sampled from them."""
+
+    lease_id: int
+    epoch: int
+    code: FailureCode
+    detail: str
+
+
+class Renew(_Message, tag=True, frozen=True, kw_only=True):
+    """The prefill worker still computes; the lease's time starts anew."""
+
+    lease_id: int
+    epoch: int
+
+
+class Abort(_Message, tag=True, frozen=True, kw_only=True):
+    """The prefill worker gives the lease up and sends no more blocks for it."""
+
+    lease_id: int
+    epoch: int
+    reason: str
+
+
+class Aborted(_Message, tag=True, frozen=True, kw_only=True):
+    """Answer to ``Abort``, also for a lease that is unknown by now: the receiver's blocks are back."""
+
+    lease_id: int
+    epoch: int
+
+
+Message = (
+    Hello | Welcome | HelloRefused | Ping | Status
+    | Submit | Cancel | Tokens | HandedOver | Failed | Cancelled
+    | Offer | Grant | Refuse | Commit | Verified | Reject | Renew | Abort | Aborted
+)  # fmt: skip
