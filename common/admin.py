@@ -1,0 +1,107 @@
+"""A worker's small HTTP side: ``/health/live``, ``/health/ready``, ``/metrics``, ``/debug/kv``.
+
+It runs on the worker's asyncio loop, so a loop that hangs also fails its probes. Not for user traffic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvrelay.common.errors import SettingsError
+
+
+class AdminProbe(Protocol):
+    """What the admin server asks of the component."""
+
+    def not_live(self) -> list[str]:
+        """Reasons to restart the process; empty if there are none."""
+
+    def not_ready(self) -> list[str]:
+        """Reasons to send no traffic; empty if ready."""
+
+    def debug_kv(self) -> dict[str, Any]:
+        """Every block's place and owner, as JSON-able data."""
+
+
+def admin_app(probe: AdminProbe, registry: CollectorRegistry) -> Starlette:
+    """The ASGI application."""
+
+    def verdict(reasons: list[str]) -> JSONResponse:
+        if reasons:
+            return JSONResponse({"status": "unavailable", "reasons": reasons}, status_code=503)
+        return JSONResponse({"status": "ok"})
+
+    async def live(_: Request) -> Response:
+        return verdict(probe.not_live())
+
+    async def ready(_: Request) -> Response:
+        return verdict(probe.not_ready())
+
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def debug_kv(_: Request) -> Response:
+        return JSONResponse(probe.debug_kv())
+
+    return Starlette(
+        routes=[
+            Route("/health/live", live),
+            Route("/health/ready", ready),
+            Route("/metrics", metrics),
+            Route("/debug/kv", debug_kv),
+        ]
+    )
+
+
+class _QuietServer(uvicorn.Server):
+    """A uvicorn server that leaves the process's signals to the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class AdminServer:
+    """Serves :func:`admin_app` on the running loop between ``start`` and ``stop``."""
+
+    def __init__(self, host: str, port: int, probe: AdminProbe, registry: CollectorRegistry) -> None:
+        self._host = host
+        self._port = port
+        config = uvicorn.Config(
+            admin_app(probe, registry), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        )
+        self._server = _QuietServer(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Listen; returns the port. Raises SettingsError if the address cannot be had."""
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((self._host, self._port))
+        except OSError as error:
+            listener.close()
+            raise SettingsError(
+                f"--admin-port: cannot listen on {self._host}:{self._port} ({error.strerror}); choose another port, or 0"
+            ) from error
+        port: int = listener.getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        return port
+
+    async def stop(self) -> None:
+        """Close the listener and all connections."""
+        if self._task is not None:
+            self._server.should_exit = True
+            await self._task

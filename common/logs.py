@@ -1,0 +1,53 @@
+"""Log lines that people and machines can read: one line an event, with request_id, attempt and role where there are any.
+
+Code logs through ``logging.getLogger(__name__)`` and passes what belongs to a request as ``extra={"request_id": …}``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+_CONTEXT_FIELDS = ("role", "worker_id", "request_id", "attempt", "peer_id", "cause")
+
+
+class TextFormatter(logging.Formatter):
+    """``12:00:01.123 INFO  message request_id=… attempt=…``, then the traceback if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, plus the traceback's lines."""
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        context = "".join(f" {name}={value}" for name, value in _context(record).items())
+        line = f"{clock}.{int(record.msecs):03d} {record.levelname:<7} {record.getMessage()}{context}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as JSON."""
+        fields: dict[str, object] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_context(record),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False, default=str)
+
+
+def configure_logs(level: str, log_format: str) -> None:
+    """Send all logs of this process to stderr in one format. Called once, by a process's entry point."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+
+
+def _context(record: logging.LogRecord) -> dict[str, object]:
+    return {name: record.__dict__[name] for name in _CONTEXT_FIELDS if name in record.__dict__}

@@ -1,0 +1,116 @@
+"""What runs on the decode worker's model thread: schedule → run → postprocess, fed by commands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrelay.common.sampling import FinishReason, SampledToken
+from kvrelay.decode_worker.scheduler import DecodeScheduler
+from kvrelay.engine.interface import Engine
+from kvrelay.engine.metrics import EngineMetrics
+from kvrelay.engine.sequence import Sequence
+
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Take a sequence in."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Take a sequence out; answered by ``removed`` in a report, also if it is not there."""
+
+    key: Key
+
+
+Command = Add | Remove
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """One sequence's token of one step."""
+
+    key: Key
+    token: SampledToken
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What happened on the model thread: after a step, or on a removal."""
+
+    tokens: tuple[NewToken, ...] = ()
+    started: tuple[Key, ...] = ()
+    removed: tuple[Key, ...] = ()
+    failed: tuple[Key, ...] = ()  # sequences that a failed step took down; their blocks are back
+    detail: str = ""
+
+
+class DecodeModelWorker:
+    """Implements :class:`kvrelay.engine.loop.LoopWorker`. ``emit`` is called on the model thread and must not block."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: DecodeScheduler,
+        metrics: EngineMetrics,
+        emit: Callable[[Report], None],
+    ) -> None:
+        self._engine = engine
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._emit = emit
+
+    def handle(self, command: Command) -> None:
+        """Take a command in."""
+        match command:
+            case Add(sequence):
+                self._scheduler.add(sequence)
+            case Remove(key):
+                self._scheduler.remove(key)
+                self._emit(Report(removed=(key,)))
+
+    def has_work(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self._scheduler.waiting or self._scheduler.running)
+
+    def step(self) -> bool:
+        """One step of the batch; False if no sequence could get room."""
+        plan = self._scheduler.schedule()
+        self._metrics.preemptions.inc(len(plan.preempted))
+        for sequence in plan.admitted:
+            if sequence.num_preemptions == 0:
+                self._metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
+                self._metrics.cached_tokens.inc(sequence.num_cached_tokens)
+        if not plan.rows:
+            # A preemption without a row changed the books: look again at once.
+            return bool(plan.preempted)
+        if plan.admitted:
+            self._emit(Report(started=tuple(sequence.key for sequence in plan.admitted)))
+        start_s = time.monotonic()
+        outputs = self._engine.step(plan.rows)
+        self._metrics.step_s.observe(time.monotonic() - start_s)
+        sampled = self._scheduler.postprocess(plan.rows, outputs)
+        self._metrics.sampled_tokens.inc(len(sampled))
+        tokens = tuple(
+            NewToken(sequence.key, token, sequence.finish_reason, sequence.num_cached_tokens)
+            for sequence, token in sampled
+        )
+        if tokens:
+            self._emit(Report(tokens=tokens))
+        return True
+
+    def on_step_failed(self, error: Exception) -> None:
+        """End every running sequence: which of them broke the step is unknown, and their K/V may be half written."""
+        self._metrics.failed_steps.inc()
+        keys = tuple(sequence.key for sequence in self._scheduler.running)
+        for key in keys:
+            self._scheduler.remove(key)
+        self._emit(Report(failed=keys, detail=f"the model step failed: {type(error).__name__}"))

@@ -1,0 +1,428 @@
+"""The decode worker's life of a request, on the asyncio loop: gateways, prefill workers, leases and the model thread.
+
+An entry goes through these phases; its outcome is decided once and told once, when its blocks are back::
+
+    LEASED ──verified──▶ RUNNING ──▶ CLOSING ──▶ (gone, outcome told)
+       └────────────────────────────▲
+    (local prefill starts at RUNNING)
+
+LEASED blocks belong to the lease table, RUNNING ones to the model thread's scheduler. What the lease table says may come
+from the receiver thread; it is brought to the asyncio loop before anything is decided, so phases need no lock.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvrelay.common.model_card import ModelCard
+from kvrelay.common.sampling import SampledToken
+from kvrelay.decode_worker.model_worker import Add, Command, NewToken, Remove, Report
+from kvrelay.decode_worker.scheduler import owner_of
+from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.engine.loop import ModelLoop
+from kvrelay.engine.sequence import Sequence
+from kvrelay.wire.leases import LeaseTable, VerifiedLease
+from kvrelay.wire.messages import (
+    PROTOCOL_MAX,
+    Abort,
+    Aborted,
+    Cancel,
+    Cancelled,
+    Commit,
+    Failed,
+    FailureCode,
+    Grant,
+    Hello,
+    HelloRefused,
+    Message,
+    Offer,
+    Refuse,
+    Reject,
+    Renew,
+    Role,
+    Status,
+    Submit,
+    Timings,
+    TokenDelta,
+    Tokens,
+    Verified,
+    Welcome,
+    WorkerState,
+)
+from kvrelay.wire.submit import invalid_submit
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+
+
+class Phase(enum.Enum):
+    """Where an entry stands."""
+
+    LEASED = "leased"
+    RUNNING = "running"  # with the model thread: waiting or in the batch
+    CLOSING = "closing"  # the outcome is decided; blocks are still in use
+
+
+_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.LEASED: frozenset({Phase.RUNNING, Phase.CLOSING}),
+    Phase.RUNNING: frozenset({Phase.CLOSING}),
+    Phase.CLOSING: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One attempt on this worker."""
+
+    key: Key
+    gateway_id: str
+    phase: Phase
+    next_index: int  # output position of the next token to send
+    arrival_s: float
+    num_prompt_tokens: int
+    unsent: list[SampledToken] = field(default_factory=list)  # the committed first token, until the next one is there
+    lease_id: int | None = None
+    started_s: float | None = None
+    verified_s: float | None = None
+    transfer_s: float | None = None
+    num_cached_tokens: int | None = None
+    outcome: Failed | Cancelled | None = None
+    has_sent: bool = False
+
+    def advance(self, phase: Phase) -> None:
+        """Move on. Raises ValueError if the table has no such transition."""
+        if phase not in _TRANSITIONS[self.phase]:
+            raise ValueError(f"request {self.key}: no transition {self.phase.name} -> {phase.name}")
+        self.phase = phase
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this worker is, and what it serves."""
+
+    worker_id: str
+    epoch: int
+    card: ModelCard
+    max_waiting: int
+
+
+@dataclass(slots=True)
+class Ports:
+    """What the service speaks through; filled once by whoever assembles the worker."""
+
+    send: Callable[[str, Message], bool]
+    loop: ModelLoop[Command]
+    leases: LeaseTable
+    data_address: str
+
+
+def lease_owner(lease_key: str) -> Owner:
+    """The block owner of a lease."""
+    return Owner(OwnerKind.LEASE, lease_key)
+
+
+class DecodeService:
+    """Implements the wire's ServerHandler; asyncio loop only, never blocks."""
+
+    def __init__(self, identity: Identity, blocks: BlockManager, clock: Callable[[], float]) -> None:
+        self._identity = identity
+        self._blocks = blocks
+        self._clock = clock
+        self._entries: dict[Key, Entry] = {}
+        self.state = WorkerState.READY
+        self._ports: Ports | None = None
+
+    def attach(self, ports: Ports) -> None:
+        """Connect the service to its sockets and its model loop, before anything starts."""
+        self._ports = ports
+
+    @property
+    def ports(self) -> Ports:
+        """The connected ports."""
+        assert self._ports is not None, "attach() comes before the first message"
+        return self._ports
+
+    @property
+    def num_entries(self) -> int:
+        """Attempts that are not over."""
+        return len(self._entries)
+
+    # -- peers: ServerHandler --------------------------------------------------------------------------------------
+
+    def welcome(self, hello: Hello) -> Welcome | HelloRefused:
+        """Gateways, and prefill workers whose KV fits."""
+        mine = self._identity.card.layout
+        if hello.role is Role.PREFILL:
+            if hello.layout is None or hello.layout.fingerprint() != mine.fingerprint():
+                differences = ["no layout given"] if hello.layout is None else mine.differences(hello.layout)
+                return HelloRefused(
+                    code=FailureCode.LAYOUT_MISMATCH,
+                    detail=f"KV layouts differ (decode / prefill): {'; '.join(differences)}",
+                )
+        elif hello.role is not Role.GATEWAY:
+            return HelloRefused(
+                code=FailureCode.INVALID,
+                detail=f"a decode worker talks to gateways and prefill workers, not {hello.role}",
+            )
+        return Welcome(
+            role=Role.DECODE,
+            worker_id=self._identity.worker_id,
+            epoch=self._identity.epoch,
+            protocol=min(hello.protocol_max, PROTOCOL_MAX),
+            card=self._identity.card,
+            data_address=self.ports.data_address,
+        )
+
+    def status(self) -> Status:
+        """What routing sees."""
+        num_leased = sum(1 for entry in self._entries.values() if entry.phase is Phase.LEASED)
+        num_waiting = sum(
+            1 for entry in self._entries.values() if entry.phase is Phase.RUNNING and entry.started_s is None
+        )
+        return Status(
+            state=self.state,
+            num_running=len(self._entries) - num_waiting - num_leased,
+            num_waiting=num_waiting + num_leased,
+            num_waiting_tokens=sum(
+                entry.num_prompt_tokens
+                for entry in self._entries.values()
+                if entry.phase is Phase.RUNNING and entry.started_s is None and entry.lease_id is None
+            ),
+            num_free_blocks=self._blocks.num_allocatable,
+            num_blocks=self._blocks.num_blocks,
+        )
+
+    def on_message(self, peer_id: str, role: Role, message: Message) -> None:
+        """A message from a gateway or a prefill worker."""
+        leases = self.ports.leases
+        match message:
+            case Submit():
+                self._on_submit(peer_id, message)
+            case Cancel(request_id=request_id, attempt=attempt):
+                self._on_cancel(peer_id, (request_id, attempt))
+            case Offer():
+                self.ports.send(peer_id, self._on_offer(peer_id, message))
+            case Commit():
+                leases.commit(message)
+            case Renew():
+                leases.renew(message)
+            case Abort(lease_id=lease_id, epoch=epoch):
+                leases.abort(message)
+                self.ports.send(peer_id, Aborted(lease_id=lease_id, epoch=epoch))
+            case _:
+                logger.warning("unexpected %s", type(message).__name__, extra={"peer_id": peer_id})
+
+    def on_peer_lost(self, peer_id: str, role: Role) -> None:
+        """A gateway's requests have no reader any more; a prefill worker's hand-offs no writer."""
+        if role is Role.PREFILL:
+            self.ports.leases.abort_peer(peer_id)
+            return
+        for entry in [entry for entry in self._entries.values() if entry.gateway_id == peer_id]:
+            self._close(entry, Cancelled(request_id=entry.key[0], attempt=entry.key[1]))
+
+    def _on_submit(self, gateway_id: str, submit: Submit) -> None:
+        key = (submit.request_id, submit.attempt)
+        refusal = self._refusal(key, submit)
+        if refusal is not None:
+            self.ports.send(gateway_id, refusal)
+            return
+        now_s = self._clock()
+        self._entries[key] = Entry(
+            key=key,
+            gateway_id=gateway_id,
+            phase=Phase.RUNNING,
+            next_index=len(submit.token_ids) - submit.num_prompt_tokens,
+            arrival_s=now_s,
+            num_prompt_tokens=submit.num_prompt_tokens,
+        )
+        sequence = Sequence(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            token_ids=list(submit.token_ids),
+            num_prompt_tokens=submit.num_prompt_tokens,
+            sampling=submit.sampling,
+            arrival_s=now_s,
+        )
+        self.ports.loop.post(Add(sequence))
+
+    def _refusal(self, key: Key, submit: Submit) -> Failed | None:
+        def failed(code: FailureCode, detail: str, retry_after_s: float | None = None) -> Failed:
+            return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
+
+        invalid = invalid_submit(submit, self._identity.card)
+        if key in self._entries:
+            invalid = f"attempt {key[1]} of request {key[0]} is already here"
+        if invalid is not None:
+            return failed(FailureCode.INVALID, invalid)
+        if self.state is WorkerState.DRAINING:
+            return failed(FailureCode.DRAINING, f"decode worker {self._identity.worker_id} is shutting down")
+        if (num_waiting := self.status().num_waiting) >= self._identity.max_waiting:
+            return failed(FailureCode.QUEUE_FULL, f"{num_waiting} sequences wait already", retry_after_s=1.0)
+        return None
+
+    def _on_cancel(self, peer_id: str, key: Key) -> None:
+        entry = self._entries.get(key)
+        if entry is None:
+            self.ports.send(peer_id, Cancelled(request_id=key[0], attempt=key[1]))
+        else:
+            self._close(entry, Cancelled(request_id=key[0], attempt=key[1]))
+
+    # -- the hand-off ----------------------------------------------------------------------------------------------
+
+    def _on_offer(self, peer_id: str, offer: Offer) -> Grant | Refuse:
+        key = (offer.request_id, offer.attempt)
+
+        def refuse(code: FailureCode, detail: str, retry_after_s: float | None = None) -> Refuse:
+            return Refuse(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
+
+        if self.state is WorkerState.DRAINING:
+            return refuse(FailureCode.DRAINING, f"decode worker {self._identity.worker_id} is shutting down")
+        if key in self._entries:
+            return refuse(FailureCode.INVALID, f"attempt {key[1]} of request {key[0]} is already here")
+        if (num_waiting := self.status().num_waiting) >= self._identity.max_waiting:
+            return refuse(FailureCode.QUEUE_FULL, f"{num_waiting} sequences wait already", retry_after_s=1.0)
+        answer = self.ports.leases.offer(peer_id, offer)
+        if isinstance(answer, Grant):
+            self._entries[key] = Entry(
+                key=key,
+                gateway_id=offer.gateway_id,
+                phase=Phase.LEASED,
+                next_index=len(offer.token_ids) - offer.num_prompt_tokens,
+                arrival_s=self._clock(),
+                num_prompt_tokens=offer.num_prompt_tokens,
+                lease_id=answer.lease_id,
+            )
+        return answer
+
+    def on_lease_verified(self, lease: VerifiedLease) -> None:
+        """Every block proved right. The lease table no longer touches the blocks; they become the sequence's."""
+        offer, commit = lease.offer, lease.commit
+        key = (offer.request_id, offer.attempt)
+        entry = self._entries[key]
+        self.ports.send(lease.peer_id, Verified(lease_id=lease.lease_id, epoch=self._identity.epoch))
+        if entry.phase is Phase.CLOSING:  # cancelled while the last block was on its way
+            self._blocks.release(lease_owner(lease.lease_key))
+            self._tell_and_forget(entry)
+            return
+        entry.advance(Phase.RUNNING)
+        entry.verified_s = self._clock()
+        entry.transfer_s = lease.transfer_s
+        entry.num_cached_tokens = commit.num_cached_tokens
+        entry.unsent.append(commit.first_token)
+        sequence = Sequence(
+            request_id=offer.request_id,
+            attempt=offer.attempt,
+            token_ids=[*offer.token_ids, commit.first_token.token_id],
+            num_prompt_tokens=offer.num_prompt_tokens,
+            sampling=offer.sampling,
+            arrival_s=entry.arrival_s,
+            block_table=list(lease.block_ids),
+            num_computed_tokens=len(offer.token_ids),
+        )
+        block_size = self._identity.card.layout.block_size
+        sequence.block_hashes = offer.block_hashes[: len(offer.token_ids) // block_size]
+        self._blocks.hand_on(lease_owner(lease.lease_key), owner_of(key))
+        self.ports.loop.post(Add(sequence))
+
+    def on_lease_rejected(self, lease_id: int, peer_id: str, key: Key, code: FailureCode, detail: str) -> None:
+        """A lease ended without a sequence; its blocks are back. The prefill worker tells the gateway."""
+        self.ports.send(peer_id, Reject(lease_id=lease_id, epoch=self._identity.epoch, code=code, detail=detail))
+        self.ports.loop.wake()  # a sequence may have waited for these blocks
+        entry = self._entries.get(key)
+        if entry is not None and entry.lease_id == lease_id:
+            if entry.phase is Phase.LEASED:
+                entry.advance(Phase.CLOSING)
+            self._tell_and_forget(entry)
+
+    # -- the model thread ------------------------------------------------------------------------------------------
+
+    def on_report(self, report: Report) -> None:
+        """What the model thread did; called on the asyncio loop, in order."""
+        now_s = self._clock()
+        for key in report.started:
+            if (entry := self._entries.get(key)) is not None and entry.started_s is None:
+                entry.started_s = now_s
+        by_gateway: dict[str, list[TokenDelta]] = {}
+        for new in report.tokens:
+            entry = self._entries[new.key]
+            if entry.phase is not Phase.CLOSING:
+                by_gateway.setdefault(entry.gateway_id, []).append(self._delta(entry, new, now_s))
+            if new.finish_reason is not None:
+                self._on_sequence_gone(entry)
+        for gateway_id, items in by_gateway.items():
+            self.ports.send(gateway_id, Tokens(items=items))
+        for key in report.removed:
+            if (entry := self._entries.get(key)) is not None:
+                self._on_sequence_gone(entry)
+        for key in report.failed:
+            entry = self._entries[key]
+            if entry.phase is Phase.RUNNING:
+                entry.advance(Phase.CLOSING)
+                entry.outcome = Failed(
+                    request_id=key[0], attempt=key[1], code=FailureCode.INTERNAL, detail=report.detail
+                )
+            self._on_sequence_gone(entry)
+
+    def _delta(self, entry: Entry, new: NewToken, now_s: float) -> TokenDelta:
+        tokens = [*entry.unsent, new.token]
+        entry.unsent.clear()
+        timings: Timings | None = None
+        num_cached_tokens: int | None = None
+        if not entry.has_sent:
+            entry.has_sent = True
+            num_cached_tokens = new.num_cached_tokens if entry.lease_id is None else entry.num_cached_tokens
+            started_s = now_s if entry.started_s is None else entry.started_s
+            if entry.verified_s is None:
+                timings = Timings(queue_s=started_s - entry.arrival_s, prefill_s=now_s - started_s)
+            else:
+                timings = Timings(transfer_s=entry.transfer_s, first_step_s=now_s - entry.verified_s)
+        delta = TokenDelta(
+            request_id=entry.key[0],
+            attempt=entry.key[1],
+            index=entry.next_index,
+            tokens=tokens,
+            finish_reason=new.finish_reason,
+            num_cached_tokens=num_cached_tokens,
+            timings=timings,
+        )
+        entry.next_index += len(tokens)
+        return delta
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take nothing new."""
+        self.state = WorkerState.DRAINING
+
+    def debug(self) -> dict[str, Any]:
+        """Entries for /debug/kv."""
+        return {
+            f"{key[0]}/{key[1]}": {"phase": entry.phase.value, "lease_id": entry.lease_id, "sent": entry.next_index}
+            for key, entry in self._entries.items()
+        }
+
+    def _close(self, entry: Entry, outcome: Failed | Cancelled) -> None:
+        if entry.phase is Phase.CLOSING:
+            return
+        was_leased = entry.phase is Phase.LEASED
+        entry.advance(Phase.CLOSING)
+        entry.outcome = outcome
+        if was_leased:
+            # Answered by on_lease_rejected, or by on_lease_verified if the last block won the race.
+            self.ports.leases.cancel(*entry.key)
+        else:
+            self.ports.loop.post(Remove(entry.key))
+
+    def _on_sequence_gone(self, entry: Entry) -> None:
+        # The scheduler has released the blocks already.
+        self._tell_and_forget(entry)
+
+    def _tell_and_forget(self, entry: Entry) -> None:
+        del self._entries[entry.key]
+        if entry.outcome is not None:
+            self.ports.send(entry.gateway_id, entry.outcome)

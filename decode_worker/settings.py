@@ -1,0 +1,39 @@
+"""Settings of a decode worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.common.settings import setting
+from kvrelay.engine.settings import KvSettings, ModelSettings
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSchedulerSettings:
+    """How sequences are batched."""
+
+    max_num_seqs: int = setting(64, "sequences that generate at a time", minimum=1)
+    max_batched_tokens: int = setting(
+        512, "tokens computed in one step: one per generating sequence, the rest for local prefill", minimum=16
+    )
+    max_waiting: int = setting(512, "sequences that may wait; one more is refused", minimum=1)
+    lease_ttl_s: float = setting(
+        30.0, "how long reserved blocks outlive the last traffic of their hand-off", unit="s", minimum=0.1
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSettings:
+    """Everything a decode worker is started with."""
+
+    model: ModelSettings
+    kv: KvSettings
+    scheduler: DecodeSchedulerSettings
+    address: str = setting("tcp://127.0.0.1:7200", "ZeroMQ address that gateways and prefill workers connect to")
+    data_address: str = setting("tcp://127.0.0.1:7201", "ZeroMQ address that receives KV blocks")
+    admin_port: int = setting(7280, "HTTP port of /health, /metrics and /debug/kv", minimum=0, maximum=65535)
+    admin_host: str = setting("127.0.0.1", "HTTP address of /health, /metrics and /debug/kv")
+    worker_id: str | None = setting(None, "name in logs and status; default: made from role, host and process")
+    drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
+    log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "shape of log lines", choices=("text", "json"))

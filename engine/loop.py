@@ -1,0 +1,100 @@
+"""The model loop: one thread that computes, fed by commands, never touching the network.
+
+``post`` puts a command into the loop's inbox from any thread. The loop takes all commands there are, then lets the
+worker run one step; with nothing to compute it waits for the next command. What a step yields leaves through the
+worker's own callbacks. ``last_tick_s`` says when the loop last came round; readiness watches it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+logger = logging.getLogger(__name__)
+
+C_contra = TypeVar("C_contra", contravariant=True)
+C = TypeVar("C")
+
+_IDLE_TICK_S = 1.0  # how long an idle loop waits before it shows that it is alive
+
+
+class LoopWorker(Protocol[C_contra]):
+    """What runs on the loop. All methods are called on the loop's thread."""
+
+    def handle(self, command: C_contra) -> None:
+        """Take a command in."""
+
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to compute."""
+
+    def step(self) -> bool:
+        """Compute one step; False if nothing could be computed for want of room, so that the loop waits for news."""
+
+    def on_step_failed(self, error: Exception) -> None:
+        """``step`` raised. End what was in it; the loop goes on."""
+
+
+class ModelLoop(Generic[C]):
+    """Owns the thread. ``start`` once, ``stop`` once."""
+
+    def __init__(self, worker: LoopWorker[C], name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._worker = worker
+        self._inbox: queue.SimpleQueue[C | None] = queue.SimpleQueue()
+        self._clock = clock
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._stopping = threading.Event()
+        self.last_tick_s = clock()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def post(self, command: C) -> None:
+        """Hand a command to the loop; from any thread, never blocks."""
+        self._inbox.put(command)
+
+    def wake(self) -> None:
+        """Make the loop look for work, for instance because blocks came free; from any thread."""
+        self._inbox.put(None)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def stop(self, timeout_s: float = 30.0) -> bool:
+        """End the loop after the step that runs; False if it did not end in time."""
+        self._stopping.set()
+        self.wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        could_compute = True
+        while not self._stopping.is_set():
+            self._drain(wait=not (could_compute and self._worker.has_work()))
+            self.last_tick_s = self._clock()
+            if self._stopping.is_set() or not self._worker.has_work():
+                could_compute = True
+                continue
+            try:
+                could_compute = self._worker.step()
+            except Exception as error:
+                logger.exception("a model step failed")
+                self._worker.on_step_failed(error)
+                could_compute = True
+
+    def _drain(self, *, wait: bool) -> None:
+        try:
+            command = self._inbox.get(timeout=_IDLE_TICK_S) if wait else self._inbox.get_nowait()
+            while True:
+                if command is not None:
+                    self._worker.handle(command)
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return

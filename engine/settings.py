@@ -1,0 +1,36 @@
+"""What a worker's engine is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.common.settings import setting
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """The model and where it runs."""
+
+    model: str = setting("demo", "model directory, Hugging Face id, or 'demo'")
+    dtype: str = setting("auto", "number format of weights and KV", choices=("auto", "bfloat16", "float16", "float32"))
+    device: str = setting(
+        "auto", "where the model runs; auto takes CUDA if there is a GPU", choices=("auto", "cpu", "cuda")
+    )
+    max_model_len: int | None = setting(
+        None,
+        "longest prompt and output together; default: the model's own, bounded by the pool",
+        unit="tokens",
+        minimum=16,
+    )
+    threads: int | None = setting(None, "CPU threads of the model; default: all cores", minimum=1, maximum=1024)
+
+
+@dataclass(frozen=True, slots=True)
+class KvSettings:
+    """The KV pool."""
+
+    block_size: int = setting(16, "tokens per KV block; the same on all workers", unit="tokens", minimum=1, maximum=256)
+    kv_memory_mb: int | None = setting(
+        None, "memory of the KV pool; default: 1024 on CPU, 60 % of what is free on a GPU", unit="MiB", minimum=1
+    )
+    num_blocks: int | None = setting(None, "blocks in the KV pool, instead of --kv-memory-mb", minimum=1)

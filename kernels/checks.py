@@ -1,0 +1,90 @@
+"""Argument checks shared by the kernel wrappers, and the geometry of the paged KV pool.
+
+A wrapper reads shapes, dtypes and strides only: a check that read values would synchronise with the
+device. Not for validating user input; a failure here is a bug in the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+BLOCK_SIZES = (8, 16, 32, 64)
+MAX_HEAD_DIM = 256
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two >= n (n >= 1)."""
+    return 1 << (n - 1).bit_length()
+
+
+def require_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
+    """Raise ValueError unless `tensor` has the expected shape; a string names an unconstrained dimension."""
+    matches = tensor.dim() == len(expected) and all(
+        isinstance(want, str) or have == want for have, want in zip(tensor.shape, expected, strict=True)
+    )
+    if not matches:
+        wanted = ", ".join(str(want) for want in expected)
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected [{wanted}]")
+
+
+def require_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
+    """Raise ValueError unless the dtype of `tensor` is one of `allowed`."""
+    if tensor.dtype not in allowed:
+        raise ValueError(f"{name} has dtype {tensor.dtype}, expected {' or '.join(map(str, allowed))}")
+
+
+def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the last dimension of `tensor` is dense."""
+    if tensor.stride(-1) != 1:
+        raise ValueError(f"{name} has last stride {tensor.stride(-1)}, expected 1")
+
+
+@dataclass(frozen=True)
+class PoolGeometry:
+    """The constants of a pool `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
+
+    num_kv_heads: int
+    block_size: int  # tokens per block
+    head_dim: int
+
+    @classmethod
+    def of(cls, pool: torch.Tensor, layer: int) -> PoolGeometry:
+        """Check `pool` and `layer`.
+
+        Raises:
+            ValueError: wrong rank, dtype, block size or head_dim, not contiguous, or no such layer.
+        """
+        require_shape(
+            "pool", pool, ("num_blocks", "num_layers", 2, "num_kv_heads", "block_size", "head_dim")
+        )
+        require_dtype("pool", pool, *FLOAT_DTYPES)
+        num_layers, (num_kv_heads, block_size, head_dim) = pool.shape[1], pool.shape[3:]
+        if not pool.is_contiguous():
+            raise ValueError(f"pool has strides {pool.stride()}, expected a contiguous tensor")
+        if block_size not in BLOCK_SIZES:
+            raise ValueError(f"block_size is {block_size}, expected one of {BLOCK_SIZES}")
+        if head_dim % 16 or not 16 <= head_dim <= MAX_HEAD_DIM:
+            raise ValueError(f"head_dim is {head_dim}, expected a multiple of 16 up to {MAX_HEAD_DIM}")
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"layer is {layer}, expected 0 <= layer < {num_layers}")
+        return cls(num_kv_heads, block_size, head_dim)
+
+    def group_size(self, num_q_heads: int) -> int:
+        """Query heads per KV head.
+
+        Raises:
+            ValueError: num_q_heads is not a positive multiple of num_kv_heads.
+        """
+        if num_q_heads < 1 or num_q_heads % self.num_kv_heads:
+            raise ValueError(f"num_q_heads is {num_q_heads}, expected a multiple of {self.num_kv_heads}")
+        return num_q_heads // self.num_kv_heads
+
+
+def require_window(sliding_window: int | None) -> None:
+    """Raise ValueError unless `sliding_window` is None or at least 1."""
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window is {sliding_window}, expected None or >= 1")

@@ -1,0 +1,377 @@
+"""Causal attention of ragged query chunks over the paged KV pool, for prefill.
+
+The keys and values of every position, the chunk's own included, are already in the pool, so a cached
+prefix, an earlier chunk and the present one are read alike. Not for decode: one query per sequence leaves
+most of a tile empty; see `decode_attention`.
+
+Algorithm: FlashAttention-2 (Dao, 2023, arXiv 2307.08691), online softmax in base 2, with the query heads
+of one KV head packed into the rows of a tile so that each key and value is loaded once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+
+from kvrelay.kernels.checks import (
+    PoolGeometry,
+    next_power_of_2,
+    require_dtype,
+    require_shape,
+    require_unit_stride,
+    require_window,
+)
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Launch parameters; each entry is bounded by the compile check (shared memory, no spills)."""
+
+    rows: int  # (query token, head of the group) pairs per program
+    keys: int  # keys per iteration
+    num_warps: int
+    num_stages: int
+
+
+def _tile(head_dim_pad: int, element_size: int) -> _Tile:
+    if element_size == 4:
+        return _Tile(rows=32, keys=32, num_warps=4, num_stages=1)
+    if head_dim_pad <= 64:
+        return _Tile(rows=128, keys=64, num_warps=4, num_stages=3)
+    if head_dim_pad == 128:
+        return _Tile(rows=128, keys=64, num_warps=8, num_stages=2)
+    return _Tile(rows=64, keys=32, num_warps=4, num_stages=2)
+
+
+def gather_context(
+    pool: torch.Tensor, layer: int, block_table: torch.Tensor, seq_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies one sequence's keys and values out of the pool: two `[num_kv_heads, seq_len, head_dim]`."""
+    num_blocks = -(-seq_len // pool.shape[4])
+    # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    blocks = pool[block_table[:num_blocks].long(), layer]
+    keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
+    return keys, values
+
+
+def paged_prefill_attention_reference(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    max_query_len: int,
+    out: torch.Tensor,
+) -> None:
+    """The same contract as `paged_prefill_attention`, in at least fp32; reads lengths on the host."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+    for index, seq_len in enumerate(lens):
+        start, end = starts[index], starts[index + 1]
+        assert end - start <= min(max_query_len, seq_len), (start, end, max_query_len, seq_len)
+        keys, values = (t.to(dtype) for t in gather_context(pool, layer, block_tables[index], seq_len))
+        num_kv_heads, head_dim = keys.shape[0], keys.shape[2]
+        # [num_kv_heads, group, query_len, head_dim]
+        query = q[start:end].to(dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+        scores = query @ keys[:, None].transpose(-1, -2) * scale
+        query_positions = torch.arange(seq_len - (end - start), seq_len, device=q.device)[:, None]
+        distance = query_positions - torch.arange(seq_len, device=q.device)[None, :]
+        visible = distance >= 0
+        if sliding_window is not None:
+            visible &= distance < sliding_window
+        probabilities = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        result = probabilities @ values[:, None]
+        out[start:end] = result.permute(2, 0, 1, 3).reshape(end - start, -1, head_dim).to(out.dtype)
+
+
+@triton.jit
+@no_type_check
+def _accumulate(
+    q,
+    acc,
+    row_max,
+    row_sum,
+    query_positions,
+    key_start,
+    key_end,
+    seq_len,
+    table_ptr,
+    head_ptr,
+    scale_log2,
+    window,
+    pool_stride_block,
+    pool_stride_value,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    dims = tl.arange(0, HEAD_DIM_PAD)
+    for tile_start in range(key_start, key_end, KEYS):
+        positions = tile_start + tl.arange(0, KEYS)
+        # Whatever lies past seq_len in the last block is old data, NaN included: never load it.
+        present = positions < seq_len
+        if MASKED:
+            blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=present, other=0)
+        else:
+            blocks = tl.load(table_ptr + positions // BLOCK_SIZE)
+        offsets = blocks.to(tl.int64) * pool_stride_block + (positions % BLOCK_SIZE) * HEAD_DIM
+        key_ptrs = head_ptr + offsets[:, None] + dims[None, :]
+        if MASKED:
+            load_mask = present[:, None] & (dims < HEAD_DIM)[None, :]
+            keys = tl.load(key_ptrs, mask=load_mask, other=0.0)
+            values = tl.load(key_ptrs + pool_stride_value, mask=load_mask, other=0.0)
+        elif HEAD_DIM != HEAD_DIM_PAD:
+            keys = tl.load(key_ptrs, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+            values = tl.load(key_ptrs + pool_stride_value, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        else:
+            keys = tl.load(key_ptrs)
+            values = tl.load(key_ptrs + pool_stride_value)
+
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
+        if MASKED:
+            distance = query_positions[:, None] - positions[None, :]
+            visible = distance >= 0
+            if HAS_WINDOW:
+                visible = visible & (distance < window)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        correction = tl.exp2(row_max - new_max)
+        weights = tl.exp2(scores - new_max[:, None])
+        row_sum = row_sum * correction + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(values.dtype), values, acc * correction[:, None], input_precision="ieee")
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["block_tables_stride_seq"])
+@no_type_check
+def _prefill_attention_kernel(
+    q_ptr,
+    pool_ptr,
+    block_tables_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    scale_log2,
+    window,
+    q_stride_token,
+    q_stride_head,
+    out_stride_token,
+    out_stride_head,
+    block_tables_stride_seq,
+    pool_stride_block,
+    pool_stride_value,
+    pool_stride_head,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    # The last tiles of a sequence see the most keys: start them first, so that none finishes alone.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    seq = tl.program_id(2)
+    query_start = tl.load(query_start_loc_ptr + seq)
+    query_len = tl.load(query_start_loc_ptr + seq + 1) - query_start
+    if tile * ROWS >= query_len * GROUP:
+        return
+    seq_len = tl.load(seq_lens_ptr + seq)
+    context_len = seq_len - query_len
+
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    tokens = rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    dims = tl.arange(0, HEAD_DIM_PAD)
+    row_mask = (tokens < query_len)[:, None] & (dims < HEAD_DIM)[None, :]
+    token_rows = (query_start + tokens).to(tl.int64)
+    q_offsets = (token_rows * q_stride_token + heads * q_stride_head)[:, None] + dims[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=row_mask, other=0.0)
+
+    query_positions = context_len + tokens
+    first_position = context_len + tile * ROWS // GROUP
+    last_position = tl.minimum(context_len + (tile * ROWS + ROWS - 1) // GROUP, seq_len - 1)
+    key_end = last_position + 1
+    # Keys [unmasked_start, unmasked_end) are visible to every row of the tile.
+    unmasked_start = 0
+    unmasked_end = (first_position + 1) // KEYS * KEYS
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride_seq
+    head_ptr = pool_ptr + kv_head * pool_stride_head
+
+    # A finite floor, not -inf: a row that sees none of a tile's keys must not compute inf - inf.
+    row_max = tl.full([ROWS], -1.0e30, tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM_PAD], tl.float32)
+    if HAS_WINDOW:
+        window_start = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+        unmasked_start = tl.cdiv(tl.maximum(last_position - window + 1, 0), KEYS) * KEYS
+        acc, row_max, row_sum = _accumulate(
+            q,
+            acc,
+            row_max,
+            row_sum,
+            query_positions,
+            window_start,
+            tl.minimum(unmasked_start, key_end),
+            seq_len,
+            table_ptr,
+            head_ptr,
+            scale_log2,
+            window,
+            pool_stride_block,
+            pool_stride_value,
+            HEAD_DIM,
+            HEAD_DIM_PAD,
+            BLOCK_SIZE,
+            KEYS,
+            HAS_WINDOW,
+            True,
+        )
+    acc, row_max, row_sum = _accumulate(
+        q,
+        acc,
+        row_max,
+        row_sum,
+        query_positions,
+        unmasked_start,
+        unmasked_end,
+        seq_len,
+        table_ptr,
+        head_ptr,
+        scale_log2,
+        window,
+        pool_stride_block,
+        pool_stride_value,
+        HEAD_DIM,
+        HEAD_DIM_PAD,
+        BLOCK_SIZE,
+        KEYS,
+        HAS_WINDOW,
+        False,
+    )
+    acc, row_max, row_sum = _accumulate(
+        q,
+        acc,
+        row_max,
+        row_sum,
+        query_positions,
+        tl.maximum(unmasked_start, unmasked_end),
+        key_end,
+        seq_len,
+        table_ptr,
+        head_ptr,
+        scale_log2,
+        window,
+        pool_stride_block,
+        pool_stride_value,
+        HEAD_DIM,
+        HEAD_DIM_PAD,
+        BLOCK_SIZE,
+        KEYS,
+        HAS_WINDOW,
+        True,
+    )
+    # Rows past the sequence may have seen no key; they are divided by 1 and not stored.
+    result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+    out_offsets = (token_rows * out_stride_token + heads * out_stride_head)[:, None] + dims[None, :]
+    tl.store(out_ptr + out_offsets, result.to(q.dtype), mask=row_mask)
+
+
+def paged_prefill_attention(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    max_query_len: int,
+    out: torch.Tensor,
+) -> None:
+    """Causal attention; a sequence's queries are the last `query_len` positions of its context.
+
+    Args:
+        q: `[num_tokens, num_q_heads, head_dim]`, pool's dtype, packed by sequence; may be a strided view.
+        pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`; layer `layer` is read.
+        block_tables: `[num_seqs, max_blocks]` int32; entries past a sequence's blocks are not read.
+        query_start_loc: `[num_seqs + 1]` int32, cumulative query lengths from 0; an empty query is allowed.
+        seq_lens: `[num_seqs]` int32, total context including this step's queries.
+        scale: factor of the scores, usually head_dim ** -0.5.
+        sliding_window: None, or a query at p sees keys with p - key < sliding_window (transformers' meaning).
+        max_query_len: host upper bound of the query lengths; sizes the grid.
+        out: as q; rows `[0, query_start_loc[-1])` are written, later ones are left alone.
+
+    Raises:
+        ValueError: a shape, dtype, stride or bound is not as above.
+    """
+    geometry = PoolGeometry.of(pool, layer)
+    require_shape("q", q, ("num_tokens", "num_q_heads", geometry.head_dim))
+    group = geometry.group_size(q.shape[1])
+    require_shape("out", out, q.shape)
+    for name, tensor in (("q", q), ("out", out)):
+        require_dtype(name, tensor, pool.dtype)
+        require_unit_stride(name, tensor)
+    num_seqs = seq_lens.shape[0]
+    require_shape("block_tables", block_tables, (num_seqs, "max_blocks"))
+    require_shape("query_start_loc", query_start_loc, (num_seqs + 1,))
+    require_shape("seq_lens", seq_lens, (num_seqs,))
+    for name, tensor in (
+        ("block_tables", block_tables),
+        ("query_start_loc", query_start_loc),
+        ("seq_lens", seq_lens),
+    ):
+        require_dtype(name, tensor, torch.int32)
+        require_unit_stride(name, tensor)
+    require_window(sliding_window)
+    if max_query_len < 0:
+        raise ValueError(f"max_query_len is {max_query_len}, expected >= 0")
+    head_dim_pad = next_power_of_2(geometry.head_dim)
+    tile = _tile(head_dim_pad, pool.element_size())
+    layer_pool = pool[:, layer]
+    _prefill_attention_kernel[
+        (triton.cdiv(max_query_len * group, tile.rows), geometry.num_kv_heads, num_seqs)
+    ](
+        q,
+        layer_pool,
+        block_tables,
+        query_start_loc,
+        seq_lens,
+        out,
+        scale * LOG2_E,
+        sliding_window or 0,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        block_tables.stride(0),
+        layer_pool.stride(0),
+        layer_pool.stride(1),
+        layer_pool.stride(2),
+        GROUP=group,
+        HEAD_DIM=geometry.head_dim,
+        HEAD_DIM_PAD=head_dim_pad,
+        BLOCK_SIZE=geometry.block_size,
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        HAS_WINDOW=sliding_window is not None,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

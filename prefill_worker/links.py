@@ -1,0 +1,138 @@
+"""Connections from a prefill worker to the decode workers that gateways name: made on demand, kept while they live.
+
+A link is a control client plus, once the decode worker has said where its data socket is, a block sender. A new epoch of
+the decode worker (it restarted) gets a new sender: frames queued for the old process are never delivered to the new one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrelay.common.model_card import KvLayout
+from kvrelay.wire.control import ControlClient
+from kvrelay.wire.data_plane import BlockSender
+from kvrelay.wire.messages import FailureCode, Hello, HelloRefused, Message, Role, Status, Welcome
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.settings import LinkSettings
+from kvrelay.wire.transfers import DecodeLink
+
+logger = logging.getLogger(__name__)
+
+
+class LinkHandler(Protocol):
+    """What the service hears of its links."""
+
+    def on_link_up(self, address: str, link: DecodeLink) -> None:
+        """Offers can be sent now."""
+
+    def on_link_down(self, address: str, link: DecodeLink | None, code: FailureCode, detail: str) -> None:
+        """The peer is lost or refuses us; ``link`` is the one that was up, if one was."""
+
+    def on_link_message(self, link: DecodeLink, message: Message) -> None:
+        """A message from the decode worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkIdentity:
+    """Who this worker is to decode workers."""
+
+    worker_id: str
+    layout: KvLayout
+
+
+class _Peer:
+    """One decode worker's address. Implements :class:`kvrelay.wire.control.ClientHandler`."""
+
+    def __init__(self, address: str, identity: LinkIdentity, handler: LinkHandler, metrics: WireMetrics) -> None:
+        self.address = address
+        self.link: DecodeLink | None = None
+        self._handler = handler
+        self._metrics = metrics
+        self._sender: BlockSender | None = None
+        hello = Hello(role=Role.PREFILL, peer_id=identity.worker_id, layout=identity.layout)
+        self.client = ControlClient(address, hello, self, LinkSettings(), metrics=metrics)
+
+    def on_welcome(self, welcome: Welcome) -> None:
+        """The decode worker takes offers from now on."""
+        if welcome.data_address is None:
+            self._fail(FailureCode.INVALID, f"{self.address} is a {welcome.role} worker: it takes no KV blocks")
+            return
+        self._close_sender()
+        self._sender = BlockSender(data_address(self.address, welcome.data_address), metrics=self._metrics)
+        self.link = DecodeLink(self.client, self._sender)
+        logger.info("connected to decode worker %s at %s", welcome.worker_id, self.address)
+        self._handler.on_link_up(self.address, self.link)
+
+    def on_message(self, message: Message) -> None:
+        """Pass an answer on."""
+        if self.link is not None and not isinstance(message, Status):
+            self._handler.on_link_message(self.link, message)
+
+    def on_lost(self, reason: str) -> None:
+        """The decode worker is gone or restarted."""
+        self._fail(FailureCode.PEER_LOST, f"decode worker {self.address}: {reason}")
+
+    def on_refused(self, refused: HelloRefused) -> None:
+        """The decode worker does not take our KV."""
+        self._fail(refused.code, f"decode worker {self.address}: {refused.detail}")
+
+    async def stop(self) -> None:
+        """Close both sockets."""
+        self._close_sender()
+        await self.client.stop()
+
+    def _fail(self, code: FailureCode, detail: str) -> None:
+        logger.warning("%s", detail)
+        link, self.link = self.link, None
+        # Closing fences the peer off: no send in flight reads our blocks any more.
+        self._close_sender()
+        self._handler.on_link_down(self.address, link, code, detail)
+
+    def _close_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+
+class DecodeLinks:
+    """All links of a prefill worker, by control address. Lives on the asyncio loop."""
+
+    def __init__(
+        self,
+        identity: LinkIdentity,
+        handler: LinkHandler,
+        metrics: WireMetrics,
+        start: Callable[[ControlClient], None],
+    ) -> None:
+        self._identity = identity
+        self._handler = handler
+        self._metrics = metrics
+        self._start = start
+        self._peers: dict[str, _Peer] = {}
+
+    def link_to(self, address: str) -> DecodeLink | None:
+        """The link to ``address`` if it is up; else None, and ``on_link_up`` or ``on_link_down`` will follow."""
+        peer = self._peers.get(address)
+        if peer is None:
+            peer = _Peer(address, self._identity, self._handler, self._metrics)
+            self._peers[address] = peer
+            self._start(peer.client)
+        return peer.link
+
+    async def stop(self) -> None:
+        """Close all links."""
+        for peer in self._peers.values():
+            await peer.stop()
+        self._peers.clear()
+
+
+def data_address(control_address: str, announced: str) -> str:
+    """Where to send blocks: ``announced``, with the host as we reached the worker if it listens on all interfaces."""
+    host_and_port = announced.removeprefix("tcp://")
+    if announced.startswith("tcp://") and host_and_port.rpartition(":")[0] in ("0.0.0.0", "*", "[::]"):
+        host = control_address.removeprefix("tcp://").rpartition(":")[0]
+        return f"tcp://{host}:{host_and_port.rpartition(':')[2]}"
+    return announced

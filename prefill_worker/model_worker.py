@@ -1,0 +1,97 @@
+"""What runs on the prefill worker's model thread: schedule → run → postprocess, fed by commands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrelay.engine.interface import Engine
+from kvrelay.engine.metrics import EngineMetrics
+from kvrelay.engine.sequence import Sequence
+from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
+
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Take a prompt in."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Take a prompt out; answered by ``removed`` in a report, also if it is not there. Its blocks stay held."""
+
+    key: Key
+
+
+Command = Add | Remove
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What happened on the model thread, in order: starts before a step, progress after it, removals."""
+
+    started: tuple[Sequence, ...] = ()
+    computed: tuple[Computed, ...] = ()
+    removed: tuple[Key, ...] = ()
+    failed: tuple[Key, ...] = ()
+    detail: str = ""
+
+
+class PrefillModelWorker:
+    """Implements :class:`kvrelay.engine.loop.LoopWorker`. ``emit`` is called on the model thread and must not block."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: PrefillScheduler,
+        metrics: EngineMetrics,
+        emit: Callable[[Report], None],
+    ) -> None:
+        self._engine = engine
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._emit = emit
+
+    def handle(self, command: Command) -> None:
+        """Take a command in."""
+        match command:
+            case Add(sequence):
+                self._scheduler.add(sequence)
+            case Remove(key):
+                self._scheduler.remove(key)
+                self._emit(Report(removed=(key,)))
+
+    def has_work(self) -> bool:
+        """Whether any prompt waits or runs."""
+        return bool(self._scheduler.waiting or self._scheduler.running)
+
+    def step(self) -> bool:
+        """One chunk of every scheduled prompt; False if no prompt could get room."""
+        rows, started = self._scheduler.schedule()
+        if not rows:
+            return False
+        if started:
+            # Before the chunk computes, so that the offer travels meanwhile.
+            self._emit(Report(started=tuple(started)))
+            self._metrics.prompt_tokens.inc(sum(sequence.num_prompt_tokens for sequence in started))
+            self._metrics.cached_tokens.inc(sum(sequence.num_cached_tokens for sequence in started))
+        start_s = time.monotonic()
+        outputs = self._engine.step(rows)
+        self._metrics.step_s.observe(time.monotonic() - start_s)
+        computed = self._scheduler.postprocess(rows, outputs)
+        self._metrics.sampled_tokens.inc(sum(1 for item in computed if item.token is not None))
+        self._emit(Report(computed=tuple(computed)))
+        return True
+
+    def on_step_failed(self, error: Exception) -> None:
+        """End every running prompt: which of them broke the step is unknown."""
+        self._metrics.failed_steps.inc()
+        keys = tuple(sequence.key for sequence in self._scheduler.running)
+        for key in keys:
+            self._scheduler.remove(key)
+        self._emit(Report(failed=keys, detail=f"the model step failed: {type(error).__name__}"))

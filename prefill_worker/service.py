@@ -1,0 +1,419 @@
+"""The prefill worker's life of a request, on the asyncio loop: between gateways, the model thread and decode workers.
+
+An entry goes through these phases; its outcome is decided once and told once, when nothing of it is left::
+
+    QUEUED ──▶ COMPUTING ──▶ HANDING_OVER ──▶ CLOSING ──▶ (gone, outcome told)
+       └────────────┴─────────────────────────▲
+
+CLOSING waits for both users of the entry's blocks: the model thread and the sends in flight. Only when neither can touch
+them are they released.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.model_card import ModelCard
+from kvrelay.common.sampling import SampledToken
+from kvrelay.engine.block_manager import BlockManager
+from kvrelay.engine.loop import ModelLoop
+from kvrelay.engine.sequence import Sequence
+from kvrelay.prefill_worker.links import DecodeLinks
+from kvrelay.prefill_worker.model_worker import Add, Command, Remove, Report
+from kvrelay.prefill_worker.scheduler import Computed, owner_of
+from kvrelay.wire.messages import (
+    PROTOCOL_MAX,
+    Cancel,
+    Cancelled,
+    Failed,
+    FailureCode,
+    HandedOver,
+    Hello,
+    HelloRefused,
+    Message,
+    Offer,
+    Role,
+    Status,
+    Submit,
+    Timings,
+    TokenDelta,
+    Tokens,
+    Welcome,
+    WorkerState,
+)
+from kvrelay.wire.submit import invalid_submit
+from kvrelay.wire.transfers import DecodeLink, TransferTable
+
+logger = logging.getLogger(__name__)
+
+_LINK_TIMEOUT_S = 10.0  # a decode worker that did not say Welcome by then is as good as gone
+
+Key = tuple[str, int]
+Outcome = HandedOver | Tokens | Failed | Cancelled
+
+
+class Phase(enum.Enum):
+    """Where an entry stands."""
+
+    QUEUED = "queued"
+    COMPUTING = "computing"
+    HANDING_OVER = "handing_over"  # computed; the transfer goes on
+    CLOSING = "closing"  # the outcome is decided; blocks are still in use
+
+
+_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.QUEUED: frozenset({Phase.COMPUTING, Phase.CLOSING}),
+    Phase.COMPUTING: frozenset({Phase.HANDING_OVER, Phase.CLOSING}),
+    Phase.HANDING_OVER: frozenset({Phase.CLOSING}),
+    Phase.CLOSING: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One attempt on this worker."""
+
+    submit: Submit
+    gateway_id: str
+    sequence: Sequence
+    started_s: float | None = None
+    phase: Phase = Phase.QUEUED
+    outcome: Outcome | None = None
+    model_holds: bool = True  # the model thread may still touch the blocks
+    transfer_holds: bool = False  # sends in flight may still read the blocks
+    num_ready_blocks: int = 0
+    commit: tuple[SampledToken, Timings] | None = None  # computed, for a link that is not up yet
+
+    def advance(self, phase: Phase) -> None:
+        """Move on. Raises ValueError if the table has no such transition."""
+        if phase not in _TRANSITIONS[self.phase]:
+            raise ValueError(f"request {self.sequence.key}: no transition {self.phase.name} -> {phase.name}")
+        self.phase = phase
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this worker is, and what it serves."""
+
+    worker_id: str
+    epoch: int
+    card: ModelCard
+    max_waiting: int
+
+
+@dataclass(slots=True)
+class Ports:
+    """What the service speaks through; filled once by whoever assembles the worker."""
+
+    send: Callable[[str, Message], bool]
+    loop: ModelLoop[Command]
+    links: DecodeLinks
+    transfers: TransferTable
+
+
+class PrefillService:
+    """Implements the wire's ServerHandler, LinkHandler and TransferHandler. Asyncio loop only, never blocks."""
+
+    def __init__(self, identity: Identity, blocks: BlockManager, clock: Callable[[], float]) -> None:
+        self._identity = identity
+        self._blocks = blocks
+        self._clock = clock
+        self._root_hash = root_hash(identity.card.layout.fingerprint())
+        self._entries: dict[Key, Entry] = {}
+        self._linkless: dict[str, list[Entry]] = {}  # by decode address: started, but the link is not up
+        self.state = WorkerState.READY
+        self._ports: Ports | None = None
+
+    def attach(self, ports: Ports) -> None:
+        """Connect the service to its sockets and its model loop, before anything starts."""
+        self._ports = ports
+
+    @property
+    def ports(self) -> Ports:
+        """The connected ports."""
+        assert self._ports is not None, "attach() comes before the first message"
+        return self._ports
+
+    @property
+    def num_entries(self) -> int:
+        """Attempts that are not over."""
+        return len(self._entries)
+
+    # -- gateways: ServerHandler -----------------------------------------------------------------------------------
+
+    def welcome(self, hello: Hello) -> Welcome | HelloRefused:
+        """Gateways only: nobody hands blocks to a prefill worker."""
+        if hello.role is not Role.GATEWAY:
+            return HelloRefused(
+                code=FailureCode.INVALID, detail=f"a prefill worker talks to gateways, not to a {hello.role} worker"
+            )
+        return Welcome(
+            role=Role.PREFILL,
+            worker_id=self._identity.worker_id,
+            epoch=self._identity.epoch,
+            protocol=min(hello.protocol_max, PROTOCOL_MAX),
+            card=self._identity.card,
+        )
+
+    def status(self) -> Status:
+        """What routing sees."""
+        sequences = [entry.sequence for entry in self._entries.values() if entry.model_holds]
+        num_waiting = sum(1 for entry in self._entries.values() if entry.phase is Phase.QUEUED)
+        return Status(
+            state=self.state,
+            num_running=len(self._entries) - num_waiting,
+            num_waiting=num_waiting,
+            num_waiting_tokens=sum(max(0, sequence.num_uncomputed_tokens) for sequence in sequences),
+            num_free_blocks=self._blocks.num_allocatable,
+            num_blocks=self._blocks.num_blocks,
+        )
+
+    def on_message(self, peer_id: str, role: Role, message: Message) -> None:
+        """A message from a gateway."""
+        match message:
+            case Submit():
+                self._on_submit(peer_id, message)
+            case Cancel(request_id=request_id, attempt=attempt):
+                entry = self._entries.get((request_id, attempt))
+                if entry is None:
+                    self.ports.send(peer_id, Cancelled(request_id=request_id, attempt=attempt))
+                else:
+                    self._close(entry, Cancelled(request_id=request_id, attempt=attempt))
+            case _:
+                logger.warning("unexpected %s", type(message).__name__, extra={"peer_id": peer_id})
+
+    def on_peer_lost(self, peer_id: str, role: Role) -> None:
+        """A gateway is gone: nobody waits for its requests any more."""
+        for entry in [entry for entry in self._entries.values() if entry.gateway_id == peer_id]:
+            request_id, attempt = entry.sequence.key
+            self._close(entry, Cancelled(request_id=request_id, attempt=attempt))
+
+    def _on_submit(self, gateway_id: str, submit: Submit) -> None:
+        key = (submit.request_id, submit.attempt)
+        refusal = self._refusal(key, submit)
+        if refusal is not None:
+            self.ports.send(gateway_id, refusal)
+            return
+        card = self._identity.card
+        sequence = Sequence(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            token_ids=list(submit.token_ids),
+            num_prompt_tokens=submit.num_prompt_tokens,
+            sampling=submit.sampling,
+            arrival_s=self._clock(),
+        )
+        sequence.block_hashes = chain_hashes(self._root_hash, submit.token_ids, card.layout.block_size)
+        self._entries[key] = Entry(submit=submit, gateway_id=gateway_id, sequence=sequence)
+        if submit.decode is not None:
+            self.ports.links.link_to(submit.decode.address)  # connect while the prompt waits
+        self.ports.loop.post(Add(sequence))
+
+    def _refusal(self, key: Key, submit: Submit) -> Failed | None:
+        def failed(code: FailureCode, detail: str, retry_after_s: float | None = None) -> Failed:
+            return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
+
+        num_waiting = sum(1 for entry in self._entries.values() if entry.phase is Phase.QUEUED)
+        invalid = invalid_submit(submit, self._identity.card)
+        if invalid is None and submit.decode is None:
+            invalid = "a prefill worker needs a decode worker to hand over to"
+        if key in self._entries:
+            invalid = f"attempt {key[1]} of request {key[0]} is already here"
+        if invalid is not None:
+            return failed(FailureCode.INVALID, invalid)
+        if self.state is WorkerState.DRAINING:
+            return failed(FailureCode.DRAINING, f"prefill worker {self._identity.worker_id} is shutting down")
+        if num_waiting >= self._identity.max_waiting:
+            return failed(FailureCode.QUEUE_FULL, f"{num_waiting} prompts wait already", retry_after_s=1.0)
+        return None
+
+    # -- the model thread ------------------------------------------------------------------------------------------
+
+    def on_report(self, report: Report) -> None:
+        """What the model thread did; called on the asyncio loop, in order."""
+        for sequence in report.started:
+            self._on_started(sequence)
+        for computed in report.computed:
+            self._on_computed(computed)
+        for key in report.removed:
+            self._on_model_let_go(key)
+        for key in report.failed:
+            if (entry := self._entries.get(key)) is not None:
+                self._fail(entry, FailureCode.INTERNAL, report.detail)
+            self._on_model_let_go(key)
+
+    def _on_started(self, sequence: Sequence) -> None:
+        entry = self._entries[sequence.key]
+        if entry.phase is Phase.CLOSING:
+            return
+        entry.advance(Phase.COMPUTING)
+        entry.started_s = self._clock()
+        assert entry.submit.decode is not None
+        if sequence.num_output_tokens + 1 >= sequence.sampling.max_tokens:
+            return  # the first token will be the last: nothing to hand over
+        link = self.ports.links.link_to(entry.submit.decode.address)
+        if link is None:
+            self._linkless.setdefault(entry.submit.decode.address, []).append(entry)
+        else:
+            self._open_transfer(entry, link)
+
+    def _open_transfer(self, entry: Entry, link: DecodeLink) -> None:
+        submit, sequence = entry.submit, entry.sequence
+        offer = Offer(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            gateway_id=entry.gateway_id,
+            fingerprint=self._identity.card.layout.fingerprint(),
+            token_ids=submit.token_ids,
+            num_prompt_tokens=submit.num_prompt_tokens,
+            sampling=submit.sampling,
+            block_hashes=sequence.block_hashes,
+        )
+        entry.transfer_holds = True
+        entry.num_ready_blocks = max(
+            entry.num_ready_blocks, sequence.num_cached_tokens // self._identity.card.layout.block_size
+        )
+        self.ports.transfers.open(sequence.key, link, offer, list(sequence.block_table))
+        self.ports.transfers.blocks_ready(sequence.key, entry.num_ready_blocks)
+        if entry.commit is not None:
+            self._commit(entry, *entry.commit)
+
+    def _on_computed(self, computed: Computed) -> None:
+        sequence = computed.sequence
+        entry = self._entries[sequence.key]
+        if computed.token is not None:
+            entry.model_holds = False
+        if entry.phase is Phase.CLOSING:
+            self._finish_closing(entry)
+            return
+        entry.num_ready_blocks = computed.num_ready_blocks
+        if entry.transfer_holds:
+            self.ports.transfers.blocks_ready(sequence.key, computed.num_ready_blocks)
+        if computed.token is None:
+            return
+        delta = self._first_token_delta(entry, computed)
+        if computed.finish_reason is not None:
+            self._close(entry, Tokens(items=[delta]))
+            return
+        self.ports.send(entry.gateway_id, Tokens(items=[delta]))
+        entry.advance(Phase.HANDING_OVER)
+        assert delta.timings is not None
+        if entry.transfer_holds:
+            self._commit(entry, computed.token, delta.timings)
+        else:
+            entry.commit = (computed.token, delta.timings)
+
+    def _first_token_delta(self, entry: Entry, computed: Computed) -> TokenDelta:
+        sequence, now_s = computed.sequence, self._clock()
+        started_s = now_s if entry.started_s is None else entry.started_s
+        assert computed.token is not None
+        return TokenDelta(
+            request_id=sequence.request_id,
+            attempt=sequence.attempt,
+            index=sequence.num_output_tokens - 1,
+            tokens=[computed.token],
+            finish_reason=computed.finish_reason,
+            num_cached_tokens=min(sequence.num_cached_tokens, sequence.num_prompt_tokens),
+            timings=Timings(queue_s=started_s - sequence.arrival_s, prefill_s=now_s - started_s),
+        )
+
+    def _commit(self, entry: Entry, token: SampledToken, timings: Timings) -> None:
+        self.ports.transfers.commit(entry.sequence.key, token, entry.sequence.num_cached_tokens, timings)
+
+    # -- decode workers: LinkHandler and TransferHandler -----------------------------------------------------------
+
+    def on_link_up(self, address: str, link: DecodeLink) -> None:
+        """Offer what waited for this link."""
+        for entry in self._linkless.pop(address, []):
+            if entry.phase is not Phase.CLOSING:
+                self._open_transfer(entry, link)
+
+    def on_link_down(self, address: str, link: DecodeLink | None, code: FailureCode, detail: str) -> None:
+        """Fail what was on this link or waited for it."""
+        if link is not None:
+            self.ports.transfers.on_link_lost(link)
+        for entry in self._linkless.pop(address, []):
+            if entry.phase is not Phase.CLOSING:
+                self._fail(entry, code, detail)
+
+    def on_link_message(self, link: DecodeLink, message: Message) -> None:
+        """An answer from a decode worker."""
+        self.ports.transfers.on_message(link, message)
+
+    def on_verified(self, key: Key) -> None:
+        """The decode worker owns the request now."""
+        self._close(self._entries[key], HandedOver(request_id=key[0], attempt=key[1]))
+
+    def on_failed(self, key: Key, code: FailureCode, detail: str, retry_after_s: float | None) -> None:
+        """The hand-off failed; the gateway decides on another attempt."""
+        self._fail(self._entries[key], code, detail, retry_after_s)
+
+    def on_blocks_released(self, key: Key) -> None:
+        """No send in flight reads the blocks any more."""
+        entry = self._entries[key]
+        entry.transfer_holds = False
+        self._finish_closing(entry)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Give up on entries whose decode worker never answered; called once a second."""
+        self.ports.transfers.tick()
+        now_s = self._clock()
+        for address, entries in list(self._linkless.items()):
+            for entry in list(entries):
+                if entry.started_s is not None and now_s - entry.started_s > _LINK_TIMEOUT_S:
+                    entries.remove(entry)
+                    self._fail(entry, FailureCode.PEER_LOST, f"decode worker {address} does not answer")
+
+    def drain(self) -> None:
+        """Take nothing new."""
+        self.state = WorkerState.DRAINING
+
+    def debug(self) -> dict[str, Any]:
+        """Entries for /debug/kv."""
+        return {
+            f"{key[0]}/{key[1]}": {
+                "phase": entry.phase.value,
+                "model_holds": entry.model_holds,
+                "transfer_holds": entry.transfer_holds,
+            }
+            for key, entry in self._entries.items()
+        }
+
+    def _fail(self, entry: Entry, code: FailureCode, detail: str, retry_after_s: float | None = None) -> None:
+        request_id, attempt = entry.sequence.key
+        failed = Failed(request_id=request_id, attempt=attempt, code=code, detail=detail, retry_after_s=retry_after_s)
+        self._close(entry, failed)
+
+    def _close(self, entry: Entry, outcome: Outcome) -> None:
+        if entry.phase is Phase.CLOSING:
+            return
+        entry.advance(Phase.CLOSING)
+        entry.outcome = outcome
+        if entry.model_holds:
+            self.ports.loop.post(Remove(entry.sequence.key))
+        if entry.transfer_holds and not isinstance(outcome, HandedOver):
+            self.ports.transfers.abort(entry.sequence.key, type(outcome).__name__)
+        self._finish_closing(entry)
+
+    def _on_model_let_go(self, key: Key) -> None:
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.model_holds = False
+            self._finish_closing(entry)
+
+    def _finish_closing(self, entry: Entry) -> None:
+        key = entry.sequence.key
+        if entry.phase is not Phase.CLOSING or entry.model_holds or entry.transfer_holds or key not in self._entries:
+            return
+        del self._entries[key]
+        self._blocks.release(owner_of(key))
+        self.ports.loop.wake()  # a prompt may have waited for these blocks
+        assert entry.outcome is not None
+        self.ports.send(entry.gateway_id, entry.outcome)
