@@ -12,6 +12,7 @@ from the receiver thread; it is brought to the asyncio loop before anything is d
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
 from collections.abc import Callable
@@ -135,6 +136,7 @@ class DecodeService:
         self._clock = clock
         self._entries: dict[Key, Entry] = {}
         self.state = WorkerState.READY
+        self._drained = asyncio.Event()  # draining, and the last entry is gone
         self._ports: Ports | None = None
 
     def attach(self, ports: Ports) -> None:
@@ -395,9 +397,11 @@ class DecodeService:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        """Take nothing new."""
+    async def drain(self) -> None:
+        """Take nothing new; return when nothing is left."""
         self.state = WorkerState.DRAINING
+        if self._entries:
+            await self._drained.wait()
 
     def debug(self) -> dict[str, Any]:
         """Entries for /debug/kv."""
@@ -424,5 +428,7 @@ class DecodeService:
 
     def _tell_and_forget(self, entry: Entry) -> None:
         del self._entries[entry.key]
+        if self.state is WorkerState.DRAINING and not self._entries:
+            self._drained.set()
         if entry.outcome is not None:
             self.ports.send(entry.gateway_id, entry.outcome)

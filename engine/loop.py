@@ -47,7 +47,7 @@ class ModelLoop(Generic[C]):
         self._clock = clock
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._stopping = threading.Event()
-        self.last_tick_s = clock()
+        self._last_tick_s = clock()
 
     def start(self) -> None:
         """Start the thread."""
@@ -66,6 +66,11 @@ class ModelLoop(Generic[C]):
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    @property
+    def last_tick_s(self) -> float:
+        """When the loop last came round, on its clock."""
+        return self._last_tick_s
+
     def stop(self, timeout_s: float = 30.0) -> bool:
         """End the loop after the step that runs; False if it did not end in time."""
         self._stopping.set()
@@ -78,7 +83,7 @@ class ModelLoop(Generic[C]):
         could_compute = True
         while not self._stopping.is_set():
             self._drain(wait=not (could_compute and self._worker.has_work()))
-            self.last_tick_s = self._clock()
+            self._last_tick_s = self._clock()
             if self._stopping.is_set() or not self._worker.has_work():
                 could_compute = True
                 continue

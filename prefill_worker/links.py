@@ -7,9 +7,10 @@ the decode worker (it restarted) gets a new sender: frames queued for the old pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+import zmq
 
 from kvrelay.common.model_card import KvLayout
 from kvrelay.wire.control import ControlClient
@@ -39,21 +40,30 @@ class LinkHandler(Protocol):
 class LinkIdentity:
     """Who this worker is to decode workers."""
 
-    worker_id: str
+    peer_id: str  # unique for every start of the process
     layout: KvLayout
+    settings: LinkSettings
 
 
 class _Peer:
     """One decode worker's address. Implements :class:`kvrelay.wire.control.ClientHandler`."""
 
-    def __init__(self, address: str, identity: LinkIdentity, handler: LinkHandler, metrics: WireMetrics) -> None:
+    def __init__(
+        self,
+        address: str,
+        identity: LinkIdentity,
+        handler: LinkHandler,
+        metrics: WireMetrics,
+        context: zmq.Context[zmq.Socket[bytes]],
+    ) -> None:
         self.address = address
         self.link: DecodeLink | None = None
         self._handler = handler
         self._metrics = metrics
+        self._context = context
         self._sender: BlockSender | None = None
-        hello = Hello(role=Role.PREFILL, peer_id=identity.worker_id, layout=identity.layout)
-        self.client = ControlClient(address, hello, self, LinkSettings(), metrics=metrics)
+        hello = Hello(role=Role.PREFILL, peer_id=identity.peer_id, layout=identity.layout)
+        self.client = ControlClient(address, hello, self, identity.settings, metrics=metrics, context=context)
 
     def on_welcome(self, welcome: Welcome) -> None:
         """The decode worker takes offers from now on."""
@@ -61,7 +71,9 @@ class _Peer:
             self._fail(FailureCode.INVALID, f"{self.address} is a {welcome.role} worker: it takes no KV blocks")
             return
         self._close_sender()
-        self._sender = BlockSender(data_address(self.address, welcome.data_address), metrics=self._metrics)
+        self._sender = BlockSender(
+            data_address(self.address, welcome.data_address), metrics=self._metrics, context=self._context
+        )
         self.link = DecodeLink(self.client, self._sender)
         logger.info("connected to decode worker %s at %s", welcome.worker_id, self.address)
         self._handler.on_link_up(self.address, self.link)
@@ -105,21 +117,21 @@ class DecodeLinks:
         identity: LinkIdentity,
         handler: LinkHandler,
         metrics: WireMetrics,
-        start: Callable[[ControlClient], None],
+        context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
         self._identity = identity
         self._handler = handler
         self._metrics = metrics
-        self._start = start
+        self._context = context
         self._peers: dict[str, _Peer] = {}
 
     def link_to(self, address: str) -> DecodeLink | None:
         """The link to ``address`` if it is up; else None, and ``on_link_up`` or ``on_link_down`` will follow."""
         peer = self._peers.get(address)
         if peer is None:
-            peer = _Peer(address, self._identity, self._handler, self._metrics)
+            peer = _Peer(address, self._identity, self._handler, self._metrics, self._context)
             self._peers[address] = peer
-            self._start(peer.client)
+            peer.client.start()
         return peer.link
 
     async def stop(self) -> None:

@@ -11,6 +11,7 @@ them are they released.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
 from collections.abc import Callable
@@ -127,6 +128,7 @@ class PrefillService:
         self._entries: dict[Key, Entry] = {}
         self._linkless: dict[str, list[Entry]] = {}  # by decode address: started, but the link is not up
         self.state = WorkerState.READY
+        self._drained = asyncio.Event()  # draining, and the last entry is gone
         self._ports: Ports | None = None
 
     def attach(self, ports: Ports) -> None:
@@ -371,9 +373,11 @@ class PrefillService:
                     entries.remove(entry)
                     self._fail(entry, FailureCode.PEER_LOST, f"decode worker {address} does not answer")
 
-    def drain(self) -> None:
-        """Take nothing new."""
+    async def drain(self) -> None:
+        """Take nothing new; return when nothing is left."""
         self.state = WorkerState.DRAINING
+        if self._entries:
+            await self._drained.wait()
 
     def debug(self) -> dict[str, Any]:
         """Entries for /debug/kv."""
@@ -413,6 +417,8 @@ class PrefillService:
         if entry.phase is not Phase.CLOSING or entry.model_holds or entry.transfer_holds or key not in self._entries:
             return
         del self._entries[key]
+        if self.state is WorkerState.DRAINING and not self._entries:
+            self._drained.set()
         self._blocks.release(owner_of(key))
         self.ports.loop.wake()  # a prompt may have waited for these blocks
         assert entry.outcome is not None

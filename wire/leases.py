@@ -294,6 +294,10 @@ class LeaseTable:
         if refusal is not None:
             raise refusal
 
+    def count_bad_header(self) -> None:
+        """A frame came that is no block at all."""
+        self._metrics.refused_blocks.labels("bad_header").inc()
+
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _mismatch(self, lease: _Lease, header: BlockHeader) -> BlockRefusedError | None:

@@ -4,9 +4,9 @@ Messages are tagged msgspec structs in msgpack, one message per ZeroMQ frame. Un
 and a newer build talk to each other; what both must understand is the protocol version, negotiated by ``Hello``.
 Times are durations in seconds; no message carries a clock reading, since the clocks of two hosts differ.
 
-    gateway  → worker    Hello, Ping, Submit, Cancel
+    gateway  → worker    Hello, Ping, Bye, Submit, Cancel
     worker   → gateway   Welcome | HelloRefused, Status, Tokens, HandedOver, Failed, Cancelled
-    prefill  → decode    Hello, Ping, Offer, Commit, Renew, Abort
+    prefill  → decode    Hello, Ping, Bye, Offer, Commit, Renew, Abort
     decode   → prefill   Welcome | HelloRefused, Status, Grant | Refuse, Verified | Reject, Aborted
 
 Each Submit ends in exactly one terminal answer per worker that took it: ``HandedOver`` (prefill only), a ``Tokens``
@@ -99,6 +99,10 @@ class HelloRefused(_Message, tag=True, frozen=True, kw_only=True):
 
 class Ping(_Message, tag=True, frozen=True, kw_only=True):
     """Keeps the sender alive in the receiver's eyes; answered by ``Status``."""
+
+
+class Bye(_Message, tag=True, frozen=True, kw_only=True):
+    """The sender leaves; what it asked for is void."""
 
 
 class Status(_Message, tag=True, frozen=True, kw_only=True):
@@ -288,7 +292,7 @@ class Aborted(_Message, tag=True, frozen=True, kw_only=True):
 
 
 Message = (
-    Hello | Welcome | HelloRefused | Ping | Status
+    Hello | Welcome | HelloRefused | Ping | Bye | Status
     | Submit | Cancel | Tokens | HandedOver | Failed | Cancelled
     | Offer | Grant | Refuse | Commit | Verified | Reject | Renew | Abort | Aborted
 )  # fmt: skip

@@ -1,0 +1,34 @@
+# kvrelay: `make serve` and `make test` are all a newcomer needs; both set up what is missing first.
+# More arguments: make serve ARGS="--port 9000 --decode 2", make test ARGS="tests/wire -x", make verify ARGS="--help".
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test check verify clean
+
+# A script's own folder must not come before the installed packages: ours have folders named like other packages.
+export PYTHONSAFEPATH := 1
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
+		printf '%-12s %s\n' "$$target" "$$text"; done
+
+setup: ## make the environment in .venv (make setup PYTHON=… TORCH=cpu|cuda)
+	@PYTHON='$(PYTHON)' TORCH='$(TORCH)' sh tools/setup.sh
+
+serve: setup ## serve the demo model at http://127.0.0.1:8000
+	@exec .venv/bin/kvrelay local $(ARGS)
+
+test: setup ## run the tests
+	.venv/bin/python -m pytest $(ARGS)
+
+check: setup ## lint, format, types, import rules
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+verify: setup ## compare greedy tokens with transformers, prompt by prompt (minutes)
+	@exec .venv/bin/kvrelay verify --model demo --dtype float32 $(ARGS)
+
+clean: ## remove the environment and everything that tools left here
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

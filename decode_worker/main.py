@@ -1,0 +1,39 @@
+"""Entry point of a decode worker process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.logs import configure_logs
+from kvrelay.common.process import Component, ProcessSettings, run_process
+from kvrelay.decode_worker.settings import DecodeSettings
+from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.factory import load_engine
+from kvrelay.engine.progress import LoggedProgress
+
+logger = logging.getLogger(__name__)
+
+
+def serve(settings: DecodeSettings) -> int:
+    """Run a decode worker until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
+    configure_logs(settings.log_level, settings.log_format)
+    worker_id = settings.worker_id or f"decode-{socket.gethostname()}-{os.getpid()}"
+    registry = CollectorRegistry()
+
+    def load() -> Component:
+        engine = load_engine(
+            settings.model,
+            settings.kv,
+            max_batched_tokens=settings.scheduler.max_batched_tokens,
+            max_num_seqs=settings.scheduler.max_num_seqs,
+            progress=LoggedProgress(logger),
+        )
+        return DecodeWorker(engine, settings.scheduler, settings.address, settings.data_address, worker_id, registry)
+
+    process = ProcessSettings(settings.admin_host, settings.admin_port, settings.drain_s)
+    return asyncio.run(run_process(load, process, registry, worker_id))

@@ -1,0 +1,167 @@
+"""The decode worker, assembled: engine, scheduler, model loop, leases, block receiver, control socket."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.block_hash import root_hash
+from kvrelay.common.errors import SettingsError
+from kvrelay.decode_worker.model_worker import Command, DecodeModelWorker, Report
+from kvrelay.decode_worker.scheduler import DecodeScheduler
+from kvrelay.decode_worker.service import DecodeService, Identity, Ports, lease_owner
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.engine.block_manager import BlockManager
+from kvrelay.engine.health import ledger_json, not_live, not_ready
+from kvrelay.engine.interface import Engine
+from kvrelay.engine.loop import ModelLoop
+from kvrelay.engine.metrics import EngineMetrics
+from kvrelay.wire.control import ControlServer
+from kvrelay.wire.data_plane import BlockReceiver
+from kvrelay.wire.leases import LeaseSettings, LeaseTable, VerifiedLease
+from kvrelay.wire.messages import FailureCode
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.settings import LinkSettings
+from kvrelay.wire.ticker import every
+
+_TICK_S = 0.2  # how late an expired lease may be reaped
+
+
+class _LeasedBlocks:
+    """The block manager as the lease table sees it."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+
+    def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int] | None:
+        allocation = self._blocks.allocate(lease_owner(lease_key), num_blocks, hashes)
+        return None if allocation is None else (allocation.block_ids, allocation.num_cached)
+
+    def release(self, lease_key: str) -> None:
+        self._blocks.release(lease_owner(lease_key))
+
+    def publish(self, lease_key: str, index: int, block_hash: bytes) -> None:
+        self._blocks.publish(lease_owner(lease_key), index, block_hash)
+
+
+class _LeaseEvents:
+    """Brings what the lease table says from whichever thread to the asyncio loop."""
+
+    def __init__(self, service: DecodeService) -> None:
+        self._service = service
+        self.asyncio_loop: asyncio.AbstractEventLoop | None = None
+
+    def on_lease_verified(self, lease: VerifiedLease) -> None:
+        assert self.asyncio_loop is not None
+        self.asyncio_loop.call_soon_threadsafe(self._service.on_lease_verified, lease)
+
+    def on_lease_rejected(
+        self, lease_id: int, peer_id: str, key: tuple[str, int], code: FailureCode, detail: str
+    ) -> None:
+        assert self.asyncio_loop is not None
+        self.asyncio_loop.call_soon_threadsafe(self._service.on_lease_rejected, lease_id, peer_id, key, code, detail)
+
+
+class DecodeWorker:
+    """Implements :class:`kvrelay.common.process.Component`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: DecodeSchedulerSettings,
+        address: str,
+        data_address: str,
+        worker_id: str,
+        registry: CollectorRegistry,
+        *,
+        link_settings: LinkSettings | None = None,
+    ) -> None:
+        if settings.max_batched_tokens < settings.max_num_seqs:
+            raise SettingsError(
+                f"--max-batched-tokens is {settings.max_batched_tokens}; it must be at least --max-num-seqs "
+                f"({settings.max_num_seqs}), so that every running sequence gets its token in every step"
+            )
+        card = engine.card
+        fingerprint = card.layout.fingerprint()
+        self.blocks = BlockManager(card.num_blocks, card.layout.block_size)
+        scheduler = DecodeScheduler(settings, self.blocks, root_hash(fingerprint), card.max_model_len)
+        engine_metrics = EngineMetrics(
+            registry,
+            self.blocks,
+            num_running=lambda: len(scheduler.running),
+            num_waiting=lambda: len(scheduler.waiting),
+        )
+        wire_metrics = WireMetrics(registry)
+        self._model_worker = DecodeModelWorker(engine, scheduler, engine_metrics, self._emit)
+        self._loop: ModelLoop[Command] = ModelLoop(self._model_worker, "decode-model")
+        identity = Identity(worker_id, time.time_ns(), card, settings.max_waiting)
+        self.service = DecodeService(identity, self.blocks, time.monotonic)
+        self._events = _LeaseEvents(self.service)
+        self.leases = LeaseTable(
+            LeaseSettings(identity.epoch, fingerprint, card.layout.block_size, settings.lease_ttl_s),
+            _LeasedBlocks(self.blocks),
+            engine.store,
+            self._events,
+            wire_metrics,
+            time.monotonic,
+        )
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._receiver = BlockReceiver(data_address, self.leases, card.block_nbytes, context=self._context)
+        self._server = ControlServer(
+            address, self.service, link_settings or LinkSettings(), metrics=wire_metrics, context=self._context
+        )
+        self.service.attach(Ports(self._server.send, self._loop, self.leases, self._receiver.address))
+        self._ticker: asyncio.Task[None] | None = None
+        self.address = address
+        self.data_address = self._receiver.address
+
+    async def start(self) -> None:
+        """Open the sockets and start both threads. Raises WireError if an address is taken."""
+        self._events.asyncio_loop = asyncio.get_running_loop()
+        self._loop.start()
+        self._receiver.start()
+        self.address = await self._server.start()
+        self._ticker = asyncio.create_task(every(_TICK_S, self.leases.reap))
+
+    def not_live(self) -> list[str]:
+        """See Component."""
+        return not_live(self._loop)
+
+    def not_ready(self) -> list[str]:
+        """See Component."""
+        dead = [] if self._server.is_alive else ["the control socket is dead"]
+        dead += [] if self._receiver.is_alive else ["the KV port is dead"]
+        return dead + not_ready(self._loop, self.blocks)
+
+    def debug_kv(self) -> dict[str, Any]:
+        """See Component."""
+        return {
+            "ledger": ledger_json(self.blocks),
+            "leases": self.leases.snapshot(),
+            "requests": self.service.debug(),
+        }
+
+    async def drain(self) -> None:
+        """Refuse new requests; return when every sequence has finished."""
+        await self.service.drain()
+
+    async def stop(self) -> None:
+        """Close everything, whatever is still running."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        await self._server.stop()
+        await asyncio.to_thread(self._receiver.stop)
+        await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._context.term)
+
+    def _emit(self, report: Report) -> None:
+        loop = self._events.asyncio_loop
+        assert loop is not None
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self.service.on_report, report)

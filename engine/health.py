@@ -1,0 +1,57 @@
+"""Whether a worker is well: what readiness and liveness watch, the same for both kinds of worker."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from kvrelay.engine.block_manager import BlockManager
+
+_READY_TICK_S = 30.0  # a chunk on a slow CPU takes seconds; half a minute without a step is not normal
+_LIVE_TICK_S = 300.0
+
+
+class Ticking(Protocol):
+    """A loop on a thread of its own (kvrelay.engine.loop.ModelLoop)."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+
+    @property
+    def last_tick_s(self) -> float:
+        """When it last came round, on the monotonic clock."""
+
+
+def loop_reasons(loop: Ticking, bound_s: float) -> list[str]:
+    """Reasons against a model loop that died, or has not come round for ``bound_s``."""
+    if not loop.is_alive:
+        return ["the model loop is dead"]
+    silent_s = time.monotonic() - loop.last_tick_s
+    return [f"the model loop has not ticked for {silent_s:.0f} s"] if silent_s > bound_s else []
+
+
+def not_live(loop: Ticking) -> list[str]:
+    """Reasons to restart the process."""
+    return loop_reasons(loop, _LIVE_TICK_S)
+
+
+def not_ready(loop: Ticking, blocks: BlockManager) -> list[str]:
+    """Reasons to send no traffic."""
+    ledger = blocks.ledger()
+    unbalanced = [] if ledger.balances else [f"the ledger does not balance: {ledger}"]
+    return loop_reasons(loop, _READY_TICK_S) + unbalanced
+
+
+def ledger_json(blocks: BlockManager) -> dict[str, object]:
+    """The ledger for /debug/kv."""
+    ledger = blocks.ledger()
+    return {
+        "num_blocks": ledger.num_blocks,
+        "free": ledger.num_free,
+        "cached": ledger.num_cached,
+        "leased": ledger.num_leased,
+        "running": ledger.num_running,
+        "balances": ledger.balances,
+        "owners": {f"{owner.kind.value} {owner.key}": count for owner, count in blocks.owners().items()},
+    }

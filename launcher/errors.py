@@ -1,0 +1,36 @@
+"""What can go wrong while the launcher runs things.
+
+    KvrelayError
+    └── LauncherError
+        ├── PortTakenError      an address that we need belongs to another process
+        ├── ComponentDiedError  a component died at start, or too often
+        ├── NotReadyError       the components did not become ready in the time given
+        ├── DownloadError       a model cannot be fetched
+        └── VerifyError         a comparison could not be made at all (a difference is no error but a result)
+"""
+
+from kvrelay.common.errors import KvrelayError
+
+
+class LauncherError(KvrelayError):
+    """Base of the launcher's errors."""
+
+
+class PortTakenError(LauncherError):
+    """The text names the address and the way out."""
+
+
+class ComponentDiedError(LauncherError):
+    """The text names the component, how it ended, and its last log lines."""
+
+
+class NotReadyError(LauncherError):
+    """The text names who is not ready, and for how long we waited."""
+
+
+class DownloadError(LauncherError):
+    """The text names the model and the way out."""
+
+
+class VerifyError(LauncherError):
+    """The text names the server or the prompt that gave no answer."""

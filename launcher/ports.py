@@ -1,0 +1,56 @@
+"""Free TCP ports on this machine, for components that must know each other's address before any of them runs.
+
+Loopback TCP and not ``ipc://``: it is the transport of a cluster, so what runs here is what runs there, and no socket file
+can be left behind, whatever is killed. The ports lie below the range from which the kernel takes ports for outgoing
+connections: none is taken by chance between our choice and the component's bind, or while a component restarts. (In that
+range a client that keeps reconnecting to a dead loopback peer may even be connected to itself.)
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+
+from kvrelay.launcher.errors import PortTakenError
+
+_RANGE = range(20_000, 30_000)  # Linux' outgoing connections start at 32768, unless someone changed that
+
+
+def check_free(host: str, port: int) -> int:
+    """Whether something can listen on host:port; returns the port, or the one chosen for 0.
+
+    Raises PortTakenError that names the address and says what to do.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server just ended do not count
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                advice = "another process listens there; stop it, or choose another port with --port (0: any free one)"
+            elif error.errno == errno.EACCES:
+                advice = "ports below 1024 need root; choose another one with --port"
+            else:
+                advice = "choose an address of this machine with --host, or another --port"
+            raise PortTakenError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}") from error
+        chosen: int = probe.getsockname()[1]
+    return chosen
+
+
+def free_ports(count: int) -> list[int]:
+    """``count`` different ports on 127.0.0.1 that nobody listens on now. Raises PortTakenError if there are not so many."""
+    start = random.randrange(len(_RANGE))  # noqa: S311 - to keep two launchers apart, not a secret
+    found: list[int] = []
+    for offset in range(len(_RANGE)):
+        if len(found) == count:
+            return found
+        port = _RANGE[(start + offset) % len(_RANGE)]
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        found.append(port)
+    raise PortTakenError(f"only {len(found)} of {count} ports free in {_RANGE.start}–{_RANGE.stop - 1}")

@@ -1,0 +1,113 @@
+"""The prefill worker, assembled: engine, scheduler, model loop, control socket, links to decode workers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from kvrelay.engine.block_manager import BlockManager
+from kvrelay.engine.health import ledger_json, not_live, not_ready
+from kvrelay.engine.interface import Engine
+from kvrelay.engine.loop import ModelLoop
+from kvrelay.engine.metrics import EngineMetrics
+from kvrelay.prefill_worker.links import DecodeLinks, LinkIdentity
+from kvrelay.prefill_worker.model_worker import Command, PrefillModelWorker, Report
+from kvrelay.prefill_worker.scheduler import PrefillScheduler
+from kvrelay.prefill_worker.service import Identity, Ports, PrefillService
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.wire.control import ControlServer
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.settings import LinkSettings
+from kvrelay.wire.ticker import every
+from kvrelay.wire.transfers import TransferSettings, TransferTable
+
+_TICK_S = 0.05  # how long blocks may stay held after the last send that reads them
+
+
+class PrefillWorker:
+    """Implements :class:`kvrelay.common.process.Component`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: PrefillSchedulerSettings,
+        address: str,
+        worker_id: str,
+        registry: CollectorRegistry,
+        *,
+        link_settings: LinkSettings | None = None,
+        transfer_settings: TransferSettings | None = None,
+    ) -> None:
+        card = engine.card
+        link_settings = link_settings or LinkSettings()
+        self.blocks = BlockManager(card.num_blocks, card.layout.block_size)
+        scheduler = PrefillScheduler(settings, self.blocks, card.max_model_len)
+        engine_metrics = EngineMetrics(
+            registry,
+            self.blocks,
+            num_running=lambda: len(scheduler.running),
+            num_waiting=lambda: len(scheduler.waiting),
+        )
+        wire_metrics = WireMetrics(registry)
+        self._model_worker = PrefillModelWorker(engine, scheduler, engine_metrics, self._emit)
+        self._loop: ModelLoop[Command] = ModelLoop(self._model_worker, "prefill-model")
+        identity = Identity(worker_id, time.time_ns(), card, settings.max_waiting)
+        self.service = PrefillService(identity, self.blocks, time.monotonic)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._server = ControlServer(address, self.service, link_settings, metrics=wire_metrics, context=self._context)
+        self._links = DecodeLinks(
+            LinkIdentity(f"{worker_id}-{identity.epoch}", card.layout, link_settings),
+            self.service,
+            wire_metrics,
+            self._context,
+        )
+        transfers = TransferTable(
+            engine.store, self.service, transfer_settings or TransferSettings(), wire_metrics, time.monotonic
+        )
+        self.service.attach(Ports(self._server.send, self._loop, self._links, transfers))
+        self._asyncio_loop: asyncio.AbstractEventLoop | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self.address = address
+
+    async def start(self) -> None:
+        """Open the control socket and start the model loop. Raises WireError if the address is taken."""
+        self._asyncio_loop = asyncio.get_running_loop()
+        self.address = await self._server.start()
+        self._loop.start()
+        self._ticker = asyncio.create_task(every(_TICK_S, self.service.tick))
+
+    def not_live(self) -> list[str]:
+        """See Component."""
+        return not_live(self._loop)
+
+    def not_ready(self) -> list[str]:
+        """See Component."""
+        dead = [] if self._server.is_alive else ["the control socket is dead"]
+        return dead + not_ready(self._loop, self.blocks)
+
+    def debug_kv(self) -> dict[str, Any]:
+        """See Component."""
+        return {"ledger": ledger_json(self.blocks), "requests": self.service.debug()}
+
+    async def drain(self) -> None:
+        """Refuse new requests; return when every request is computed and handed over."""
+        await self.service.drain()
+
+    async def stop(self) -> None:
+        """Close everything, whatever is still running."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        await self._server.stop()
+        await asyncio.to_thread(self._loop.stop)
+        await self._links.stop()
+        await asyncio.to_thread(self._context.term)
+
+    def _emit(self, report: Report) -> None:
+        assert self._asyncio_loop is not None
+        if not self._asyncio_loop.is_closed():
+            self._asyncio_loop.call_soon_threadsafe(self.service.on_report, report)

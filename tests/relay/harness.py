@@ -1,0 +1,197 @@
+"""A relay in one process: real workers on fake engines, real sockets, and a scripted gateway to talk to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.model_card import ModelCard
+from kvrelay.common.sampling import FinishReason, SamplingParams
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.fake import FakeEngine, fake_card
+from kvrelay.engine.interface import StepRow
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.wire.control import ControlClient
+from kvrelay.wire.messages import (
+    Cancelled,
+    DecodeTarget,
+    Failed,
+    HandedOver,
+    Hello,
+    HelloRefused,
+    Message,
+    Role,
+    Status,
+    Submit,
+    Tokens,
+    Welcome,
+)
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.settings import LinkSettings
+
+TIMEOUT_S = 30.0
+
+
+class Link:
+    """A gateway's link to one worker: everything it says lands in ``inbox``."""
+
+    def __init__(self, address: str, peer_id: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.inbox: asyncio.Queue[Message] = asyncio.Queue()
+        self.up = asyncio.Event()
+        self.lost = asyncio.Event()
+        self.refused: HelloRefused | None = None
+        self.client = ControlClient(
+            address,
+            Hello(role=Role.GATEWAY, peer_id=peer_id),
+            self,
+            LinkSettings(ping_interval_s=0.2),
+            metrics=WireMetrics(CollectorRegistry()),
+            context=context,
+        )
+
+    def on_welcome(self, welcome: Welcome) -> None:
+        self.up.set()
+
+    def on_message(self, message: Message) -> None:
+        if not isinstance(message, Status):
+            self.inbox.put_nowait(message)
+
+    def on_lost(self, reason: str) -> None:
+        self.lost.set()
+
+    def on_refused(self, refused: HelloRefused) -> None:
+        self.refused = refused
+        self.up.set()
+
+
+@dataclass
+class Relay:
+    """One prefill worker, one decode worker, one gateway with a link to each."""
+
+    prefill: PrefillWorker
+    decode: DecodeWorker
+    prefill_registry: CollectorRegistry
+    decode_registry: CollectorRegistry
+    to_prefill: Link
+    to_decode: Link
+    context: zmq.Context[zmq.Socket[bytes]]
+    backlog: list[Message] = field(default_factory=list)
+
+    def submit(
+        self, request_id: str, token_ids: Seq[int], max_tokens: int, *, local: bool = False, attempt: int = 1
+    ) -> None:
+        """Send a greedy request."""
+        target = DecodeTarget(worker_id="decode", epoch=0, address=self.decode.address)
+        message = Submit(
+            request_id=request_id,
+            attempt=attempt,
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            decode=None if local else target,
+        )
+        assert (self.to_decode if local else self.to_prefill).client.send(message)
+
+    async def outcome(self, *request_ids: str) -> dict[str, list[int] | Message]:
+        """Wait until every request ended; its output tokens, or the message that ended it otherwise."""
+        outputs: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
+        ended: dict[str, list[int] | Message] = {}
+        async with asyncio.timeout(TIMEOUT_S):
+            readers = [asyncio.ensure_future(link.inbox.get()) for link in (self.to_prefill, self.to_decode)]
+            try:
+                while len(ended) < len(request_ids):
+                    await asyncio.wait(readers, return_when=asyncio.FIRST_COMPLETED)
+                    for index, link in enumerate((self.to_prefill, self.to_decode)):
+                        if readers[index].done():
+                            self._take(readers[index].result(), outputs, ended)
+                            readers[index] = asyncio.ensure_future(link.inbox.get())
+            finally:
+                for reader in readers:
+                    reader.cancel()
+        return ended
+
+    def _take(self, message: Message, outputs: dict[str, list[int]], ended: dict[str, list[int] | Message]) -> None:
+        self.backlog.append(message)
+        match message:
+            case Tokens(items=items):
+                for item in items:
+                    output = outputs[item.request_id]
+                    assert item.index <= len(output), f"a gap: {item} after {len(output)} tokens"
+                    output[item.index :] = [token.token_id for token in item.tokens]
+                    if item.finish_reason is not None:
+                        assert item.finish_reason is FinishReason.LENGTH
+                        assert item.request_id not in ended, "two terminal replies"
+                        ended[item.request_id] = output
+            case Failed(request_id=request_id) | Cancelled(request_id=request_id):
+                if request_id in outputs:
+                    ended[request_id] = message
+            case HandedOver():
+                pass
+            case _:
+                raise AssertionError(f"unexpected {message}")
+
+    async def settled(self) -> None:
+        """Wait until no worker knows any request, then check that every block is free or cached."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while self.prefill.service.num_entries or self.decode.service.num_entries:
+                await asyncio.sleep(0.005)  # polling for a state, bounded by the timeout above
+        for blocks in (self.prefill.blocks, self.decode.blocks):
+            blocks.check_integrity()
+            ledger = blocks.ledger()
+            assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger
+
+
+@asynccontextmanager
+async def relay(
+    *,
+    prefill_card: ModelCard | None = None,
+    decode_card: ModelCard | None = None,
+    prefill_settings: PrefillSchedulerSettings | None = None,
+    decode_settings: DecodeSchedulerSettings | None = None,
+    on_prefill_step: Callable[[Seq[StepRow]], None] = lambda rows: None,
+    on_decode_step: Callable[[Seq[StepRow]], None] = lambda rows: None,
+) -> AsyncIterator[Relay]:
+    """A running relay on loopback; stopped and checked for leaks at the end."""
+    prefill_registry, decode_registry = CollectorRegistry(), CollectorRegistry()
+    links = LinkSettings(ping_interval_s=0.2, peer_timeout_s=5.0)
+    decode = DecodeWorker(
+        FakeEngine(decode_card or fake_card(), on_decode_step),
+        decode_settings or DecodeSchedulerSettings(),
+        "tcp://127.0.0.1:*",
+        "tcp://127.0.0.1:*",
+        "decode",
+        decode_registry,
+        link_settings=links,
+    )
+    prefill = PrefillWorker(
+        FakeEngine(prefill_card or fake_card(), on_prefill_step),
+        prefill_settings or PrefillSchedulerSettings(),
+        "tcp://127.0.0.1:*",
+        "prefill",
+        prefill_registry,
+        link_settings=links,
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    await decode.start()
+    await prefill.start()
+    to_prefill = Link(prefill.address, "gateway", context)
+    to_decode = Link(decode.address, "gateway", context)
+    try:
+        for link in (to_prefill, to_decode):
+            link.client.start()
+            await asyncio.wait_for(link.up.wait(), TIMEOUT_S)
+        yield Relay(prefill, decode, prefill_registry, decode_registry, to_prefill, to_decode, context)
+    finally:
+        for link in (to_prefill, to_decode):
+            await link.client.stop()
+        await prefill.stop()
+        await decode.stop()
+        await asyncio.to_thread(context.term)

@@ -1,0 +1,162 @@
+"""The whole relay on fake engines: tokens right, blocks back, whatever the load and whoever leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.engine.fake import expected_output, fake_card
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode
+from .harness import relay
+
+VOCAB = 1000
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 63])
+async def test_handed_over_request(length: int) -> None:
+    async with relay() as r:
+        r.submit("a", prompt(1, length), 10)
+        assert (await r.outcome("a"))["a"] == expected_output(prompt(1, length), 10, VOCAB)
+        await r.settled()
+        assert r.decode_registry.get_sample_value("kvrelay_handoffs_total", {"outcome": "verified"}) == 1
+
+
+async def test_local_prefill_gives_the_same() -> None:
+    async with relay() as r:
+        r.submit("a", prompt(2, 30), 10, local=True)
+        assert (await r.outcome("a"))["a"] == expected_output(prompt(2, 30), 10, VOCAB)
+        await r.settled()
+
+
+async def test_single_token_needs_no_hand_off() -> None:
+    async with relay() as r:
+        r.submit("a", prompt(2, 30), 1)
+        assert (await r.outcome("a"))["a"] == expected_output(prompt(2, 30), 1, VOCAB)
+        await r.settled()
+        assert r.decode_registry.get_sample_value("kvrelay_handoffs_total", {"outcome": "verified"}) is None
+
+
+async def test_chunks_and_shared_prefixes() -> None:
+    shared = prompt(3, 40)
+    prompts = {f"r{i}": shared + prompt(i, 1 + 7 * i) for i in range(6)}
+    settings = PrefillSchedulerSettings(max_batched_tokens=16)
+    async with relay(
+        prefill_settings=settings, prefill_card=fake_card(num_blocks=256), decode_card=fake_card(num_blocks=256)
+    ) as r:
+        for round_ in range(2):
+            for name, tokens in prompts.items():
+                r.submit(name, tokens, 8, attempt=round_)
+            results = await r.outcome(*prompts)
+            for name, tokens in prompts.items():
+                assert results[name] == expected_output(tokens, 8, VOCAB), name
+            await r.settled()
+        reused = r.decode_registry.get_sample_value("kvrelay_kv_blocks_reused_total")
+        assert reused is not None
+        assert reused >= sum(len(tokens) // 4 for tokens in prompts.values())
+
+
+async def test_many_with_preemption_on_a_small_pool() -> None:
+    """The decode pool holds a fraction of what is asked for: grants are refused, sequences preempted, all of it right."""
+    prompts = {f"r{i}": prompt(100 + i, 4 + 5 * i) for i in range(8)}
+    async with relay(
+        decode_card=fake_card(num_blocks=40),
+        decode_settings=DecodeSchedulerSettings(max_num_seqs=8, max_batched_tokens=32),
+    ) as r:
+        for name, tokens in prompts.items():
+            r.submit(name, tokens, 40, local=True)
+        results = await r.outcome(*prompts)
+        for name, tokens in prompts.items():
+            assert results[name] == expected_output(tokens, 40, VOCAB), name
+        await r.settled()
+        assert r.decode_registry.get_sample_value("kvrelay_preemptions_total") > 0
+
+
+async def test_no_room_is_told_with_a_time_to_come_back() -> None:
+    async with relay(decode_card=fake_card(num_blocks=8), prefill_card=fake_card(num_blocks=64)) as r:
+        r.submit("a", prompt(5, 100), 8)
+        outcome = (await r.outcome("a"))["a"]
+        assert isinstance(outcome, Failed)
+        assert outcome.code is FailureCode.NO_ROOM
+        assert outcome.retry_after_s is not None
+        await r.settled()
+
+
+async def test_layouts_that_do_not_fit_are_refused_with_both_sides() -> None:
+    async with relay(decode_card=fake_card(model_id="other")) as r:
+        r.submit("a", prompt(5, 10), 8)
+        outcome = (await r.outcome("a"))["a"]
+        assert isinstance(outcome, Failed)
+        assert outcome.code is FailureCode.LAYOUT_MISMATCH
+        assert "'other' / 'fake'" in outcome.detail
+        await r.settled()
+
+
+@pytest.mark.parametrize("local", [False, True])
+async def test_cancel_while_it_generates(local: bool) -> None:
+    async with relay() as r:
+        r.submit("a", prompt(6, 20), 200, local=local)
+        while True:  # the first tokens from the decode worker
+            message = await asyncio.wait_for(r.to_decode.inbox.get(), 10)
+            if not isinstance(message, Failed):
+                break
+        for link in (r.to_prefill, r.to_decode):
+            link.client.send(Cancel(request_id="a", attempt=1))
+        async with asyncio.timeout(10):
+            while not isinstance(await r.to_decode.inbox.get(), Cancelled):
+                pass
+        await r.settled()
+
+
+async def test_cancel_of_an_unknown_request_is_acknowledged() -> None:
+    async with relay() as r:
+        for link in (r.to_prefill, r.to_decode):
+            link.client.send(Cancel(request_id="nobody", attempt=3))
+            message = await asyncio.wait_for(link.inbox.get(), 10)
+            assert message == Cancelled(request_id="nobody", attempt=3)
+
+
+async def test_a_gateway_that_leaves_frees_its_blocks() -> None:
+    async with relay() as r:
+        for i in range(4):
+            r.submit(f"r{i}", prompt(i, 30), 200)
+        await asyncio.wait_for(r.to_prefill.inbox.get(), 10)
+        await r.to_prefill.client.stop()
+        await r.to_decode.client.stop()
+        await r.settled()
+
+
+async def test_a_failing_step_ends_its_requests_and_hurts_no_later_one() -> None:
+    failures = iter([RuntimeError("boom")])
+
+    def fail_once(rows: object) -> None:
+        error = next(failures, None)
+        if error is not None:
+            raise error
+
+    async with relay(on_decode_step=fail_once) as r:
+        r.submit("a", prompt(7, 20), 8)
+        outcome = (await r.outcome("a"))["a"]
+        assert isinstance(outcome, Failed)
+        assert outcome.code is FailureCode.INTERNAL
+        r.submit("b", prompt(7, 20), 8)
+        assert (await r.outcome("b"))["b"] == expected_output(prompt(7, 20), 8, VOCAB)
+        await r.settled()
+
+
+@pytest.mark.parametrize("num_tokens", [256, 300])
+async def test_a_prompt_that_cannot_fit_is_invalid(num_tokens: int) -> None:
+    async with relay() as r:
+        r.submit("a", prompt(8, num_tokens), 8)
+        outcome = (await r.outcome("a"))["a"]
+        assert isinstance(outcome, Failed)
+        assert outcome.code is FailureCode.INVALID
+        assert "256" in outcome.detail
+        await r.settled()

@@ -1,0 +1,291 @@
+"""The sending side of hand-offs: offer, ship what is granted as it gets ready, commit, wait for the verdict.
+
+``open`` makes a transfer; it ends with exactly one of ``on_verified`` and ``on_failed``, or silently after ``abort``. Behind that
+comes exactly one ``on_blocks_released``, when no send in flight reads the blocks any more: only then may they be reused.
+
+Network thread only; nothing here blocks. Knows no model: blocks get ready because somebody says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvrelay.common.sampling import SampledToken
+from kvrelay.wire.block_frames import BlockHeader
+from kvrelay.wire.data_plane import SendTicket
+from kvrelay.wire.handoff import HandoffState, advance
+from kvrelay.wire.messages import (
+    Abort,
+    Aborted,
+    Commit,
+    FailureCode,
+    Grant,
+    Message,
+    Offer,
+    Refuse,
+    Reject,
+    Renew,
+    Timings,
+    Verified,
+)
+from kvrelay.wire.metrics import WireMetrics
+
+Key = tuple[str, int]
+
+
+class MessageSender(Protocol):
+    """A control link (kvrelay.wire.control.ControlClient)."""
+
+    def send(self, message: Message) -> bool:
+        """Queue a message; False if the link is down."""
+
+
+class FrameSender(Protocol):
+    """A data link (kvrelay.wire.data_plane.BlockSender)."""
+
+    def send(self, header: BlockHeader, payload: memoryview) -> SendTicket:
+        """Queue a block."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeLink:
+    """Both connections to one start of one decode worker."""
+
+    control: MessageSender
+    data: FrameSender
+
+
+class ReadableStore(Protocol):
+    """The pool's bytes, as a transfer sees them (see kvrelay.engine.interface.BlockStore)."""
+
+    def open_read(self, block_id: int) -> memoryview:
+        """The block's bytes."""
+
+    def close_read(self, block_id: int) -> None:
+        """The bytes are no longer read."""
+
+
+class TransferHandler(Protocol):
+    """Hears how transfers end."""
+
+    def on_verified(self, key: Key) -> None:
+        """The decode worker owns the sequence."""
+
+    def on_failed(self, key: Key, code: FailureCode, detail: str, retry_after_s: float | None) -> None:
+        """The transfer is over, and the decode worker has nothing of it."""
+
+    def on_blocks_released(self, key: Key) -> None:
+        """No send in flight reads the blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """Bounds on a silent peer. In seconds."""
+
+    grant_timeout_s: float = 10.0  # offer sent, no answer
+    verify_timeout_s: float = 30.0  # commit sent, no verdict
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    key: Key
+    link: DecodeLink
+    offer: Offer
+    block_ids: list[int]
+    since_s: float  # of the state
+    state: HandoffState = HandoffState.OFFERED
+    lease: Grant | None = None
+    renewed_s: float = 0.0
+    num_ready: int = 0
+    next_block: int = 0  # the first that is neither shipped nor cached over there
+    commit: tuple[SampledToken, int, Timings] | None = None
+    tickets: list[tuple[int, SendTicket]] = field(default_factory=list)
+
+    def advance(self, state: HandoffState, now_s: float) -> None:
+        self.state = advance(self.state, state, f"transfer of request {self.key}")
+        self.since_s = now_s
+
+
+class TransferTable:
+    """All transfers of one prefill worker."""
+
+    def __init__(
+        self,
+        store: ReadableStore,
+        handler: TransferHandler,
+        settings: TransferSettings,
+        metrics: WireMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._handler = handler
+        self._settings = settings
+        self._metrics = metrics
+        self._clock = clock
+        self._transfers: dict[Key, _Transfer] = {}
+        self._by_lease: dict[tuple[DecodeLink, int], _Transfer] = {}
+
+    def open(self, key: Key, link: DecodeLink, offer: Offer, block_ids: list[int]) -> None:
+        """Offer a request. The blocks stay readable, in this order, until ``on_blocks_released``."""
+        if key in self._transfers:
+            raise ValueError(f"a transfer of request {key} is already open")
+        transfer = _Transfer(key, link, offer, block_ids, self._clock())
+        self._transfers[key] = transfer
+        if not link.control.send(offer):
+            self._fail(transfer, FailureCode.PEER_LOST, "the decode worker's link went down before the offer")
+
+    def blocks_ready(self, key: Key, num_blocks: int) -> None:
+        """The K/V of the leading ``num_blocks`` blocks are complete; ship what may be shipped."""
+        transfer = self._transfers.get(key)
+        if transfer is not None and not transfer.state.is_over:
+            transfer.num_ready = max(transfer.num_ready, num_blocks)
+            self._ship(transfer)
+
+    def commit(self, key: Key, first_token: SampledToken, num_cached_tokens: int, timings: Timings) -> None:
+        """Everything is computed; the commit follows the last block."""
+        transfer = self._transfers.get(key)
+        if transfer is not None and not transfer.state.is_over:
+            transfer.num_ready = len(transfer.block_ids)
+            transfer.commit = (first_token, num_cached_tokens, timings)
+            self._ship(transfer)
+
+    def abort(self, key: Key, reason: str) -> None:
+        """Give a transfer up, in any state; only ``on_blocks_released`` follows."""
+        transfer = self._transfers.get(key)
+        if transfer is not None and not transfer.state.is_over:
+            if transfer.lease is not None:
+                transfer.link.control.send(
+                    Abort(lease_id=transfer.lease.lease_id, epoch=transfer.lease.epoch, reason=reason)
+                )
+            self._end(transfer, "aborted")
+
+    def on_message(self, link: DecodeLink, message: Message) -> None:
+        """An answer from a decode worker."""
+        match message:
+            case Grant():
+                self._on_grant(link, message)
+            case Refuse(request_id=request_id, attempt=attempt):
+                transfer = self._transfers.get((request_id, attempt))
+                if transfer is not None and transfer.state is HandoffState.OFFERED:
+                    self._fail(transfer, message.code, message.detail, message.retry_after_s)
+            case Verified(lease_id=lease_id):
+                transfer = self._by_lease.get((link, lease_id))
+                if transfer is not None and transfer.state is HandoffState.COMMITTED:
+                    self._end(transfer, "verified")
+                    self._handler.on_verified(transfer.key)
+                    self._release_if_idle(transfer)
+            case Reject(lease_id=lease_id):
+                transfer = self._by_lease.get((link, lease_id))
+                if transfer is not None and not transfer.state.is_over:
+                    self._fail(transfer, message.code, message.detail)
+            case Aborted():
+                pass  # the receiver is fenced off; nothing here waits for that
+            case _:
+                raise ValueError(f"{type(message).__name__} is not an answer to a prefill worker")
+
+    def on_link_lost(self, link: DecodeLink) -> None:
+        """The decode worker is gone; its data socket must be closed already, which ends all sends in flight."""
+        for transfer in [transfer for transfer in self._transfers.values() if transfer.link is link]:
+            if not transfer.state.is_over:
+                self._fail(transfer, FailureCode.PEER_LOST, "the decode worker is lost")
+
+    def tick(self) -> None:
+        """Time passes: renew leases, give up on silent peers, release blocks whose sends are over."""
+        now_s = self._clock()
+        for transfer in list(self._transfers.values()):
+            transfer.tickets = self._close_done(transfer)
+            waited_s = now_s - transfer.since_s
+            if transfer.state is HandoffState.OFFERED and waited_s > self._settings.grant_timeout_s:
+                self._fail(transfer, FailureCode.PEER_LOST, f"no answer to the offer for {waited_s:.0f} s")
+            elif transfer.state is HandoffState.COMMITTED and waited_s > self._settings.verify_timeout_s:
+                self.abort_and_fail(transfer.key, f"no verdict on the commit for {waited_s:.0f} s")
+            elif transfer.lease is not None and not transfer.state.is_over:
+                if now_s - transfer.renewed_s > transfer.lease.ttl_s / 3:
+                    transfer.renewed_s = now_s
+                    transfer.link.control.send(Renew(lease_id=transfer.lease.lease_id, epoch=transfer.lease.epoch))
+            elif transfer.state.is_over:
+                self._release_if_idle(transfer)
+
+    def abort_and_fail(self, key: Key, detail: str) -> None:
+        """Give a transfer up because the peer is silent, and say so."""
+        self.abort(key, detail)
+        self._handler.on_failed(key, FailureCode.PEER_LOST, detail, None)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _on_grant(self, link: DecodeLink, grant: Grant) -> None:
+        transfer = self._transfers.get((grant.request_id, grant.attempt))
+        if transfer is None or transfer.state is not HandoffState.OFFERED or transfer.link is not link:
+            # Aborted while the grant was on its way: the other side must not wait for its time to run out.
+            link.control.send(Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="granted too late"))
+            return
+        now_s = self._clock()
+        transfer.advance(HandoffState.GRANTED, now_s)
+        transfer.lease, transfer.renewed_s = grant, now_s
+        transfer.next_block = grant.num_cached_blocks
+        self._by_lease[(link, grant.lease_id)] = transfer
+        self._ship(transfer)
+
+    def _ship(self, transfer: _Transfer) -> None:
+        grant = transfer.lease
+        if grant is None:
+            return
+        while transfer.next_block < transfer.num_ready:
+            index = transfer.next_block
+            block_id = transfer.block_ids[index]
+            payload = self._store.open_read(block_id)
+            header = BlockHeader(
+                lease_id=grant.lease_id,
+                epoch=grant.epoch,
+                block_index=index,
+                payload_nbytes=len(payload),
+                block_hash=transfer.offer.block_hashes[index],
+            )
+            transfer.tickets.append((block_id, transfer.link.data.send(header, payload)))
+            transfer.next_block += 1
+            if transfer.state is HandoffState.GRANTED:
+                transfer.advance(HandoffState.SHIPPING, self._clock())
+        if transfer.commit is not None and transfer.state in (HandoffState.GRANTED, HandoffState.SHIPPING):
+            first_token, num_cached_tokens, timings = transfer.commit
+            transfer.advance(HandoffState.COMMITTED, self._clock())
+            transfer.link.control.send(
+                Commit(
+                    lease_id=grant.lease_id,
+                    epoch=grant.epoch,
+                    chain_hash=transfer.offer.block_hashes[-1],
+                    first_token=first_token,
+                    num_cached_tokens=num_cached_tokens,
+                    timings=timings,
+                )
+            )
+
+    def _fail(self, transfer: _Transfer, code: FailureCode, detail: str, retry_after_s: float | None = None) -> None:
+        self._end(transfer, code.value)
+        self._handler.on_failed(transfer.key, code, detail, retry_after_s)
+
+    def _end(self, transfer: _Transfer, outcome: str) -> None:
+        """The transfer is over. Its blocks are released by the next ``tick`` that finds no send in flight."""
+        new_state = HandoffState.VERIFIED if outcome == "verified" else HandoffState.ABORTING
+        transfer.advance(new_state, self._clock())
+        self._metrics.handoffs.labels(outcome).inc()
+        if transfer.lease is not None:
+            del self._by_lease[(transfer.link, transfer.lease.lease_id)]
+
+    def _close_done(self, transfer: _Transfer) -> list[tuple[int, SendTicket]]:
+        pending: list[tuple[int, SendTicket]] = []
+        for block_id, ticket in transfer.tickets:
+            if ticket.is_done:
+                self._store.close_read(block_id)
+            else:
+                pending.append((block_id, ticket))
+        return pending
+
+    def _release_if_idle(self, transfer: _Transfer) -> None:
+        transfer.tickets = self._close_done(transfer)
+        if not transfer.tickets and self._transfers.get(transfer.key) is transfer:
+            if transfer.state is HandoffState.ABORTING:
+                transfer.advance(HandoffState.ABORTED, self._clock())
+            del self._transfers[transfer.key]
+            self._handler.on_blocks_released(transfer.key)
