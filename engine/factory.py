@@ -15,7 +15,6 @@ def load_engine(
     model: ModelSettings,
     kv: KvSettings,
     *,
-    max_batched_tokens: int,
     max_num_seqs: int,
     progress: Callable[[int, int], None],
 ) -> Engine:
@@ -40,5 +39,6 @@ def load_engine(
         kv_memory_bytes=None if kv.kv_memory_mb is None else kv.kv_memory_mb * 2**20,
         max_model_len=model.max_model_len,
         num_threads=model.threads or os.cpu_count() or 1,
+        max_num_seqs=max_num_seqs,
     )
     return TorchEngine.load(options, progress)

@@ -6,6 +6,7 @@ One declaration (:func:`kvrelay.common.settings.setting`) gives ``--max-num-seqs
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,7 +80,7 @@ def command_line(cls: type, values: Mapping[str, Any]) -> list[str]:
 
 
 def _has_no_default(info: SettingInfo) -> bool:
-    return type(info.default).__name__ == "_MISSING_TYPE"
+    return info.default is dataclasses.MISSING
 
 
 def _negation(info: SettingInfo) -> str:

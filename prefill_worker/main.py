@@ -29,7 +29,6 @@ def serve(settings: PrefillSettings) -> int:
         engine = load_engine(
             settings.model,
             settings.kv,
-            max_batched_tokens=settings.scheduler.max_batched_tokens,
             max_num_seqs=settings.scheduler.max_num_seqs,
             progress=LoggedProgress(logger),
         )

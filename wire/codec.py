@@ -36,5 +36,5 @@ class Codec:
         try:
             message: Message = self._decoder.decode(frame)
             return message
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:  # the last one: nested too deep
             raise MalformedMessageError(f"not a kvrelay message: {error}") from error

@@ -103,7 +103,7 @@ class _Lease:
     expires_s: float
     state: HandoffState = HandoffState.GRANTED
     received: set[int] = field(default_factory=set)
-    writing: int | None = None  # the block index that the receiver thread is writing
+    writing: memoryview | None = None  # the view that the receiver thread is filling
     commit: Commit | None = None
     committed_s: float = 0.0
     failure: tuple[FailureCode, str] | None = None
@@ -162,7 +162,13 @@ class LeaseTable:
             self._metrics.handoffs.labels("refused_fingerprint").inc()
             detail = f"fingerprint {offer.fingerprint.hex()} offered, {self._settings.fingerprint.hex()} served"
             return refuse(FailureCode.LAYOUT_MISMATCH, detail)
-        if chain_hashes(self._root_hash, offer.token_ids, block_size) != offer.block_hashes:
+        try:
+            hashes = chain_hashes(self._root_hash, offer.token_ids, block_size)
+        except OverflowError as error:
+            return refuse(FailureCode.INVALID, f"a token id cannot be one: {error}")
+        if not hashes:
+            return refuse(FailureCode.INVALID, "an offer of no tokens")
+        if hashes != offer.block_hashes:
             self._metrics.handoffs.labels("refused_hashes").inc()
             return refuse(FailureCode.INTEGRITY, "the block hashes are not those of the tokens")
         num_full = len(offer.token_ids) // block_size
@@ -211,6 +217,8 @@ class LeaseTable:
 
     def abort(self, abort: Abort) -> None:
         """The sender gives up."""
+        if abort.epoch != self._settings.epoch:
+            return  # meant for the process before; its lease ids are ours now
         self._end(lambda lease: lease.lease_id == abort.lease_id, FailureCode.CANCELLED, f"aborted: {abort.reason}")
 
     def cancel(self, request_id: str, attempt: int) -> None:
@@ -259,8 +267,8 @@ class LeaseTable:
                 raise self._refused("duplicate", f"block {header.block_index} of lease {header.lease_id} is there")
             refusal = self._mismatch(lease, header)
             if refusal is None:
-                lease.writing = header.block_index
-                return self._store.open_write(lease.block_ids[header.block_index])
+                lease.writing = self._store.open_write(lease.block_ids[header.block_index])
+                return lease.writing
             self._doom(lease, FailureCode.INTEGRITY, str(refusal))
         self._settle(lease)
         raise refusal
@@ -270,11 +278,12 @@ class LeaseTable:
         refusal: BlockRefusedError | None = None
         with self._lock:
             lease = self._leases[header.lease_id]
-            block_id = lease.block_ids[header.block_index]
+            block_id, view = lease.block_ids[header.block_index], lease.writing
+        assert view is not None, f"block {header.block_index} of lease {header.lease_id} is finished, but was not begun"
         # Checked on the memory that the model will read, outside of the lock: nobody else may touch this block now.
         if payload_nbytes != header.payload_nbytes:
             refusal = self._refused("bad_size", f"{payload_nbytes} bytes came, {header.payload_nbytes} were announced")
-        elif header.checksum_of(self._store.open_write(block_id)) != header.checksum:
+        elif header.checksum_of(view) != header.checksum:
             refusal = self._refused("bad_checksum", f"block {header.block_index} of lease {header.lease_id}")
         self._store.close_write(block_id)
         with self._lock:

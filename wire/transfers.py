@@ -128,9 +128,14 @@ class TransferTable:
         self._by_lease: dict[tuple[DecodeLink, int], _Transfer] = {}
 
     def open(self, key: Key, link: DecodeLink, offer: Offer, block_ids: list[int]) -> None:
-        """Offer a request. The blocks stay readable, in this order, until ``on_blocks_released``."""
+        """Offer a request. The blocks stay readable, in this order, until ``on_blocks_released``.
+
+        Raises ValueError if the key is open already, or if there is not one block for each offered hash.
+        """
         if key in self._transfers:
             raise ValueError(f"a transfer of request {key} is already open")
+        if len(block_ids) != len(offer.block_hashes):
+            raise ValueError(f"request {key}: {len(block_ids)} blocks for {len(offer.block_hashes)} offered hashes")
         transfer = _Transfer(key, link, offer, block_ids, self._clock())
         self._transfers[key] = transfer
         if not link.control.send(offer):
@@ -168,7 +173,7 @@ class TransferTable:
                 self._on_grant(link, message)
             case Refuse(request_id=request_id, attempt=attempt):
                 transfer = self._transfers.get((request_id, attempt))
-                if transfer is not None and transfer.state is HandoffState.OFFERED:
+                if transfer is not None and transfer.link is link and transfer.state is HandoffState.OFFERED:
                     self._fail(transfer, message.code, message.detail, message.retry_after_s)
             case Verified(lease_id=lease_id):
                 transfer = self._by_lease.get((link, lease_id))

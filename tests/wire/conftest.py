@@ -20,7 +20,7 @@ from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.data_plane import BlockReceiver, BlockSender
 from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.leases import LeaseSettings, LeaseTable, VerifiedLease
-from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Message, Offer, Refuse, Reject, Timings, Verified
+from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Message, Offer, Reject, Timings, Verified
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
 
@@ -270,15 +270,13 @@ class Rig:
             match message:
                 case Offer():
                     answers.append(self.leases.offer("p", message))
+                    self.transfers.on_message(self.link, answers[-1])
                 case Commit():
                     self.leases.commit(message)
                 case Abort():
                     self.leases.abort(message)
                 case _:
                     raise AssertionError(message)
-            for answer in answers:
-                if isinstance(answer, Grant | Refuse):
-                    self.transfers.on_message(self.link, answer)
         return answers
 
     def verdict(self) -> VerifiedLease:

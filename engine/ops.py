@@ -1,0 +1,38 @@
+"""The operations that differ between CPU and GPU, behind one interface; the model is written once on top of them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kvrelay.engine.batch import Batch
+
+
+class StepContext(Protocol):
+    """What the layers of one step need beside their activations."""
+
+    def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+        """Rotate q and k to their positions, write k and v into the pool, return the rotated q.
+
+        q ``[num_tokens, num_q_heads, head_dim]``, k and v ``[num_tokens, num_kv_heads, head_dim]``; q may be changed in place.
+        """
+
+    def attention(self, query: torch.Tensor, layer: int) -> torch.Tensor:
+        """Causal attention over the pool, ``[num_tokens, num_q_heads, head_dim]``."""
+
+
+class Ops(Protocol):
+    """A device's operations."""
+
+    def begin_step(self, batch: Batch) -> StepContext:
+        """Prepare one step's indices on the device."""
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Root-mean-square norm over the last dimension, computed in fp32."""
+
+    def add_rms_norm(self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``residual += hidden`` in place, then its norm."""
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of ``[num_tokens, 2 * intermediate]``."""

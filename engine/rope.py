@@ -1,0 +1,107 @@
+"""Rotary position embedding: which settings we understand, and the angles they give.
+
+The frequency formulas are those of the models' papers: RoPE (Su et al. 2021), linear interpolation (Chen et al. 2023), YaRN
+(Peng et al. 2023), and the piecewise scaling published with Llama 3.1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvrelay.common.errors import ModelError
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary settings of a model; ``parameters`` is the checkpoint's own dictionary, as canonical JSON."""
+
+    kind: str
+    theta: float
+    parameters: str
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], directory: str) -> RopeConfig:
+        """From a config.json of transformers 4 (``rope_theta``, ``rope_scaling``) or 5 (``rope_parameters``)."""
+        parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        theta = float(parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+        kind = str(parameters.pop("rope_type", None) or parameters.pop("type", None) or "default")
+        parameters.pop("type", None)
+        if kind not in SUPPORTED_ROPE_TYPES or "full_attention" in parameters:
+            shown = kind if "full_attention" not in parameters else "one per layer type"
+            raise ModelError(
+                f"{directory}: rope type {shown!r} is not supported; supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
+            )
+        if float(parameters.pop("partial_rotary_factor", 1.0)) != 1.0:
+            raise ModelError(f"{directory}: partial_rotary_factor other than 1 is not supported")
+        if kind in ("llama3", "yarn"):
+            parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        return cls(kind, theta, json.dumps(parameters, sort_keys=True))
+
+    @property
+    def canonical(self) -> str:
+        """One line that is equal exactly for equal settings."""
+        return f"{self.kind} theta={self.theta:g} {self.parameters}"
+
+
+def cos_sin_tables(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of all angles, both ``[max_positions, head_dim // 2]`` fp32, the attention factor folded in."""
+    inv_freq, factor = inverse_frequencies(rope, head_dim)
+    angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq[None, :]
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """(``[head_dim // 2]`` fp32 inverse frequencies, factor on cos and sin)."""
+    parameters = json.loads(rope.parameters)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inv_freq = 1.0 / rope.theta**exponents
+    match rope.kind:
+        case "default":
+            return inv_freq, 1.0
+        case "linear":
+            return inv_freq / float(parameters["factor"]), 1.0
+        case "llama3":
+            return _llama3(inv_freq, parameters), 1.0
+        case "yarn":
+            return _yarn(inv_freq, parameters, rope.theta, head_dim)
+    raise AssertionError(f"rope type {rope.kind!r} passed the parser")
+
+
+def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
+    factor = float(parameters["factor"])
+    low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
+    original = float(parameters["original_max_position_embeddings"])
+    wavelength = 2 * math.pi / inv_freq
+    # Long waves are interpolated, short ones kept, those between blended by how many periods the context held.
+    blend = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend) * inv_freq / factor + blend * inv_freq
+
+
+def _yarn(
+    inv_freq: torch.Tensor, parameters: Mapping[str, Any], theta: float, head_dim: int
+) -> tuple[torch.Tensor, float]:
+    factor = float(parameters["factor"])
+    original = float(parameters["original_max_position_embeddings"])
+
+    def dimension_of(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension_of(float(parameters.get("beta_fast") or 32.0))
+    high = dimension_of(float(parameters.get("beta_slow") or 1.0))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    scaled = inv_freq / factor * ramp + inv_freq * (1 - ramp)
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+    return scaled, float(attention_factor)

@@ -1,0 +1,180 @@
+"""Weights from safetensors files into packed parameters, one tensor at a time.
+
+Parameters are allocated once, in the form the model computes with (q, k and v in one matrix, gate and up in one); every
+checkpoint tensor is copied from the memory-mapped file into its place, so no weight is in memory twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.model_config import ModelConfig
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One decoder layer. Biases and q/k norms are None where the model has none."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: torch.Tensor  # [q_size + 2 * kv_size, hidden]
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None  # [head_dim]
+    k_norm: torch.Tensor | None
+    o: torch.Tensor  # [hidden, q_size]
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor  # [hidden]
+    gate_up: torch.Tensor  # [2 * intermediate, hidden]
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # [hidden, intermediate]
+    down_bias: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class ModelWeights:
+    """All weights; ``lm_head`` is ``embed`` itself where the two are tied."""
+
+    embed: torch.Tensor  # [vocab, hidden]
+    layers: list[LayerWeights]
+    norm: torch.Tensor  # [hidden]
+    lm_head: torch.Tensor  # [vocab, hidden]
+
+
+def load_weights(
+    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> ModelWeights:
+    """Load a checkpoint. ``progress`` hears (bytes done, bytes in all).
+
+    Raises ModelError naming the file or tensor on a missing shard, a truncated file, a missing tensor or a wrong shape.
+    """
+    weights, places = _allocate(config, dtype, device)
+    files = checkpoint_files(directory)
+    total = sum(path.stat().st_size for path in files)
+    done = 0
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    place = places.pop(name, None)
+                    if place is None:
+                        continue  # e.g. a tied lm_head, or rotary buffers of old checkpoints
+                    tensor = file.get_tensor(name)
+                    if tensor.shape != place.shape:
+                        raise ModelError(
+                            f"{path}: tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(place.shape)}"
+                        )
+                    place.copy_(tensor)
+                    done += tensor.nbytes
+                    progress(min(done, total), total)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{path} cannot be read ({error}); it is truncated or no safetensors file: fetch it again"
+            ) from error
+    if places:
+        missing = sorted(places)
+        raise ModelError(
+            f"{directory}: {len(missing)} tensors are missing from the checkpoint, the first is {missing[0]}"
+        )
+    progress(total, total)
+    return weights
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, in order. Raises ModelError if there are none or a shard is missing."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} cannot be read: {error}") from error
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise ModelError(
+                f"{directory}: shard {missing[0]} is missing ({len(missing)} of {len(names)}); fetch it again"
+            )
+        return [directory / name for name in names]
+    single = directory / "model.safetensors"
+    if not single.is_file():
+        raise ModelError(f"{directory} has no model.safetensors (nor an index of shards); only safetensors are loaded")
+    return [single]
+
+
+def weights_digest(directory: Path) -> str:
+    """A digest that tells checkpoints apart without reading all of them.
+
+    It covers config.json, every file's size and safetensors header (names, shapes, types), and 64 samples of 4 KiB spread over
+    each file. Two checkpoints of one shape that differ in a few single weights could share it; a fine-tune, another
+    quantization or another training step does not.
+    """
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    for path in checkpoint_files(directory):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            header_nbytes = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(header_nbytes, size)))
+            for sample in range(64):
+                file.seek(size * sample // 64, os.SEEK_SET)
+                digest.update(file.read(4096))
+    return digest.hexdigest()
+
+
+def _allocate(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[ModelWeights, dict[str, torch.Tensor]]:
+    """Empty parameters, and where each checkpoint tensor belongs in them."""
+    places: dict[str, torch.Tensor] = {}
+
+    def parameter(name: str, *shape: int) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        places[name] = tensor
+        return tensor
+
+    def packed(prefix: str, parts: tuple[tuple[str, int], ...], kind: str, *columns: int) -> torch.Tensor:
+        tensor = torch.empty((sum(size for _, size in parts), *columns), dtype=dtype, device=device)
+        start = 0
+        for name, size in parts:
+            places[f"{prefix}{name}.{kind}"] = tensor[start : start + size]
+            start += size
+        return tensor
+
+    hidden, mid = config.hidden_size, config.intermediate_size
+    qkv_parts = (("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size))
+    gate_up_parts = (("gate_proj", mid), ("up_proj", mid))
+    layers: list[LayerWeights] = []
+    for index in range(config.num_layers):
+        layer, attention, mlp = (
+            f"model.layers.{index}.",
+            f"model.layers.{index}.self_attn.",
+            f"model.layers.{index}.mlp.",
+        )
+        layers.append(
+            LayerWeights(
+                input_norm=parameter(f"{layer}input_layernorm.weight", hidden),
+                qkv=packed(attention, qkv_parts, "weight", hidden),
+                qkv_bias=packed(attention, qkv_parts, "bias") if config.has_qkv_bias else None,
+                q_norm=parameter(f"{attention}q_norm.weight", config.head_dim) if config.has_qk_norm else None,
+                k_norm=parameter(f"{attention}k_norm.weight", config.head_dim) if config.has_qk_norm else None,
+                o=parameter(f"{attention}o_proj.weight", hidden, config.q_size),
+                o_bias=parameter(f"{attention}o_proj.bias", hidden) if config.has_o_bias else None,
+                post_norm=parameter(f"{layer}post_attention_layernorm.weight", hidden),
+                gate_up=packed(mlp, gate_up_parts, "weight", hidden),
+                gate_up_bias=packed(mlp, gate_up_parts, "bias") if config.has_mlp_bias else None,
+                down=parameter(f"{mlp}down_proj.weight", hidden, mid),
+                down_bias=parameter(f"{mlp}down_proj.bias", hidden) if config.has_mlp_bias else None,
+            )
+        )
+    embed = parameter("model.embed_tokens.weight", config.vocab_size, hidden)
+    norm = parameter("model.norm.weight", hidden)
+    lm_head = embed if config.has_tied_embeddings else parameter("lm_head.weight", config.vocab_size, hidden)
+    return ModelWeights(embed, layers, norm, lm_head), places

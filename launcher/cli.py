@@ -1,0 +1,159 @@
+"""The ``kvrelay`` command.
+
+Commands are listed here and loaded when they are named: the help of one must not cost the import of another, and a host
+without torch can run the gateway. An error made for the operator ends as one line on stderr; exit code 2 if a setting is
+wrong, 1 for everything else that failed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+import kvrelay
+from kvrelay.common.errors import KvrelayError, SettingsError
+from kvrelay.launcher.options import load_settings, options_of
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEntry:
+    """A command, by name: where its settings are declared and what runs it, both as ``module:attribute``."""
+
+    summary: str
+    details: str
+    settings: str
+    run: str  # called with the settings; returns the exit code
+
+
+COMMANDS: dict[str, CommandEntry] = {
+    "local": CommandEntry(
+        "Serve a model on this machine: gateway and workers, each in its own process.",
+        "Ctrl-C stops everything in order. Settings that are not listed reach the components as KVRELAY_* variables, "
+        "for example KVRELAY_MAX_NUM_SEQS=8.",
+        "kvrelay.launcher.settings:LocalSettings",
+        "kvrelay.launcher.local:run",
+    ),
+    "gateway": CommandEntry(
+        "Run a gateway: the OpenAI-compatible HTTP API in front of the workers.",
+        "Needs no torch (pip install 'kvrelay[gateway]').",
+        "kvrelay.gateway.settings:GatewaySettings",
+        "kvrelay.launcher.components:run_gateway",
+    ),
+    "prefill-worker": CommandEntry(
+        "Run a prefill worker: it computes prompts and ships their KV blocks.",
+        "",
+        "kvrelay.prefill_worker.settings:PrefillSettings",
+        "kvrelay.launcher.components:run_prefill_worker",
+    ),
+    "decode-worker": CommandEntry(
+        "Run a decode worker: it receives KV blocks and generates.",
+        "",
+        "kvrelay.decode_worker.settings:DecodeSettings",
+        "kvrelay.launcher.components:run_decode_worker",
+    ),
+    "verify": CommandEntry(
+        "Compare greedy tokens with transformers, prompt by prompt.",
+        "Starts two deployments here, one that prefills locally and one that hands KV blocks over, or asks the one at "
+        "--url. Every prompt runs alone and then among others. Exit code 1 if a single token differs.",
+        "kvrelay.launcher.settings:VerifySettings",
+        "kvrelay.launcher.verify:run",
+    ),
+}
+
+
+class KvrelayGroup(click.Group):
+    """Loads a command's settings when the command is named."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order a newcomer meets them."""
+        return [*COMMANDS, "fetch"]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, its options made from its settings."""
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        entry = COMMANDS[cmd_name]
+        return _settings_command(cmd_name, entry)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Summaries without loading a single command."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()] + [("fetch", FETCH_SUMMARY)])
+
+
+FETCH_SUMMARY = "Download or convert a model, and print its directory."
+
+
+@click.group(cls=KvrelayGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(kvrelay.__version__, prog_name="kvrelay")
+def cli() -> None:
+    """kvrelay serves large language models with prefill and decode on separate pools of workers.
+
+    Start with `kvrelay local`. Every option of every command can also be given as a variable (--max-num-seqs is
+    KVRELAY_MAX_NUM_SEQS) or in a TOML file (--config); a flag wins over a variable, a variable over the file.
+    """
+
+
+@cli.command("fetch", help=FETCH_SUMMARY)
+@click.argument("model", default="demo")
+def fetch(model: str) -> None:
+    """Print the directory that ``model`` resolves to."""
+    resolve_model: Callable[[str], Any] = _load("kvrelay.launcher.models:resolve_model")
+    click.echo(resolve_model(model))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the ``kvrelay`` script; exits the process."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code."""
+    try:
+        result = cli.main(args=arguments, prog_name="kvrelay", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except KvrelayError as error:
+        click.echo(f"kvrelay: {error}", err=True)
+        return 2 if isinstance(error, SettingsError) else 1
+    return result if isinstance(result, int) else 0
+
+
+def _settings_command(name: str, entry: CommandEntry) -> click.Command:
+    settings_class: type = _load(entry.settings)
+
+    def callback(**flags: Any) -> int:
+        settings = load_settings(settings_class, flags, os.environ)
+        runner: Callable[[Any], int] = _load(entry.run)
+        return runner(settings)
+
+    return click.Command(
+        name,
+        callback=callback,
+        params=options_of(settings_class),
+        help=f"{entry.summary}\n\n{entry.details}",
+        short_help=entry.summary,
+    )
+
+
+def _load(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        # Ours missing is a bug, and its trace is wanted; another package missing is an installation without its extra.
+        if error.name is None or error.name.split(".")[0] == "kvrelay":
+            raise
+        raise KvrelayError(
+            f"this command needs the package {error.name!r}, which is not installed; "
+            "pip install 'kvrelay[gateway]' for gateways, 'kvrelay[worker]' for workers, 'kvrelay[local]' for everything"
+        ) from error

