@@ -125,6 +125,16 @@ def run(arguments: list[str]) -> int:
     except KvrelayError as error:
         click.echo(f"kvrelay: {error}", err=True)
         return 2 if isinstance(error, SettingsError) else 1
+    except ModuleNotFoundError as error:
+        # Ours missing is a bug, and its trace is wanted; another package missing is an installation without its extra.
+        if error.name is None or error.name.split(".")[0] == "kvrelay":
+            raise
+        click.echo(
+            f"kvrelay: this command needs the package {error.name!r}, which is not installed; install "
+            "'kvrelay[gateway]' for gateways, 'kvrelay[worker]' for workers, 'kvrelay[local]' for everything",
+            err=True,
+        )
+        return 1
     return result if isinstance(result, int) else 0
 
 
@@ -132,7 +142,7 @@ def _settings_command(name: str, entry: CommandEntry) -> click.Command:
     settings_class: type = _load(entry.settings)
 
     def callback(**flags: Any) -> int:
-        settings = load_settings(settings_class, flags, os.environ)
+        settings: Any = load_settings(settings_class, flags, os.environ)
         runner: Callable[[Any], int] = _load(entry.run)
         return runner(settings)
 
@@ -147,13 +157,4 @@ def _settings_command(name: str, entry: CommandEntry) -> click.Command:
 
 def _load(path: str) -> Any:
     module, _, attribute = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        # Ours missing is a bug, and its trace is wanted; another package missing is an installation without its extra.
-        if error.name is None or error.name.split(".")[0] == "kvrelay":
-            raise
-        raise KvrelayError(
-            f"this command needs the package {error.name!r}, which is not installed; "
-            "pip install 'kvrelay[gateway]' for gateways, 'kvrelay[worker]' for workers, 'kvrelay[local]' for everything"
-        ) from error
+    return getattr(importlib.import_module(module), attribute)

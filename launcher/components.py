@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, TypeVar
 
-from kvrelay.launcher.models import resolve_model
+from kvrelay.launcher.models import resolve_model, served_name
 
 if TYPE_CHECKING:
     from kvrelay.decode_worker.settings import DecodeSettings
@@ -19,7 +19,9 @@ def run_gateway(settings: GatewaySettings) -> int:
     """Serve HTTP until SIGTERM; returns the exit code."""
     from kvrelay.gateway.main import serve  # noqa: PLC0415 - each component imports only what it needs
 
-    return serve(dataclasses.replace(settings, model=str(resolve_model(settings.model))))
+    directory = resolve_model(settings.model, needs_weights=False)
+    name = settings.served_model_name or served_name(settings.model, directory)
+    return serve(dataclasses.replace(settings, model=str(directory), served_model_name=name))
 
 
 def run_prefill_worker(settings: PrefillSettings) -> int:

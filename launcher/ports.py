@@ -39,18 +39,23 @@ def check_free(host: str, port: int) -> int:
     return chosen
 
 
-def free_ports(count: int) -> list[int]:
-    """``count`` different ports on 127.0.0.1 that nobody listens on now. Raises PortTakenError if there are not so many."""
+def free_ports(count: int, *, without: int | None = None) -> list[int]:
+    """``count`` different ports on 127.0.0.1 that nobody listens on now, ``without`` not among them.
+
+    Raises PortTakenError if there are not so many.
+    """
     start = random.randrange(len(_RANGE))  # noqa: S311 - to keep two launchers apart, not a secret
     found: list[int] = []
     for offset in range(len(_RANGE)):
         if len(found) == count:
             return found
         port = _RANGE[(start + offset) % len(_RANGE)]
+        if port == without:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
         found.append(port)
-    raise PortTakenError(f"only {len(found)} of {count} ports free in {_RANGE.start}–{_RANGE.stop - 1}")
+    raise PortTakenError(f"only {len(found)} of {count} ports free in {_RANGE.start} to {_RANGE.stop - 1}")

@@ -20,6 +20,8 @@ from typing import Protocol
 from kvrelay.launcher.errors import ComponentDiedError, NotReadyError
 from kvrelay.launcher.process import Child, ComponentSpec, describe_exit
 
+_READY_PROBE_S = 1.0  # between two looks at a component that is ready; one that is not is asked at every tick
+
 
 class State(enum.Enum):
     """Where a component stands."""
@@ -90,6 +92,7 @@ class _Component:
     num_deaths: int = 0  # in a row
     num_restarts: int = 0
     restart_at_s: float = 0.0
+    probe_at_s: float = 0.0
     detail: str = ""
 
 
@@ -99,14 +102,13 @@ class Supervisor:
     def __init__(
         self,
         specs: Sequence[ComponentSpec],
-        observer: Observer,
         *,
         policy: RestartPolicy | None = None,
         probe: Callable[[str], bool] | None = None,
         tick_s: float = 0.1,
     ) -> None:
         self._components = [_Component(spec) for spec in specs]
-        self._observer = observer
+        self._observer: Observer | None = None
         self._policy = policy or RestartPolicy()
         self._probe = probe or answers_200
         self._tick_s = tick_s
@@ -117,8 +119,9 @@ class Supervisor:
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
-    def start(self) -> None:
-        """Start all components; returns at once."""
+    def start(self, observer: Observer) -> None:
+        """Start all components; returns at once. Once only."""
+        self._observer = observer
         self._thread.start()
 
     def statuses(self) -> list[Status]:
@@ -128,13 +131,19 @@ class Supervisor:
 
     def wait_ready(self, timeout_s: float) -> None:
         """Until all components are ready. Raises ComponentDiedError or NotReadyError; the rest is not stopped by that."""
+        if not self.is_ready(timeout_s):
+            waiting = [f"{item.name} ({item.state.value})" for item in self.statuses() if item.state is not State.READY]
+            raise NotReadyError(f"not ready after {timeout_s:.0f} s: {', '.join(waiting)}")
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` until all components are ready; whether they are. Raises ComponentDiedError."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or self._is_over() or self._all_ready(), timeout_s)
+            self._changed.wait_for(
+                lambda: self._failure is not None or self._is_stopping or self._all_ready(), timeout_s
+            )
             if self._failure is not None:
                 raise self._failure
-            if not self._all_ready():
-                waiting = [f"{item.spec.name} ({item.state.value})" for item in self._components if not _is_ready(item)]
-                raise NotReadyError(f"not ready after {timeout_s:.0f} s: {', '.join(waiting)}")
+            return self._all_ready()
 
     def wait_ended(self, timeout_s: float | None = None) -> bool:
         """Until the deployment has failed or was asked to stop; False after ``timeout_s``. Raises the failure."""
@@ -144,17 +153,23 @@ class Supervisor:
                 raise self._failure
             return ended
 
-    def stop(self, *, hurry: bool = False) -> None:
-        """Stop all in order and return when every process is gone. ``hurry``: without grace."""
-        self.request_stop(hurry=hurry)
-        if self._thread.ident is not None:
-            self._thread.join()
-
     def request_stop(self, *, hurry: bool = False) -> None:
-        """Like ``stop`` but returns at once. Takes no lock: a signal handler may call it."""
+        """Begin to stop all in order. ``hurry``: without grace, also if a slower stop is under way."""
         self._is_hurried = self._is_hurried or hurry
         self._is_stopping = True
         self._wake.set()
+
+    def stop(self, timeout_s: float | None = None, *, hurry: bool = False) -> bool:
+        """Stop all in order; True when every process is gone, False if that takes longer than ``timeout_s``."""
+        self.request_stop(hurry=hurry)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def _told(self) -> Observer:
+        assert self._observer is not None, "start() comes first"
+        return self._observer
 
     # -- the supervisor's thread -----------------------------------------------------------------------------------
 
@@ -166,7 +181,7 @@ class Supervisor:
                 for component in self._components:
                     self._look_after(component)
                 self._wake.wait(self._tick_s)
-        except Exception as error:  # noqa: BLE001 - whoever waits must hear it, and the children must stop
+        except Exception as error:  # whoever waits must hear it, and the children must stop
             self._fail(error)
         finally:
             self._stop_all()
@@ -175,10 +190,10 @@ class Supervisor:
                 self._changed.notify_all()
 
     def _launch(self, component: _Component) -> None:
-        component.child = Child(component.spec, self._observer.on_line)
+        component.child = Child(component.spec, self._told.on_line)
         component.since_s = component.child.started_s
         component.load_s = None
-        self._observer.on_state(self._status(component))
+        self._told.on_state(self._status(component))
 
     def _look_after(self, component: _Component) -> None:
         if component.state is State.DIED:
@@ -191,7 +206,10 @@ class Supervisor:
         code = component.child.exit_code()
         if code is not None:
             self._on_death(component, component.child, code)
+        elif time.monotonic() < component.probe_at_s:
+            pass
         elif self._probe(component.spec.ready_url):
+            component.probe_at_s = time.monotonic() + _READY_PROBE_S
             if component.state is not State.READY:
                 if component.load_s is None:
                     component.load_s = time.monotonic() - component.child.started_s
@@ -246,7 +264,7 @@ class Supervisor:
             component.state = state
             component.since_s = time.monotonic()
             self._changed.notify_all()
-        self._observer.on_state(self._status(component))
+        self._told.on_state(self._status(component))
 
     # -- what others see -------------------------------------------------------------------------------------------
 
@@ -267,13 +285,10 @@ class Supervisor:
     def _all_ready(self) -> bool:
         return all(_is_ready(component) for component in self._components)
 
-    def _is_over(self) -> bool:
-        return self._is_stopping
-
 
 def answers_200(url: str) -> bool:
-    """Whether GET ``url`` (loopback, ours) answers 200 within a second."""
-    with contextlib.suppress(OSError, ValueError), _OPENER.open(url, timeout=1.0) as answer:
+    """Whether GET ``url`` (loopback, ours) answers 200 within two seconds."""
+    with contextlib.suppress(OSError, ValueError), _OPENER.open(url, timeout=2.0) as answer:
         return bool(answer.status == 200)
     return False
 

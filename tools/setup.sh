@@ -101,8 +101,8 @@ else
 fi
 : >$running
 pip="$venv/bin/python -m pip --disable-pip-version-check"
-# Bars for people; a log file gets one line a step.
-quiet=-q
+# Bars for people; a log file gets one line a step, and errors.
+quiet=-qq
 if [ -t 1 ]; then quiet=; fi
 
 no_index() {

@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import zmq
 import zmq.asyncio
 
+from kvrelay.wire.addresses import SocketFile
 from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
 from kvrelay.wire.errors import MalformedMessageError, WireError
 from kvrelay.wire.messages import (
@@ -38,6 +40,8 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
 
 logger = logging.getLogger(__name__)
+
+_Event = TypeVar("_Event")
 
 _SEND_QUEUE = 100_000  # messages to one peer; a peer that reads nothing is lost long before
 
@@ -114,6 +118,7 @@ class ControlServer:
         self._strangers: set[bytes] = set()
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.shadow(context).socket(zmq.ROUTER)
         self._tasks: list[asyncio.Task[None]] = []
+        self._file: SocketFile | None = None
 
     async def start(self) -> str:
         """Listen; returns the real address. Raises WireError if it cannot be had."""
@@ -125,8 +130,10 @@ class ControlServer:
         except zmq.ZMQError as error:
             self._socket.close()
             raise WireError(f"cannot listen on {self._address}: {error}; choose another --address") from error
+        address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._file = SocketFile(address)
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._sweep())]
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return address
 
     @property
     def is_alive(self) -> bool:
@@ -146,6 +153,8 @@ class ControlServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close(linger=200)
+        if self._file is not None:
+            self._file.remove()
 
     async def _receive(self) -> None:
         while True:
@@ -296,7 +305,7 @@ class ControlClient:
             if was_up:
                 pause_s = first_pause_s
                 self._metrics.lost_peers.inc()
-                self._handler.on_lost(reason)
+                self._handle(self._handler.on_lost, reason)
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, self._settings.reconnect_max_s)
 
@@ -315,7 +324,9 @@ class ControlClient:
             if self._is_up and now_s - pinged_s >= self._settings.ping_interval_s:
                 pinged_s = now_s
                 self._send(Ping())
-            wait_s = min(heard_s + limit_s, pinged_s + self._settings.ping_interval_s) - now_s
+            wait_s = heard_s + limit_s - now_s
+            if self._is_up:
+                wait_s = min(wait_s, pinged_s + self._settings.ping_interval_s - now_s)
             ready = dict(await poller.poll(max(1, int(wait_s * 1000) + 1)))
             if socket in ready:
                 heard_s = time.monotonic()
@@ -346,8 +357,8 @@ class ControlClient:
             elif self._is_up:
                 self._handle(self._handler.on_message, message)
 
-    def _handle(self, call: Any, message: Message) -> None:
+    def _handle(self, call: Callable[[_Event], None], event: _Event) -> None:
         try:
-            call(message)
+            call(event)
         except Exception:
-            logger.exception("a handler failed on %s; the link goes on", type(message).__name__)
+            logger.exception("a handler failed on %s; the link goes on", type(event).__name__)

@@ -14,6 +14,7 @@ import time
 
 import zmq
 
+from kvrelay.wire.addresses import SocketFile
 from kvrelay.wire.block_frames import HEADER_NBYTES, BlockHeader, parse_header
 from kvrelay.wire.errors import BlockRefusedError, WireError
 from kvrelay.wire.leases import LeaseTable
@@ -93,6 +94,7 @@ class BlockReceiver:
                 f"cannot listen for KV blocks on {address}: {error}; choose another --data-address"
             ) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._file = SocketFile(self.address)
         self._wakeup_address = f"inproc://block-receiver-{id(self)}"
         self._wakeup = context.socket(zmq.PAIR)
         self._wakeup.bind(self._wakeup_address)
@@ -117,6 +119,7 @@ class BlockReceiver:
         else:
             self._socket.close()
         self._wakeup.close()
+        self._file.remove()
 
     def _run(self) -> None:
         wakeup = self._context.socket(zmq.PAIR)

@@ -158,19 +158,9 @@ class LeaseTable:
             return Refuse(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
 
         block_size = self._settings.block_size
-        if offer.fingerprint != self._settings.fingerprint:
-            self._metrics.handoffs.labels("refused_fingerprint").inc()
-            detail = f"fingerprint {offer.fingerprint.hex()} offered, {self._settings.fingerprint.hex()} served"
-            return refuse(FailureCode.LAYOUT_MISMATCH, detail)
-        try:
-            hashes = chain_hashes(self._root_hash, offer.token_ids, block_size)
-        except OverflowError as error:
-            return refuse(FailureCode.INVALID, f"a token id cannot be one: {error}")
-        if not hashes:
-            return refuse(FailureCode.INVALID, "an offer of no tokens")
-        if hashes != offer.block_hashes:
-            self._metrics.handoffs.labels("refused_hashes").inc()
-            return refuse(FailureCode.INTEGRITY, "the block hashes are not those of the tokens")
+        unfit = self._unfit(offer)
+        if unfit is not None:
+            return refuse(*unfit)
         num_full = len(offer.token_ids) // block_size
         num_blocks = len(offer.token_ids) // block_size + 1
         with self._lock:
@@ -308,6 +298,23 @@ class LeaseTable:
         self._metrics.refused_blocks.labels("bad_header").inc()
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _unfit(self, offer: Offer) -> tuple[FailureCode, str] | None:
+        """Why the offer can be granted at no time; None if only room decides."""
+        if offer.fingerprint != self._settings.fingerprint:
+            self._metrics.handoffs.labels("refused_fingerprint").inc()
+            detail = f"fingerprint {offer.fingerprint.hex()} offered, {self._settings.fingerprint.hex()} served"
+            return (FailureCode.LAYOUT_MISMATCH, detail)
+        try:
+            hashes = chain_hashes(self._root_hash, offer.token_ids, self._settings.block_size)
+        except OverflowError as error:
+            return (FailureCode.INVALID, f"a token id cannot be one: {error}")
+        if not hashes:
+            return (FailureCode.INVALID, "an offer of no tokens")
+        if hashes != offer.block_hashes:
+            self._metrics.handoffs.labels("refused_hashes").inc()
+            return (FailureCode.INTEGRITY, "the block hashes are not those of the tokens")
+        return None
 
     def _mismatch(self, lease: _Lease, header: BlockHeader) -> BlockRefusedError | None:
         hashes = lease.offer.block_hashes

@@ -122,8 +122,6 @@ class Status(_Message, tag=True, frozen=True, kw_only=True):
 class DecodeTarget(msgspec.Struct, frozen=True, kw_only=True):
     """The decode worker that the gateway chose."""
 
-    worker_id: str
-    epoch: int
     address: str  # of its control socket
 
 
@@ -140,7 +138,6 @@ class Submit(_Message, tag=True, frozen=True, kw_only=True):
     num_prompt_tokens: int
     sampling: SamplingParams
     decode: DecodeTarget | None = None
-    timeout_s: float | None = None  # what is left of the request's deadline
 
 
 class Cancel(_Message, tag=True, frozen=True, kw_only=True):

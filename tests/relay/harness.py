@@ -89,7 +89,7 @@ class Relay:
         self, request_id: str, token_ids: Seq[int], max_tokens: int, *, local: bool = False, attempt: int = 1
     ) -> None:
         """Send a greedy request."""
-        target = DecodeTarget(worker_id="decode", epoch=0, address=self.decode.address)
+        target = DecodeTarget(address=self.decode.address)
         message = Submit(
             request_id=request_id,
             attempt=attempt,

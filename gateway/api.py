@@ -1,0 +1,135 @@
+"""The OpenAI routes: bodies to jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from kvrelay.gateway.chat_template import ChatTemplate
+from kvrelay.gateway.errors import ModelNotFoundError, UnavailableError
+from kvrelay.gateway.formats import ChatFormat, CompletionFormat
+from kvrelay.gateway.generation import Generation
+from kvrelay.gateway.openai_schema import ChatBody, CompletionBody, SamplingBody
+from kvrelay.gateway.params import check_token_ids, limit_tokens, sampling_params
+from kvrelay.gateway.streaming import Format, Job, Responder
+from kvrelay.gateway.tokenizer import Tokenizer
+from kvrelay.gateway.workers import WorkerPool
+
+_LONG_TEXT = 20_000  # characters from which encoding goes to a thread, so that no stream waits for it
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+class OpenAIRoutes:
+    """Holds what the routes need; ``router`` is mounted by the app."""
+
+    def __init__(
+        self, model_name: str, tokenizer: Tokenizer, template: ChatTemplate, pool: WorkerPool, responder: Responder
+    ) -> None:
+        self._model_name = model_name
+        self._tokenizer = tokenizer
+        self._template = template
+        self._pool = pool
+        self._responder = responder
+        self.router = APIRouter(prefix="/v1", tags=["OpenAI"])
+        self.router.add_api_route("/chat/completions", self.chat, methods=["POST"], response_model=None)
+        self.router.add_api_route("/completions", self.completions, methods=["POST"], response_model=None)
+        self.router.add_api_route("/models", self.models, methods=["GET"])
+
+    async def models(self) -> dict[str, Any]:
+        """The model that is served."""
+        entry: dict[str, Any] = {"id": self._model_name, "object": "model", "created": 0, "owned_by": "kvrelay"}
+        if cards := self._pool.cards():
+            entry["max_model_len"] = limit_tokens(cards)
+        return {"object": "list", "data": [entry]}
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """Answer a chat."""
+        self._check(body)
+        text = self._template.render([message.for_template() for message in body.messages])
+        prompt = await self._encode(text, add_special_tokens=False)
+        max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        request_id: str = request.state.request_id
+        chat_format = ChatFormat(
+            request_id,
+            self._model_name,
+            self._tokenizer,
+            logprobs=bool(body.logprobs),
+            token_ids=bool(body.return_token_ids),
+        )
+        generation = self._generation(body, request_id, prompt, max_tokens, num_logprobs)
+        return await self._respond("/v1/chat/completions", request, body, [generation], chat_format)
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        """Continue one text, or several."""
+        self._check(body)
+        max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        request_id: str = request.state.request_id
+        generations = [
+            self._generation(body, f"{request_id}-{index}" if index else request_id, prompt, max_tokens, body.logprobs)
+            for index, prompt in enumerate(await self._prompts(body))
+        ]
+        completion_format = CompletionFormat(
+            request_id,
+            self._model_name,
+            self._tokenizer,
+            logprobs=body.logprobs is not None,
+            token_ids=bool(body.return_token_ids),
+        )
+        return await self._respond("/v1/completions", request, body, generations, completion_format)
+
+    def _check(self, body: SamplingBody) -> None:
+        if body.model is not None and body.model != self._model_name:
+            raise ModelNotFoundError(
+                f"model {body.model[:200]!r} is not served here; this deployment serves {self._model_name!r}",
+                param="model",
+            )
+        body.refuse_unsupported()
+        if not self._pool.cards():
+            reasons = "; ".join(reason.split(" (")[0] for reason in self._pool.not_ready())
+            raise UnavailableError(f"{reasons}; try again later", retry_after_s=1.0)
+
+    async def _prompts(self, body: CompletionBody) -> list[list[int]]:
+        """The prompts as token ids, whichever of the four forms they came in."""
+        prompts: list[list[int]] = []
+        given = body.prompt
+        texts_or_ids: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+        for item in texts_or_ids:
+            if isinstance(item, str):
+                prompts.append(await self._encode(item, add_special_tokens=True))
+            else:
+                check_token_ids(item, min(card.vocab_size for card in self._pool.cards()))
+                prompts.append(item)
+        return prompts
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if len(text) < _LONG_TEXT:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            ids = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        # A model cannot continue nothing; like other servers we let it continue an end of text.
+        return ids or list(self._tokenizer.eos_ids[:1])
+
+    def _generation(
+        self, body: SamplingBody, request_id: str, prompt: list[int], max_tokens: int | None, num_logprobs: int | None
+    ) -> Generation:
+        sampling = sampling_params(
+            body,
+            max_tokens=max_tokens,
+            num_logprobs=num_logprobs,
+            num_prompt_tokens=len(prompt),
+            limit_tokens=limit_tokens(self._pool.cards()),
+            eos_ids=self._tokenizer.eos_ids,
+        )
+        return Generation(request_id, prompt, sampling, body.stop_strings)
+
+    async def _respond(
+        self, route: str, request: Request, body: SamplingBody, generations: list[Generation], answer: Format
+    ) -> Response:
+        includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        return await self._responder.respond(
+            request, Job(route, generations, answer, bool(body.stream), includes_usage)
+        )

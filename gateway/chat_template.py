@@ -1,0 +1,79 @@
+"""Chat messages to a prompt, by the model's own Jinja template, rendered as transformers renders it.
+
+Templates come from model directories, so they run in Jinja's immutable sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from kvrelay.common.errors import ModelError
+from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.tokenizer import read_json
+
+
+class ChatTemplate:
+    """A compiled template; None-like models (no template) refuse chat with a clear error."""
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = dict(special_tokens)
+        self._template: jinja2.Template | None = None
+        if source is None:
+            return
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the model's chat template does not compile: {error}") from error
+
+    @classmethod
+    def load(cls, directory: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
+        """From ``chat_template.jinja``, or ``tokenizer_config.json`` (a string, or a list of named ones)."""
+        path = directory / "chat_template.jinja"
+        if path.is_file():
+            return cls(path.read_text(encoding="utf-8"), special_tokens)
+        source = read_json(directory / "tokenizer_config.json").get("chat_template")
+        if isinstance(source, list):
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        return cls(source, special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt, ready for the assistant's answer. Raises InvalidRequestError quoting the template's complaint."""
+        if self._template is None:
+            raise InvalidRequestError(
+                "the model has no chat template; use /v1/completions, or add a chat_template.jinja to its directory",
+                param="messages",
+            )
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise InvalidRequestError(
+                f"the chat template cannot render these messages: {error}", param="messages"
+            ) from error
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)

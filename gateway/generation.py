@@ -1,0 +1,135 @@
+"""One choice of a response: the relay's tokens as text, with stop strings, log probabilities, usage and timings.
+
+Sits between :mod:`kvrelay.gateway.relay`, which knows tokens only, and the HTTP routes, which know formats only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.gateway.detokenizer import Detokenizer
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.relay import GenerationRequest, OutputDelta, Relay
+from kvrelay.gateway.stop import StopMatcher
+from kvrelay.gateway.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What to generate, complete and validated."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    stops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New text, with the tokens that came since the last delta (their text may still be held back)."""
+
+    text: str
+    tokens: list[SampledToken]
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of one generation, filled while it runs."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    def body(self) -> dict[str, object]:
+        """OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Latencies of one generation, on this process's monotonic clock."""
+
+    metrics: GatewayMetrics
+    accepted_s: float = field(default_factory=time.monotonic)
+    last_s: float | None = None
+
+    def on_delta(self, delta: OutputDelta) -> None:
+        now_s = time.monotonic()
+        if delta.timings is not None:
+            parts = {
+                "queue": delta.timings.queue_s,
+                "prefill": delta.timings.prefill_s,
+                "transfer": delta.timings.transfer_s,
+                "first_step": delta.timings.first_step_s,
+            }
+            for name, value in parts.items():
+                if value is not None:
+                    self.metrics.part_s.labels(name).observe(value)
+        if delta.tokens:
+            if self.last_s is None:
+                self.metrics.ttft_s.observe(now_s - self.accepted_s)
+            else:
+                self.metrics.itl_s.observe(now_s - self.last_s)
+            self.last_s = now_s
+            self.metrics.output_tokens.inc(len(delta.tokens))
+        if delta.finish_reason is not None:
+            self.metrics.e2e_s.observe(now_s - self.accepted_s)
+
+
+class Generator:
+    """Turns generations into text, over one relay."""
+
+    def __init__(self, relay: Relay, tokenizer: Tokenizer, metrics: GatewayMetrics) -> None:
+        self._relay = relay
+        self.tokenizer = tokenizer
+        self._metrics = metrics
+
+    async def run(self, generation: Generation, usage: Usage) -> AsyncGenerator[TextDelta]:
+        """The text of ``generation``, its last delta with a finish reason; fills ``usage``. Raises ApiError.
+
+        Close the iterator (``aclosing``) to cancel. A stop string ends the text in front of it, and the request.
+        """
+        request = GenerationRequest(generation.request_id, generation.prompt_token_ids, generation.sampling)
+        detokenizer, stop = Detokenizer(self.tokenizer), StopMatcher(generation.stops)
+        clock = _Clock(self._metrics)
+        self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
+        async with aclosing(self._relay.generate(request)) as deltas:
+            async for delta in deltas:
+                clock.on_delta(delta)
+                if delta.num_cached_tokens is not None:
+                    usage.num_cached_tokens = max(usage.num_cached_tokens, delta.num_cached_tokens)
+                taken = _until_stop(delta.tokens, detokenizer, stop)
+                text, num_taken = taken
+                usage.num_output_tokens += num_taken
+                tokens = delta.tokens[:num_taken]
+                if stop.matched is not None:
+                    yield TextDelta(text, tokens, FinishReason.STOP)
+                    return
+                if delta.finish_reason is not None:
+                    text += stop.push(detokenizer.finish())
+                    text += stop.finish()
+                    reason = FinishReason.STOP if stop.matched is not None else delta.finish_reason
+                    yield TextDelta(text, tokens, reason)
+                    return
+                if text or tokens:
+                    yield TextDelta(text, tokens, None)
+
+
+def _until_stop(tokens: Sequence[SampledToken], detokenizer: Detokenizer, stop: StopMatcher) -> tuple[str, int]:
+    """The text of ``tokens`` and how many of them count: up to the one that completes a stop string."""
+    pieces: list[str] = []
+    for index, token in enumerate(tokens):
+        pieces.append(stop.push(detokenizer.push([token.token_id])))
+        if stop.matched is not None:
+            return "".join(pieces), index + 1
+    return "".join(pieces), len(tokens)

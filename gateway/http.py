@@ -1,0 +1,138 @@
+"""What every HTTP request passes: a bound on its body, a request id, OpenAI error objects, counting."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvrelay.gateway.errors import ApiError, BodyTooLargeError, InvalidRequestError
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.streaming import ClientLeftError
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Edge:
+    """ASGI middleware: reads the body within its bound, names the request, counts it. The outermost layer."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        given = request.headers.get("x-request-id", "")
+        # An id from outside goes into logs and messages: only what is plainly an id is taken.
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        self._metrics.in_flight.inc()
+        try:
+            try:
+                receive = await self._read_body(request)
+            except BodyTooLargeError as error:
+                await error_response(error)(scope, receive, send_named)
+                return
+            await self._app(scope, receive, send_named)
+        finally:
+            self._metrics.in_flight.dec()
+            route = scope.get("route")
+            path = route.path if route is not None else "other"
+            self._metrics.requests.labels(path, str(status) if status else "client_left").inc()
+
+    async def _read_body(self, request: Request) -> Receive:
+        """A receive that gives the whole body, then what the connection says. Raises BodyTooLargeError."""
+        limit = self._max_body_bytes
+        announced = request.headers.get("content-length", "0")
+        if announced.isdigit() and int(announced) > limit:
+            raise BodyTooLargeError(f"the body has {announced} bytes; the limit is {limit}")
+        body = bytearray()
+        while True:
+            message = await request.receive()
+            if message["type"] != "http.request":
+                break
+            body += message.get("body", b"")
+            if len(body) > limit:
+                raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
+            if not message.get("more_body", False):
+                break
+        pending: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replay() -> Message:
+            return pending.pop() if pending else await request.receive()
+
+        return replay
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """An error as an HTTP response."""
+    headers = {} if error.retry_after_s is None else {"retry-after": str(max(1, round(error.retry_after_s)))}
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every error of ``app`` an OpenAI error object."""
+
+    async def on_api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error_response(error)
+
+    async def on_validation_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(_validation_error(error))
+
+    async def on_http_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        api_error = InvalidRequestError(str(error.detail))
+        api_error.status = error.status_code
+        api_error.code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+        return error_response(api_error)
+
+    async def on_client_left(_: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    async def on_unexpected(request: Request, error: Exception) -> Response:
+        logger.error("a request failed", exc_info=error, extra={"request_id": request.state.request_id})
+        return error_response(ApiError("the server failed on this request; its log has the reason"))
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(ClientLeftError, on_client_left)
+    app.add_exception_handler(Exception, on_unexpected)
+
+
+def _validation_error(error: RequestValidationError) -> InvalidRequestError:
+    """The first complaint, naming the field, its value and what is allowed."""
+    # Of a union the most telling member comes last where the others are of another type.
+    first = error.errors()[0]
+    names = [str(part) for part in first["loc"] if part not in ("body",)]
+    if first["type"] == "json_invalid":
+        return InvalidRequestError(f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    field = names[0] if names else "body"
+    value = first.get("input")
+    shown = "" if isinstance(value, dict) or first["type"] == "missing" else f", not {str(value)[:80]!r}"
+    return InvalidRequestError(f"{'.'.join(names) or 'body'}: {first['msg']}{shown}", param=field)

@@ -1,0 +1,101 @@
+"""Which workers serve a request: pure functions of the workers' last reported state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker as routing sees it. ``pending`` is what this gateway sent since the worker's last report."""
+
+    address: str
+    fingerprint: bytes  # of its KV layout
+    num_requests: int  # running and waiting, as reported
+    num_waiting_tokens: int
+    num_free_blocks: int
+    num_blocks: int
+    block_size: int
+    pending_requests: int = 0
+    pending_tokens: int = 0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether the request's blocks are free, as far as this gateway knows."""
+        return self.blocks_for(num_tokens) <= self.num_free_blocks - self.blocks_for(self.pending_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The chosen pair; without a prefill worker the decode worker prefills itself."""
+
+    prefill: str | None
+    decode: str
+
+
+Policy = Callable[[Sequence[WorkerView], Sequence[WorkerView], int, int], Route | None]
+
+
+def least_loaded(
+    prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], num_tokens: int, sequence_number: int
+) -> Route | None:
+    """The decode worker with room and the smallest share of its pool in use, the prefill worker with the least to compute.
+
+    ``prefills`` empty means local prefill. A decode worker without room is only taken if none has any. Ties go round by
+    ``sequence_number``. None if there is no decode worker, or no prefill worker whose KV fits it.
+    """
+
+    def decode_load(view: WorkerView) -> tuple[bool, float, int]:
+        used = view.num_blocks - view.num_free_blocks + view.blocks_for(view.pending_tokens)
+        return (not view.has_room(num_tokens), used / view.num_blocks, view.num_requests + view.pending_requests)
+
+    def prefill_load(view: WorkerView) -> tuple[int, int]:
+        return (view.num_waiting_tokens + view.pending_tokens, view.num_requests + view.pending_requests)
+
+    return _pick(
+        prefills,
+        decodes,
+        lambda views: min(_rotated(views, sequence_number), key=prefill_load),
+        lambda views: min(_rotated(views, sequence_number), key=decode_load),
+    )
+
+
+def round_robin(
+    prefills: Sequence[WorkerView], decodes: Sequence[WorkerView], num_tokens: int, sequence_number: int
+) -> Route | None:
+    """Everybody in turn, by ``sequence_number``. None as for :func:`least_loaded`."""
+
+    def turn(views: Sequence[WorkerView]) -> WorkerView:
+        return _rotated(views, sequence_number)[0]
+
+    return _pick(prefills, decodes, turn, turn)
+
+
+POLICIES: dict[str, Policy] = {"least_loaded": least_loaded, "round_robin": round_robin}
+
+
+def _pick(
+    prefills: Sequence[WorkerView],
+    decodes: Sequence[WorkerView],
+    pick_prefill: Callable[[Sequence[WorkerView]], WorkerView],
+    pick_decode: Callable[[Sequence[WorkerView]], WorkerView],
+) -> Route | None:
+    if prefills:
+        fingerprints = {view.fingerprint for view in prefills}
+        decodes = [view for view in decodes if view.fingerprint in fingerprints]
+    if not decodes:
+        return None
+    decode = pick_decode(decodes)
+    if not prefills:
+        return Route(None, decode.address)
+    fitting = [view for view in prefills if view.fingerprint == decode.fingerprint]
+    return Route(pick_prefill(fitting).address, decode.address)
+
+
+def _rotated(views: Sequence[WorkerView], by: int) -> list[WorkerView]:
+    ordered = sorted(views, key=lambda view: view.address)
+    return [ordered[(index + by) % len(ordered)] for index in range(len(ordered))]

@@ -1,0 +1,46 @@
+"""Everything a gateway is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.common.settings import setting
+
+
+@dataclass(frozen=True, slots=True)
+class RelaySettings:
+    """How requests are routed and how hard they are tried."""
+
+    policy: str = setting("least_loaded", "how workers are picked", choices=("least_loaded", "round_robin"))
+    local_prefill_max_tokens: int = setting(
+        16,
+        "prompts up to this length are prefilled by their decode worker, without a hand-off",
+        unit="tokens",
+        minimum=0,
+    )
+    max_attempts: int = setting(4, "attempts at one request before it fails, waits for room not counted", minimum=1)
+    request_timeout_s: float = setting(600.0, "how long one request may take in all", unit="s", minimum=1)
+    room_timeout_s: float = setting(
+        60.0, "how long a request may wait for a worker with room before it gets 503", unit="s", minimum=0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """The gateway's settings."""
+
+    relay: RelaySettings
+    model: str = setting("demo", "model directory, Hugging Face id, or 'demo'; only its tokenizer is loaded")
+    served_model_name: str | None = setting(None, "model name in the API; default: the model directory's name")
+    host: str = setting("127.0.0.1", "address that the HTTP API listens on")
+    port: int = setting(8000, "port of the HTTP API", minimum=0, maximum=65535)
+    prefill_workers: tuple[str, ...] = setting(
+        (), "ZeroMQ addresses of prefill workers, such as tcp://10.0.0.7:7100; without any, all prefill is local"
+    )
+    decode_workers: tuple[str, ...] = setting(
+        ("tcp://127.0.0.1:7200",), "ZeroMQ addresses of decode workers, such as tcp://10.0.0.8:7200"
+    )
+    max_body_bytes: int = setting(4 * 2**20, "largest request body", unit="bytes", minimum=1024)
+    drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
+    log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "shape of log lines", choices=("text", "json"))

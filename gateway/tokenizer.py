@@ -1,0 +1,79 @@
+"""Text to token ids and back, from a model directory's ``tokenizer.json``. Torch and transformers are not needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from kvrelay.common.errors import ModelError
+
+
+class Tokenizer:
+    """A model's tokenizer and what belongs to it: special tokens and end-of-text ids. Immutable, thread-safe."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], eos_ids: tuple[int, ...]) -> None:
+        self._backend = backend
+        self.special_tokens = special_tokens  # such as {"bos_token": "<s>"}
+        self.eos_ids = eos_ids
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Read ``tokenizer.json`` and its neighbours. Raises ModelError that names the file and the way out."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(
+                f"{directory} has no tokenizer.json; make one with transformers: "
+                f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        config = read_json(directory / "tokenizer_config.json")
+        special = {name: _content(value) for name, value in config.items() if name.endswith("_token") and value}
+        eos_ids: list[int] = []
+        for source in (read_json(directory / "generation_config.json"), read_json(directory / "config.json")):
+            value = source.get("eos_token_id")
+            eos_ids += [value] if isinstance(value, int) else (value or [])
+        if "eos_token" in special:
+            token_id = backend.token_to_id(special["eos_token"])
+            eos_ids += [] if token_id is None else [token_id]
+        return cls(backend, special, tuple(dict.fromkeys(eos_ids)))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of ``text``. Releases the GIL; long texts belong on a thread."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``, special tokens left out."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text on its own, special tokens included; for log probabilities."""
+        return self._backend.decode([token_id], skip_special_tokens=False)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file. Raises ModelError if it is not one."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return value
+
+
+def _content(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, dict) else str(token)

@@ -1,0 +1,231 @@
+"""The gateway's workers: one control link each, their last reported state, and the way of a message to its request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from kvrelay.common.model_card import ModelCard
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.routing import WorkerView
+from kvrelay.wire.control import ControlClient
+from kvrelay.wire.messages import (
+    Cancelled,
+    DecodeTarget,
+    Failed,
+    HandedOver,
+    Hello,
+    HelloRefused,
+    Message,
+    Role,
+    Status,
+    TokenDelta,
+    Tokens,
+    Welcome,
+    WorkerState,
+)
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.settings import LinkSettings
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """Put into an attempt's inbox when one of its workers is gone."""
+
+    role: Role
+    address: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """Put into an attempt's inbox when the request's time is up."""
+
+
+AttemptEvent = TokenDelta | HandedOver | Failed | Cancelled | WorkerLost | DeadlinePassed
+Inbox = asyncio.Queue[AttemptEvent]
+
+
+class Worker:
+    """One worker's address. Implements :class:`kvrelay.wire.control.ClientHandler`."""
+
+    def __init__(
+        self,
+        role: Role,
+        address: str,
+        pool: WorkerPool,
+        hello: Hello,
+        link: tuple[LinkSettings, WireMetrics, zmq.Context[zmq.Socket[bytes]]],
+    ) -> None:
+        self.role = role
+        self.address = address
+        self.welcome: Welcome | None = None
+        self.status: Status | None = None
+        self.problem = "not connected yet"
+        self.attempts: set[Key] = set()
+        self.pending_requests = 0
+        self.pending_tokens = 0
+        self._pool = pool
+        settings, metrics, context = link
+        self.client = ControlClient(address, hello, self, settings, metrics=metrics, context=context)
+
+    def on_welcome(self, welcome: Welcome) -> None:
+        """The link is up."""
+        if welcome.role is not self.role:
+            self.problem = f"{self.address} is a {welcome.role} worker, but was given as a {self.role} worker"
+            logger.error("%s", self.problem)
+            return
+        self.welcome = welcome
+        self.status = None
+        card = welcome.card
+        logger.info(
+            "%s worker %s at %s: up, %s, %d KV blocks",
+            self.role, welcome.worker_id, self.address, card.layout.model_id, card.num_blocks,
+        )  # fmt: skip
+        self._pool.on_worker_changed(self)
+
+    def on_message(self, message: Message) -> None:
+        """Take a report, or pass an answer on to its attempt."""
+        match message:
+            case Status():
+                self.status = message
+                self.pending_requests = self.pending_tokens = 0
+                self._pool.changed.set()
+            case Tokens(items=items):
+                for item in items:
+                    self._pool.deliver((item.request_id, item.attempt), item)
+            case HandedOver() | Failed() | Cancelled():
+                self._pool.deliver((message.request_id, message.attempt), message)
+            case _:
+                logger.warning("unexpected %s from %s", type(message).__name__, self.address)
+
+    def on_lost(self, reason: str) -> None:
+        """The worker is gone; its attempts hear of it."""
+        logger.warning("%s worker at %s is lost: %s", self.role, self.address, reason)
+        self.welcome = self.status = None
+        self.problem = reason
+        for key in list(self.attempts):
+            self._pool.deliver(key, WorkerLost(self.role, self.address, reason))
+        self._pool.on_worker_changed(self)
+
+    def on_refused(self, refused: HelloRefused) -> None:
+        """The worker does not talk to gateways like us."""
+        if self.problem != refused.detail:
+            logger.error("%s worker at %s refuses this gateway: %s", self.role, self.address, refused.detail)
+        self.problem = refused.detail
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether requests can be sent to it."""
+        is_draining = self.status is not None and self.status.state is WorkerState.DRAINING
+        return self.welcome is not None and self.client.is_up and not is_draining
+
+    def view(self) -> WorkerView | None:
+        """What routing sees; None if it is not usable."""
+        if self.welcome is None or not self.is_usable:
+            return None
+        card = self.welcome.card
+        status = self.status
+        return WorkerView(
+            address=self.address,
+            fingerprint=card.layout.fingerprint(),
+            num_requests=0 if status is None else status.num_running + status.num_waiting,
+            num_waiting_tokens=0 if status is None else status.num_waiting_tokens,
+            num_free_blocks=card.num_blocks if status is None else status.num_free_blocks,
+            num_blocks=card.num_blocks,
+            block_size=card.layout.block_size,
+            pending_requests=self.pending_requests,
+            pending_tokens=self.pending_tokens,
+        )
+
+
+class WorkerPool:
+    """All workers of a static list of addresses. Lives on the gateway's asyncio loop."""
+
+    def __init__(
+        self,
+        prefill_addresses: Sequence[str],
+        decode_addresses: Sequence[str],
+        gateway_id: str,
+        metrics: GatewayMetrics,
+        link_settings: LinkSettings,
+    ) -> None:
+        self._metrics = metrics
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        hello = Hello(role=Role.GATEWAY, peer_id=gateway_id)
+        link = (link_settings, WireMetrics(metrics.registry), self.context)
+        self.prefills = {a: Worker(Role.PREFILL, a, self, hello, link) for a in prefill_addresses}
+        self.decodes = {a: Worker(Role.DECODE, a, self, hello, link) for a in decode_addresses}
+        self._inboxes: dict[Key, Inbox] = {}
+        self.changed = asyncio.Event()  # set when a worker came, went or reported; waiters clear it
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All workers, prefill first."""
+        return [*self.prefills.values(), *self.decodes.values()]
+
+    def start(self) -> None:
+        """Begin to connect, on the running loop."""
+        for role in (Role.PREFILL, Role.DECODE):
+            self._metrics.workers_up.labels(role.value).set(0)
+        for worker in self.workers:
+            worker.client.start()
+
+    async def stop(self) -> None:
+        """Say Bye to all workers: what this gateway asked for is void."""
+        await asyncio.gather(*(worker.client.stop() for worker in self.workers))
+        await asyncio.to_thread(self.context.term)
+
+    def cards(self) -> list[ModelCard]:
+        """The cards of the workers that are up."""
+        return [worker.welcome.card for worker in self.workers if worker.welcome is not None]
+
+    def open_attempt(self, key: Key, workers: Sequence[Worker], num_tokens: int) -> Inbox:
+        """Register an attempt; what the workers say of it lands in the inbox from now on."""
+        inbox: Inbox = asyncio.Queue()
+        self._inboxes[key] = inbox
+        for worker in workers:
+            worker.attempts.add(key)
+            worker.pending_requests += 1
+            worker.pending_tokens += num_tokens
+        return inbox
+
+    def close_attempt(self, key: Key, workers: Sequence[Worker]) -> None:
+        """Forget an attempt; what still comes of it is dropped."""
+        del self._inboxes[key]
+        for worker in workers:
+            worker.attempts.discard(key)
+
+    def deliver(self, key: Key, event: AttemptEvent) -> None:
+        """Pass an event on to its attempt, if it is still open."""
+        inbox = self._inboxes.get(key)
+        if inbox is not None:
+            inbox.put_nowait(event)
+
+    def on_worker_changed(self, worker: Worker) -> None:
+        """A worker came or went."""
+        num_up = sum(1 for other in self.workers if other.role is worker.role and other.welcome is not None)
+        self._metrics.workers_up.labels(worker.role.value).set(num_up)
+        self.changed.set()
+
+    def not_ready(self) -> list[str]:
+        """Why requests cannot be served; empty if they can."""
+        reasons: list[str] = []
+        for role, workers in ((Role.PREFILL, self.prefills), (Role.DECODE, self.decodes)):
+            if workers and not any(worker.is_usable for worker in workers.values()):
+                problems = "; ".join(sorted({worker.problem for worker in workers.values()}))
+                reasons.append(f"no {role} worker is up ({problems})")
+        return reasons
+
+
+def decode_target(worker: Worker) -> DecodeTarget:
+    """How a prefill worker finds this decode worker."""
+    return DecodeTarget(address=worker.address)

@@ -1,0 +1,164 @@
+"""Which processes a local deployment consists of: a pure function of settings, directory and ports.
+
+    gateway ──tcp──▶ prefill-0 … ──tcp: control, KV blocks──▶ decode-0 … ◀──tcp── gateway
+
+Everything listens on loopback only, except the HTTP API if --host says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.decode_worker.settings import DecodeSettings
+from kvrelay.gateway.settings import GatewaySettings
+from kvrelay.launcher.models import served_name
+from kvrelay.launcher.options import command_line
+from kvrelay.launcher.process import ComponentSpec
+from kvrelay.launcher.settings import LocalSettings
+from kvrelay.prefill_worker.settings import PrefillSettings
+
+_LOOPBACK = "127.0.0.1"
+_KILL_AFTER_DRAIN_S = 5.0  # what a component may take to end after its drain time
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPorts:
+    """Loopback ports of one worker."""
+
+    control: int
+    admin: int
+    data: int | None = None  # of a decode worker
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The processes, and where they are reached."""
+
+    specs: tuple[ComponentSpec, ...]
+    url: str  # of the HTTP API
+    admin_urls: dict[str, str]  # of each component: /health, /metrics; of workers also /debug/kv
+
+
+def num_ports(settings: LocalSettings) -> int:
+    """How many loopback ports the workers need."""
+    return 2 * settings.prefill + 3 * settings.decode
+
+
+def plan_deployment(
+    settings: LocalSettings, model_directory: Path, *, http_port: int, ports: Sequence[int], num_cores: int
+) -> Plan:
+    """The processes of ``settings``; ``ports`` are free loopback ports, :func:`num_ports` of them."""
+    free = iter(ports)
+    prefill = [WorkerPorts(next(free), next(free)) for _ in range(settings.prefill)]
+    decode = [WorkerPorts(next(free), next(free), next(free)) for _ in range(settings.decode)]
+    threads = settings.threads or max(1, num_cores // (len(prefill) + len(decode)))
+    common: dict[str, Any] = {
+        "model": str(model_directory),
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "threads": threads,
+        "max_model_len": settings.max_model_len,
+        "kv_memory_mb": settings.kv_memory_mb,
+        "max_batched_tokens": settings.max_batched_tokens,
+        "drain_s": settings.drain_s,
+        "log_level": settings.log_level,
+        "admin_host": _LOOPBACK,
+    }
+    specs = [
+        _worker(
+            f"prefill-{index}",
+            "prefill-worker",
+            command_line(PrefillSettings, {**common, **_places(f"prefill-{index}", ports)}),
+            ports,
+            settings,
+            stop_rank=1,
+            threads=threads,
+        )
+        for index, ports in enumerate(prefill)
+    ]
+    specs += [
+        _worker(
+            f"decode-{index}",
+            "decode-worker",
+            command_line(DecodeSettings, {**common, **_places(f"decode-{index}", ports)}),
+            ports,
+            settings,
+            stop_rank=2,
+            threads=threads,
+        )
+        for index, ports in enumerate(decode)
+    ]
+    url = f"http://{_reachable(settings.host)}:{http_port}"
+    gateway = ComponentSpec(
+        name="gateway",
+        command=_command(
+            "gateway",
+            command_line(
+                GatewaySettings,
+                {
+                    "model": str(model_directory),
+                    "served_model_name": served_name(settings.model, model_directory),
+                    "host": settings.host,
+                    "port": http_port,
+                    "prefill_workers": [_tcp(worker.control) for worker in prefill],
+                    "decode_workers": [_tcp(worker.control) for worker in decode],
+                    "local_prefill_max_tokens": settings.local_prefill_max_tokens,
+                    "drain_s": settings.drain_s,
+                    "log_level": settings.log_level,
+                },
+            ),
+        ),
+        ready_url=f"{url}/health/ready",
+        stop_rank=0,
+        grace_s=settings.drain_s + _KILL_AFTER_DRAIN_S,
+    )
+    admin_urls = {spec.name: spec.ready_url.removesuffix("/health/ready") for spec in [*specs, gateway]}
+    return Plan(specs=(*specs, gateway), url=url, admin_urls=admin_urls)
+
+
+def _worker(
+    name: str,
+    component: str,
+    arguments: list[str],
+    ports: WorkerPorts,
+    settings: LocalSettings,
+    *,
+    stop_rank: int,
+    threads: int,
+) -> ComponentSpec:
+    return ComponentSpec(
+        name=name,
+        command=_command(component, arguments),
+        ready_url=f"http://{_LOOPBACK}:{ports.admin}/health/ready",
+        stop_rank=stop_rank,
+        grace_s=settings.drain_s + _KILL_AFTER_DRAIN_S,
+        # Torch starts one OpenMP thread per core before --threads is read; several workers would fight for the cores.
+        environment={"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
+    )
+
+
+def _places(name: str, ports: WorkerPorts) -> dict[str, Any]:
+    places: dict[str, Any] = {"address": _tcp(ports.control), "admin_port": ports.admin, "worker_id": name}
+    if ports.data is not None:
+        places["data_address"] = _tcp(ports.data)
+    return places
+
+
+def _command(component: str, arguments: list[str]) -> tuple[str, ...]:
+    # -P: the working directory must not come before the installed packages.
+    return (sys.executable, "-P", "-m", "kvrelay.launcher", component, *arguments)
+
+
+def _tcp(port: int) -> str:
+    return f"tcp://{_LOOPBACK}:{port}"
+
+
+def _reachable(host: str) -> str:
+    """An address for clients on this machine."""
+    if host in ("0.0.0.0", "::", ""):
+        return _LOOPBACK
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,155 @@
+"""What ``kvrelay local`` shows: each component's state, and its log lines with its name before them.
+
+On a terminal a table stays below the log; elsewhere each change of state is a line. A view is told by the supervisor's
+threads and never fails them: a terminal that is gone is not a reason to stop serving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvrelay.launcher.supervisor import State, Status
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
+_STATE_STYLES = {
+    State.LOADING: "yellow",
+    State.READY: "bold green",
+    State.UNREADY: "bold yellow",
+    State.DIED: "bold red",
+    State.STOPPED: "dim",
+}
+
+
+class View(Protocol):
+    """Shows a deployment between enter and exit; see also :class:`kvrelay.launcher.supervisor.Observer`."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def on_line(self, name: str, line: str) -> None:
+        """A component wrote a line."""
+
+    def on_state(self, status: Status) -> None:
+        """A component changed its state."""
+
+    def say(self, text: str) -> None:
+        """Show a text of the launcher's own."""
+
+
+def make_view(statuses: Callable[[], list[Status]], *, hide_logs: bool) -> View:
+    """The view that fits stdout. ``statuses`` is asked whenever the table is drawn."""
+    if sys.stdout.isatty():
+        return LiveView(Console(), statuses, hide_logs=hide_logs)
+    return PlainView(sys.stdout, hide_logs=hide_logs)
+
+
+def describe(status: Status) -> str:
+    """A status in words, without the component's name."""
+    parts = [status.state.value]
+    if status.state is State.READY and status.load_s is not None:
+        parts.append(f"after {status.load_s:.1f} s")
+    if status.state is State.DIED:
+        parts.append(f"({status.detail}); it is started again")
+    if status.rss_bytes is not None and status.state is State.READY:
+        parts.append(f"({status.rss_bytes / 2**20:.0f} MiB)")
+    return " ".join(parts)
+
+
+class PlainView:
+    """Lines, for log files and pipes."""
+
+    def __init__(self, stream: TextIO, *, hide_logs: bool) -> None:
+        self._stream = stream
+        self._hide_logs = hide_logs
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def on_line(self, name: str, line: str) -> None:
+        """``prefill-0 | line``"""
+        if not self._hide_logs:
+            self._write(f"{name:<9} | {line}")
+
+    def on_state(self, status: Status) -> None:
+        """``kvrelay   | prefill-0: ready after 3.1 s (412 MiB)``"""
+        self._write(f"kvrelay   | {status.name}: {describe(status)}")
+
+    def say(self, text: str) -> None:
+        """The text as it is."""
+        self._write(text)
+
+    def _write(self, text: str) -> None:
+        with self._lock, contextlib.suppress(OSError, ValueError):  # a reader that went away
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+
+class LiveView:
+    """A table that stays at the bottom of the terminal, log lines above it."""
+
+    def __init__(self, console: Console, statuses: Callable[[], list[Status]], *, hide_logs: bool) -> None:
+        self._console = console
+        self._statuses = statuses
+        self._hide_logs = hide_logs
+        self._live = Live(console=console, get_renderable=self._table, refresh_per_second=4, transient=True)
+        self._colours: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._live.stop()
+
+    def on_line(self, name: str, line: str) -> None:
+        """The line, its component's name coloured before it."""
+        if not self._hide_logs:
+            colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
+            self._print(Text.assemble((f"{name:<9} ", colour), ("│ ", "dim"), line))
+
+    def on_state(self, status: Status) -> None:
+        """The table shows it; a death also stays in the log."""
+        if status.state is State.DIED:
+            self._print(Text.assemble((f"{status.name} {describe(status)}", "bold red")))
+
+    def say(self, text: str) -> None:
+        """The text above the table."""
+        self._print(Text(text))
+
+    def _print(self, text: Text) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._console.print(text, soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, 2), header_style="dim")
+        for title in ("component", "state", "for", "memory", "restarts"):
+            table.add_column(title)
+        for status in self._statuses():
+            memory = "" if status.rss_bytes is None else f"{status.rss_bytes / 2**20:.0f} MiB"
+            state = Text(status.state.value, style=_STATE_STYLES[status.state])
+            if status.detail:
+                state.append(f" ({status.detail})", style="red")
+            table.add_row(status.name, state, f"{status.state_s:.0f} s", memory, str(status.num_restarts or ""))
+        return table

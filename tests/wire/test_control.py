@@ -1,0 +1,424 @@
+"""Control links on real sockets: welcome, refusals, silence, restarts, garbage. Every wait is for an event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.fake import fake_card
+from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
+from kvrelay.wire.control import ControlClient, ControlServer
+from kvrelay.wire.errors import MalformedMessageError, WireError
+from kvrelay.wire.messages import (
+    Cancel,
+    Cancelled,
+    FailureCode,
+    Hello,
+    HelloRefused,
+    Message,
+    Ping,
+    Role,
+    Status,
+    Submit,
+    Welcome,
+    WorkerState,
+)
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.settings import LinkSettings
+
+WAIT_S = 10.0
+FAST = LinkSettings(ping_interval_s=0.02, peer_timeout_s=0.3, hello_timeout_s=0.3, reconnect_max_s=0.05)
+
+
+class Worker:
+    """A server's handler: everything it hears becomes an event."""
+
+    def __init__(self, epoch: int = 1) -> None:
+        self.epoch = epoch
+        self.refusal: HelloRefused | None = None
+        self.error: Exception | None = None
+        self.heard: asyncio.Queue[tuple[str, Role, Message]] = asyncio.Queue()
+        self.lost: asyncio.Queue[str] = asyncio.Queue()
+
+    def welcome(self, hello: Hello) -> Welcome | HelloRefused:
+        if self.error is not None:
+            raise self.error
+        return self.refusal or Welcome(
+            role=Role.DECODE, worker_id="w", epoch=self.epoch, protocol=1, card=fake_card(), data_address="tcp://x:1"
+        )
+
+    def status(self) -> Status:
+        return Status(
+            state=WorkerState.READY, num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=1, num_blocks=1
+        )
+
+    def on_message(self, peer_id: str, role: Role, message: Message) -> None:
+        self.heard.put_nowait((peer_id, role, message))
+        if self.error is not None:
+            raise self.error
+
+    def on_peer_lost(self, peer_id: str, role: Role) -> None:
+        self.lost.put_nowait(peer_id)
+        if self.error is not None:
+            raise self.error
+
+
+class Initiator:
+    """A client's handler."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.events: asyncio.Queue[Any] = asyncio.Queue()  # all but Status
+        self.statuses: asyncio.Queue[Status] = asyncio.Queue()
+
+    def _hear(self, event: Any) -> None:
+        self.events.put_nowait(event)
+        if self.error is not None:
+            raise self.error
+
+    def on_welcome(self, welcome: Welcome) -> None:
+        self._hear(welcome)
+
+    def on_message(self, message: Message) -> None:
+        if isinstance(message, Status):
+            self.statuses.put_nowait(message)
+        else:
+            self._hear(message)
+
+    def on_lost(self, reason: str) -> None:
+        self._hear(reason)
+
+    def on_refused(self, refused: HelloRefused) -> None:
+        self._hear(refused)
+
+
+class Net:
+    """Makes servers and clients and closes them."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.context = context
+        self.registry = CollectorRegistry()
+        self.metrics = WireMetrics(self.registry)
+        self.to_stop: list[ControlServer | ControlClient] = []
+
+    def server(
+        self, worker: Worker, address: str = "tcp://127.0.0.1:0", settings: LinkSettings = FAST
+    ) -> ControlServer:
+        self.to_stop.append(ControlServer(address, worker, settings, metrics=self.metrics, context=self.context))
+        return self.to_stop[-1]
+
+    def client(
+        self, address: str, initiator: Initiator, peer_id: str = "p", settings: LinkSettings = FAST, **hello: Any
+    ) -> ControlClient:
+        greeting = Hello(role=Role.PREFILL, peer_id=peer_id, **hello)
+        client = ControlClient(address, greeting, initiator, settings, metrics=self.metrics, context=self.context)
+        self.to_stop.append(client)
+        client.start()
+        return client
+
+    async def linked(self, **server: Any) -> tuple[Worker, ControlServer, Initiator, ControlClient]:
+        worker, initiator = Worker(), Initiator()
+        control = self.server(worker, **server)
+        client = self.client(await control.start(), initiator)
+        assert isinstance(await next_of(initiator.events), Welcome)
+        return worker, control, initiator, client
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"kvrelay_{name}_total", labels) or 0.0
+
+    def raw(self, address: str, routing_id: bytes = b"raw") -> zmq.asyncio.Socket:
+        socket = zmq.asyncio.Context.shadow(self.context).socket(zmq.DEALER)
+        socket.linger = 0
+        socket.setsockopt(zmq.ROUTING_ID, routing_id)
+        socket.connect(address)
+        return socket
+
+    async def stop(self, *ends: ControlServer | ControlClient) -> None:
+        for end in ends:
+            self.to_stop.remove(end)
+            await end.stop()
+
+
+async def next_of(events: asyncio.Queue[Any]) -> Any:
+    return await asyncio.wait_for(events.get(), WAIT_S)
+
+
+@pytest.fixture
+async def net(context: zmq.Context[zmq.Socket[bytes]]) -> AsyncIterator[Net]:
+    net = Net(context)
+    yield net
+    await net.stop(*reversed(net.to_stop))
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is left"
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+async def test_messages_go_both_ways(net: Net, transport: str, tmp_path: Any) -> None:
+    address = "tcp://127.0.0.1:0" if transport == "tcp" else f"ipc://{tmp_path}/control"
+    worker, server, initiator, client = await net.linked(address=address)
+    assert client.is_up
+    assert server.is_alive
+    assert client.send(Cancel(request_id="r", attempt=1))
+    assert await next_of(worker.heard) == ("p", Role.PREFILL, Cancel(request_id="r", attempt=1))
+    assert server.send("p", Cancelled(request_id="r", attempt=1))
+    assert await next_of(initiator.events) == Cancelled(request_id="r", attempt=1)
+    assert isinstance(await next_of(initiator.statuses), Status)
+    await net.stop(client, server)
+    assert list(tmp_path.iterdir()) == [], "a socket file stays behind"
+
+
+async def test_a_large_message_passes(net: Net) -> None:
+    worker, _, _, client = await net.linked()
+    submit = Submit(
+        request_id="r",
+        attempt=1,
+        token_ids=list(range(10**6)),
+        num_prompt_tokens=1,
+        sampling=SamplingParams(max_tokens=1),
+    )
+    assert client.send(submit)
+    assert (await next_of(worker.heard))[2] == submit
+
+
+async def test_a_taken_port_is_a_clear_error(net: Net) -> None:
+    _, server, _, _ = await net.linked()
+    address = server._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    other = ControlServer(address, Worker(), FAST, metrics=net.metrics, context=net.context)
+    with pytest.raises(WireError, match="cannot listen on"):
+        await other.start()
+
+
+async def test_sending_to_nobody_says_so(net: Net) -> None:
+    worker = Worker()
+    server = net.server(worker)
+    address = await server.start()
+    assert not server.send("nobody", Ping())
+    client = ControlClient(
+        address, Hello(role=Role.PREFILL, peer_id="p"), Initiator(), FAST, metrics=net.metrics, context=net.context
+    )
+    assert not client.send(Ping())
+    await client.stop()
+
+
+async def test_nothing_is_sent_after_stop(net: Net) -> None:
+    _, server, _, client = await net.linked()
+    await net.stop(client, server)
+    assert not client.is_up
+    assert not client.send(Ping())
+    assert not server.send("p", Ping())
+
+
+async def test_an_oversize_message_is_the_senders_error(net: Net) -> None:
+    _, server, _, _ = await net.linked()
+    with pytest.raises(MalformedMessageError):
+        server.send("p", HelloRefused(code=FailureCode.INVALID, detail="x" * MAX_CONTROL_FRAME_NBYTES))
+
+
+async def test_no_common_version_is_refused_with_both_named(net: Net) -> None:
+    initiator = Initiator()
+    net.client(await net.server(Worker()).start(), initiator, protocol_min=8, protocol_max=9)
+    refused = await next_of(initiator.events)
+    assert isinstance(refused, HelloRefused)
+    assert "yours 8 to 9, mine 1 to 1" in refused.detail
+    assert net.counted("refused_hellos", code="invalid") >= 1
+
+
+async def test_a_newer_peer_that_still_speaks_ours_is_welcome(net: Net) -> None:
+    initiator = Initiator()
+    net.client(await net.server(Worker()).start(), initiator, protocol_min=1, protocol_max=9)
+    assert (await next_of(initiator.events)).protocol == 1
+
+
+async def test_a_refused_client_comes_in_when_the_worker_changes_its_mind(net: Net) -> None:
+    worker, initiator = Worker(), Initiator()
+    worker.refusal = HelloRefused(code=FailureCode.LAYOUT_MISMATCH, detail="mine / yours")
+    client = net.client(await net.server(worker).start(), initiator)
+    assert await next_of(initiator.events) == worker.refusal
+    assert not client.is_up
+    worker.refusal = None
+    while not isinstance(event := await next_of(initiator.events), Welcome):
+        assert isinstance(event, HelloRefused)  # never "lost": it was never up
+
+
+async def test_a_client_waits_for_a_server_that_comes_later(net: Net, tmp_path: Any) -> None:
+    initiator, address = Initiator(), f"ipc://{tmp_path}/late"
+    net.client(address, initiator)
+    await net.server(Worker(), address).start()
+    assert isinstance(await next_of(initiator.events), Welcome)
+
+
+async def test_a_restarted_server_is_lost_and_then_welcome_with_its_new_epoch(net: Net) -> None:
+    _, server, initiator, client = await net.linked()
+    address = server._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    await net.stop(server)
+    assert isinstance(await next_of(initiator.events), str)
+    assert not client.send(Ping())
+    await net.server(Worker(epoch=2), address).start()
+    welcome = await next_of(initiator.events)
+    assert (welcome.epoch, client.is_up) == (2, True)
+    assert net.counted("lost_peers") >= 1
+
+
+async def test_a_restarted_client_voids_what_it_asked_for_before(net: Net) -> None:
+    worker, server, _, client = await net.linked()
+    address = server._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    # Dies without Bye: the same peer id comes from a new connection.
+    client._task.cancel()
+    client._is_up = False
+    again = Initiator()
+    net.client(address, again)
+    assert await next_of(worker.lost) == "p"
+    assert isinstance(await next_of(again.events), Welcome)
+    assert server.send("p", Cancelled(request_id="r", attempt=1))
+    assert await next_of(again.events) == Cancelled(request_id="r", attempt=1)
+
+
+async def test_bye_is_told_at_once(net: Net) -> None:
+    patient = LinkSettings(ping_interval_s=0.02, peer_timeout_s=3600)
+    worker, _, _, client = await net.linked(settings=patient)
+    await net.stop(client)
+    assert await next_of(worker.lost) == "p"
+
+
+async def test_a_silent_client_is_lost(net: Net) -> None:
+    worker = Worker()
+    with net.raw(await net.server(worker).start()) as socket:
+        await socket.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id="raw")))
+        assert isinstance(Codec().decode(await socket.recv()), Welcome)
+        assert await next_of(worker.lost) == "raw"
+    assert net.counted("lost_peers") == 1
+
+
+async def test_a_silent_server_is_lost(net: Net) -> None:
+    """It answers Hello and then nothing, while its ZeroMQ goes on answering heartbeats."""
+    initiator = Initiator()
+    with zmq.asyncio.Context.shadow(net.context).socket(zmq.ROUTER) as socket:
+        socket.linger = 0
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        client = net.client(f"tcp://127.0.0.1:{port}", initiator)
+        for _ in range(2):  # and again, with a new socket
+            while True:
+                peer, frame = await asyncio.wait_for(socket.recv_multipart(), WAIT_S)
+                if isinstance(Codec().decode(frame), Hello):
+                    break
+            await socket.send_multipart([peer, Codec().encode(Worker().welcome(Hello(role=Role.PREFILL, peer_id="p")))])
+            assert isinstance(await next_of(initiator.events), Welcome)
+            assert "silent" in await next_of(initiator.events)
+        await net.stop(client)
+
+
+async def test_a_client_that_waits_for_welcome_does_not_spin(net: Net) -> None:
+    """Nobody answers; between Hello and its timeout there is nothing to wake up for."""
+    settings = LinkSettings(ping_interval_s=0.01, peer_timeout_s=3600, hello_timeout_s=0.5)
+    with zmq.asyncio.Context.shadow(net.context).socket(zmq.ROUTER) as socket:
+        socket.linger = 0
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        polls = 0
+        poll = zmq.asyncio.Poller.poll
+
+        def counting(self: Any, timeout: int = -1) -> Any:
+            nonlocal polls
+            polls += 1
+            return poll(self, timeout)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zmq.asyncio.Poller, "poll", counting)
+            client = net.client(f"tcp://127.0.0.1:{port}", Initiator(), settings=settings)
+            for _ in range(2):  # the second Hello comes after the first one's timeout
+                await asyncio.wait_for(socket.recv_multipart(), WAIT_S)
+            await net.stop(client)
+        assert polls < 10
+
+
+async def test_garbage_is_counted_and_the_link_goes_on(net: Net) -> None:
+    worker, server, _, client = await net.linked()
+    with net.raw(server._socket.getsockopt_string(zmq.LAST_ENDPOINT)) as socket:
+        await socket.send(b"\xff\xfe")
+        await socket.send_multipart([Codec().encode(Ping()), b"more"])
+        await socket.send(b"\x82\xa4type\xa4Ping\xa3zzz" + b"\x91" * 200_000 + b"\xc0")
+        await socket.send(Codec().encode(Ping()))  # before Hello
+        await socket.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id="another")))
+        await socket.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id="raw")))
+        answers = []
+        while not answers or not isinstance(answers[-1], Welcome):
+            answers.append(Codec().decode(await asyncio.wait_for(socket.recv(), WAIT_S)))
+    assert [type(answer) for answer in answers] == [HelloRefused, Welcome]
+    assert net.counted("refused_messages", cause="malformed") == 3
+    assert net.counted("refused_messages", cause="before_hello") == 1
+    assert client.send(Cancel(request_id="r", attempt=1))
+    assert (await next_of(worker.heard))[2] == Cancel(request_id="r", attempt=1)
+
+
+async def test_garbage_from_a_server_does_not_end_the_link(net: Net) -> None:
+    _, server, initiator, _ = await net.linked()
+    for garbage in (b"\xff", b"\x82\xa4type\xa4Ping\xa3zzz" + b"\x91" * 200_000 + b"\xc0"):
+        await server._socket.send_multipart([b"p", garbage])
+    assert server.send("p", Cancelled(request_id="r", attempt=1))
+    assert await next_of(initiator.events) == Cancelled(request_id="r", attempt=1)
+    assert net.counted("refused_messages", cause="malformed") == 2
+
+
+async def test_an_oversize_frame_costs_its_sender_the_connection_only(net: Net) -> None:
+    worker, server, _, client = await net.linked()
+    with net.raw(server._socket.getsockopt_string(zmq.LAST_ENDPOINT)) as socket:
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        await socket.send(bytes(MAX_CONTROL_FRAME_NBYTES + 1))
+        await asyncio.wait_for(monitor.recv_multipart(), WAIT_S)
+        socket.disable_monitor()
+        monitor.close(linger=0)
+    assert client.send(Cancel(request_id="r", attempt=1))
+    assert (await next_of(worker.heard))[2] == Cancel(request_id="r", attempt=1)
+
+
+async def test_a_routing_id_that_is_no_text_is_survived(net: Net) -> None:
+    worker, server, _, client = await net.linked()
+    with net.raw(server._socket.getsockopt_string(zmq.LAST_ENDPOINT), b"\xff\xfe") as socket:
+        await socket.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id="x")))
+        assert client.send(Cancel(request_id="r", attempt=1))
+        assert (await next_of(worker.heard))[2] == Cancel(request_id="r", attempt=1)
+    assert server.is_alive
+
+
+async def test_a_handler_that_fails_does_not_kill_the_server(net: Net) -> None:
+    worker, server, _, client = await net.linked()
+    worker.error = RuntimeError("boom")
+    for _ in range(2):
+        assert client.send(Cancel(request_id="r", attempt=1))
+        await next_of(worker.heard)
+    await net.stop(client)
+    await next_of(worker.lost)
+    assert server.is_alive
+
+
+async def test_a_handler_that_fails_does_not_kill_the_client(net: Net) -> None:
+    _, server, initiator, client = await net.linked()
+    address = server._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    initiator.error = RuntimeError("boom")
+    assert server.send("p", Cancelled(request_id="r", attempt=1))
+    await next_of(initiator.events)
+    await net.stop(server)
+    assert isinstance(await next_of(initiator.events), str)  # on_lost fails, too
+    await net.server(Worker(epoch=2), address).start()
+    assert (await next_of(initiator.events)).epoch == 2
+    assert client.is_up
+
+
+def test_it_works_on_uvloop(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def scenario() -> None:
+        net = Net(context)
+        worker, _, _, client = await net.linked()
+        assert client.send(Cancel(request_id="r", attempt=1))
+        await next_of(worker.heard)
+        await net.stop(*reversed(net.to_stop))
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())

@@ -1,0 +1,173 @@
+"""Data sockets by themselves: when a ticket is done, what closing guarantees, how the receiver starts and ends."""
+
+from __future__ import annotations
+
+import socket as sockets
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.sampling import SampledToken
+from kvrelay.wire.addresses import SocketFile
+from kvrelay.wire.block_frames import BlockHeader, parse_header
+from kvrelay.wire.data_plane import BlockReceiver, BlockSender, SendTicket
+from kvrelay.wire.errors import WireError
+from kvrelay.wire.messages import FailureCode, Grant, Timings
+from kvrelay.wire.metrics import WireMetrics
+
+WAIT_S = 10.0
+BIG_NBYTES = 4 * 2**20
+
+
+def header_for(payload: Any, index: int = 0) -> BlockHeader:
+    return BlockHeader(lease_id=1, epoch=1, block_index=index, payload_nbytes=len(payload), block_hash=b"h" * 16)
+
+
+def sender_to(context: Any, address: str) -> BlockSender:
+    return BlockSender(address, metrics=WireMetrics(CollectorRegistry()), context=context)
+
+
+def assert_done_soon(ticket: SendTicket) -> None:
+    ticket._tracker.wait(WAIT_S)  # raises NotDone
+    assert ticket.is_done
+
+
+@pytest.mark.parametrize("nbytes", [1, 512, BIG_NBYTES])
+def test_the_ticket_is_done_when_the_block_is_out(context: Any, nbytes: int) -> None:
+    with context.socket(zmq.ROUTER) as peer:
+        peer.linger = 0
+        port = peer.bind_to_random_port("tcp://127.0.0.1")
+        sender = sender_to(context, f"tcp://127.0.0.1:{port}")
+        payload = memoryview(bytearray(b"k" * nbytes))
+        ticket = sender.send(header_for(payload), payload)
+        assert peer.poll(WAIT_S * 1000)
+        _, packed, received = peer.recv_multipart()
+        assert received == payload
+        assert parse_header(packed).checksum == header_for(payload).checksum_of(payload)
+        assert_done_soon(ticket)
+        sender.close()
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:9", "ipc:///tmp/kvrelay-nobody-listens-here"])
+@pytest.mark.parametrize("nbytes", [1, BIG_NBYTES])
+def test_closing_fences_off_a_peer_that_never_existed(context: Any, address: str, nbytes: int) -> None:
+    sender = sender_to(context, address)
+    payload = memoryview(bytearray(nbytes))
+    tickets = [sender.send(header_for(payload), payload) for _ in range(20)]
+    assert not any(ticket.is_done for ticket in tickets)
+    sender.close()
+    for ticket in tickets:
+        assert_done_soon(ticket)
+
+
+def test_closing_fences_off_a_peer_that_does_not_read(context: Any) -> None:
+    """The connection stands, its buffers are full, a block is half sent."""
+    with context.socket(zmq.ROUTER) as peer:
+        peer.linger = 0
+        peer.rcvhwm = 1
+        peer.rcvbuf = 2**16
+        port = peer.bind_to_random_port("tcp://127.0.0.1")
+        sender = sender_to(context, f"tcp://127.0.0.1:{port}")
+        payload = memoryview(bytearray(BIG_NBYTES))
+        tickets = [sender.send(header_for(payload), payload) for _ in range(50)]
+        assert peer.poll(WAIT_S * 1000)  # traffic flows
+        assert not tickets[-1].is_done
+        sender.close()
+        for ticket in tickets:
+            assert_done_soon(ticket)
+
+
+def test_closing_fences_off_a_peer_that_is_no_zeromq(context: Any) -> None:
+    """It accepts and says nothing: the ZMTP handshake never ends."""
+    with sockets.create_server(("127.0.0.1", 0)) as mute:
+        sender = sender_to(context, f"tcp://127.0.0.1:{mute.getsockname()[1]}")
+        connection, _ = mute.accept()
+        with connection:
+            payload = memoryview(bytearray(512))
+            ticket = sender.send(header_for(payload), payload)
+            sender.close()
+            assert_done_soon(ticket)
+
+
+def test_a_closed_sender_says_so(context: Any) -> None:
+    sender = sender_to(context, "tcp://127.0.0.1:9")
+    sender.close()
+    sender.close()
+    with pytest.raises(WireError, match="closed"):
+        sender.send(header_for(b""), memoryview(b""))
+
+
+def test_a_taken_data_address_is_a_clear_error(rig: Any) -> None:
+    with pytest.raises(WireError, match="cannot listen for KV blocks"):
+        BlockReceiver(rig.receiver.address, rig.leases, 512, context=rig.context)
+
+
+def test_a_receiver_that_never_started_stops(rig: Any) -> None:
+    receiver = BlockReceiver("tcp://127.0.0.1:0", rig.leases, 512, context=rig.context)
+    assert not receiver.is_alive
+    receiver.stop()
+
+
+def test_the_receiver_lives_until_it_is_stopped(context: Any, rig: Any) -> None:
+    other = type(rig)(context, "tcp://127.0.0.1:0")
+    assert other.receiver.is_alive
+    other.close()
+    assert not other.receiver.is_alive
+
+
+def test_a_receiver_that_dies_in_the_middle_leaves_the_sender_whole(context: Any, rig: Any) -> None:
+    """The decode worker dies with a hand-off half shipped; the prefill side loses the link and gets its blocks back."""
+    other = type(rig)(context, "tcp://127.0.0.1:0")
+    key, _ = other.granted(10)
+    other.transfers.blocks_ready(key, 1)
+    assert other.next_block() == "ok"
+    other.receiver.stop()
+    other.transfers.blocks_ready(key, 2)
+    other.transfers.commit(key, SampledToken(5), 0, Timings())
+    other.senders[0].close()
+    other.transfers.on_link_lost(other.link)
+    other.settle()
+    assert [code for _, code, _ in other.transfer_ends.failed] == [FailureCode.PEER_LOST]
+    assert other.transfer_ends.released == [key]
+    assert not +other.source.reads
+
+
+def test_blocks_queued_for_a_dead_process_are_refused_by_the_next_one(context: Any, rig: Any) -> None:
+    """Same address, same lease id, another epoch: what ZeroMQ delivers late must not land in the new pool."""
+    with sockets.create_server(("127.0.0.1", 0)) as probe:
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    link, _ = rig.new_link(address)
+    payload = memoryview(b"\xee" * 512)
+    header = rig.header(
+        Grant(request_id="r", attempt=1, lease_id=1, epoch=6, num_cached_blocks=0, ttl_s=1), rig.offer_of([1]), 0
+    )
+    ticket = link.data.send(header, payload)
+    reborn = type(rig)(context, address)
+    grant = reborn.leases.offer("p", reborn.offer_of([1]))
+    assert grant.lease_id == header.lease_id
+    assert reborn.next_block() == "stale_epoch"
+    assert reborn.store.num_write_opens == 0
+    assert_done_soon(ticket)
+    reborn.close()
+
+
+def test_a_socket_file_that_another_process_took_over_stays(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    path.write_text("mine")
+    file = SocketFile(f"ipc://{path}")
+    (tmp_path / "other").write_text("theirs")
+    (tmp_path / "other").rename(path)
+    file.remove()
+    assert path.read_text() == "theirs"
+    own = SocketFile(f"ipc://{path}")
+    own.remove()
+    own.remove()  # gone already
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:80", "ipc://@abstract"])
+def test_an_endpoint_without_a_file_has_nothing_to_remove(endpoint: str) -> None:
+    SocketFile(endpoint).remove()
