@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from kvrelay.engine.batch import Batch
+from kvrelay.engine.sampler import SamplingRows
 
 
 class StepContext(Protocol):
@@ -28,6 +29,12 @@ class Ops(Protocol):
     def begin_step(self, batch: Batch) -> StepContext:
         """Prepare one step's indices on the device."""
 
+    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
+        """``[out, in]`` in whatever layout ``linear`` is fastest with; only ``linear`` can read the result."""
+
+    def linear(self, hidden: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``hidden`` ``[n, in]`` times a weight from ``pack_linear``, plus bias: ``[n, out]``."""
+
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Root-mean-square norm over the last dimension, computed in fp32."""
 
@@ -36,3 +43,9 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up`` of ``[num_tokens, 2 * intermediate]``."""
+
+    def penalize(self, logits: torch.Tensor, rows: SamplingRows) -> None:
+        """Apply the rows' penalties to ``logits`` ``[n, vocab]`` fp32 in place; only called if there are any."""
+
+    def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """Token ids ``[n]`` int64 drawn from ``logits`` ``[n, vocab]`` fp32, which may be changed; greedy where temperature is 0."""

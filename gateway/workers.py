@@ -223,7 +223,20 @@ class WorkerPool:
             if workers and not any(worker.is_usable for worker in workers.values()):
                 problems = "; ".join(sorted({worker.problem for worker in workers.values()}))
                 reasons.append(f"no {role} worker is up ({problems})")
-        return reasons
+        return reasons or self._layout_conflict()
+
+    def _layout_conflict(self) -> list[str]:
+        """Why no prefill worker's KV fits any decode worker, if that is so."""
+        layouts = [
+            [worker.welcome.card.layout for worker in workers.values() if worker.welcome is not None]
+            for workers in (self.prefills, self.decodes)
+        ]
+        if not all(layouts) or {layout.fingerprint() for layout in layouts[0]} & {
+            layout.fingerprint() for layout in layouts[1]
+        }:
+            return []
+        differences = "; ".join(layouts[0][0].differences(layouts[1][0]))
+        return [f"the KV of prefill and decode workers does not fit (prefill / decode: {differences})"]
 
 
 def decode_target(worker: Worker) -> DecodeTarget:

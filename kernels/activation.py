@@ -22,9 +22,7 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 @no_type_check
-def _silu_mul_kernel(
-    gate_up_ptr, out_ptr, intermediate, gate_up_stride_token, out_stride_token, BLOCK: tl.constexpr
-):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, intermediate, gate_up_stride_token, out_stride_token, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = dims < intermediate

@@ -58,9 +58,7 @@ class PoolGeometry:
         Raises:
             ValueError: wrong rank, dtype, block size or head_dim, not contiguous, or no such layer.
         """
-        require_shape(
-            "pool", pool, ("num_blocks", "num_layers", 2, "num_kv_heads", "block_size", "head_dim")
-        )
+        require_shape("pool", pool, ("num_blocks", "num_layers", 2, "num_kv_heads", "block_size", "head_dim"))
         require_dtype("pool", pool, *FLOAT_DTYPES)
         num_layers, (num_kv_heads, block_size, head_dim) = pool.shape[1], pool.shape[3:]
         if not pool.is_contiguous():

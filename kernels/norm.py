@@ -31,9 +31,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     return weight * normalised.to(x.dtype)
 
 
-def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+def add_rms_norm_reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Adds `x` to `residual` in place, in the input dtype, and returns `rms_norm(residual)`."""
     residual += x
     return rms_norm_reference(residual, weight, eps)
@@ -81,9 +79,7 @@ def _rms_norm_kernel(
     tl.store(y_ptr + y_offsets, y.to(x.dtype), mask=mask)
 
 
-def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dim() not in (2, 3):
         raise ValueError(f"x has {x.dim()} dimensions, expected 2 or 3")
     require_dtype("x", x, *FLOAT_DTYPES)
@@ -98,9 +94,7 @@ def _launch(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_heads = x.shape[1] if x.dim() == 3 else 1
     # A two-dimensional tensor has one "head"; its head stride is never used.
-    strides = [
-        (t.stride(0), t.stride(1) if t.dim() == 3 else 0) for t in (x, x if residual is None else residual, y)
-    ]
+    strides = [(t.stride(0), t.stride(1) if t.dim() == 3 else 0) for t in (x, x if residual is None else residual, y)]
     dim_pad = next_power_of_2(x.shape[-1])
     heads = min(next_power_of_2(num_heads), max(1, _TILE_ELEMENTS // dim_pad))
     _rms_norm_kernel[(x.shape[0], triton.cdiv(num_heads, heads))](
@@ -139,9 +133,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _launch(x, None, weight, eps)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`residual += x` in place (in the input dtype), then RMSNorm of the residual.
 
     Arguments, result and errors as `rms_norm`; `residual` has x's shape and dtype and is overwritten.

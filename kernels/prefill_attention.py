@@ -83,7 +83,7 @@ def paged_prefill_attention_reference(
         keys, values = (t.to(dtype) for t in gather_context(pool, layer, block_tables[index], seq_len))
         num_kv_heads, head_dim = keys.shape[0], keys.shape[2]
         # [num_kv_heads, group, query_len, head_dim]
-        query = q[start:end].to(dtype).unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+        query = q[start:end].to(dtype).view(end - start, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         scores = query @ keys[:, None].transpose(-1, -2) * scale
         query_positions = torch.arange(seq_len - (end - start), seq_len, device=q.device)[:, None]
         distance = query_positions - torch.arange(seq_len, device=q.device)[None, :]
@@ -346,9 +346,7 @@ def paged_prefill_attention(
     head_dim_pad = next_power_of_2(geometry.head_dim)
     tile = _tile(head_dim_pad, pool.element_size())
     layer_pool = pool[:, layer]
-    _prefill_attention_kernel[
-        (triton.cdiv(max_query_len * group, tile.rows), geometry.num_kv_heads, num_seqs)
-    ](
+    _prefill_attention_kernel[(triton.cdiv(max_query_len * group, tile.rows), geometry.num_kv_heads, num_seqs)](
         q,
         layer_pool,
         block_tables,

@@ -21,9 +21,7 @@ from kvrelay.kernels.checks import (
 )
 
 
-def rotary_reference(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def rotary_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotates `x [num_tokens, heads, head_dim]` in at least fp32 and rounds once; returns a new tensor."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     first, second = wide.chunk(2, dim=-1)

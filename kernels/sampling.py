@@ -2,7 +2,8 @@
 
 One program samples one row. The cut of top-k and that of top-p are found by bisection over the
 order-preserving integer image of the logits, so that equal logits are kept or dropped together. The
-uniform number comes from the caller: this module holds no random state. Penalties: see `penalties`.
+uniform number comes from the caller: this module holds no random state. The penalties, which come before,
+live in `penalties` and are re-exported here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import triton
 import triton.language as tl
 
 from kvrelay.kernels.checks import next_power_of_2, require_dtype, require_shape, require_unit_stride
+from kvrelay.kernels.penalties import apply_penalties, apply_penalties_reference
+
+__all__ = ["apply_penalties", "apply_penalties_reference", "kept_mask_reference", "sample", "sample_reference"]
 
 _LOG2_E = math.log2(math.e)
 _MAX_BLOCK = 8192
@@ -83,7 +87,7 @@ def _load_logits(row_ptr, start, vocab, BLOCK: tl.constexpr):
     """
     tokens = start + tl.arange(0, BLOCK)
     logits = tl.load(row_ptr + tokens, mask=tokens < vocab, other=float("-inf"))
-    logits = tl.where(logits == logits, logits, float("-inf"))
+    logits = tl.where(logits == logits, logits, float("-inf"))  # noqa: PLR0124
     logits = tl.where(logits == 0.0, 0.0, logits)
     bits = logits.to(tl.int32, bitcast=True)
     return tokens, logits, bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -100,9 +104,7 @@ def _weights(logits, maximum, exponent_scale):
 
 @triton.jit
 @no_type_check
-def _count_and_mass(
-    row_ptr, vocab, threshold, maximum, exponent_scale, BLOCK: tl.constexpr, WITH_MASS: tl.constexpr
-):
+def _count_and_mass(row_ptr, vocab, threshold, maximum, exponent_scale, BLOCK: tl.constexpr, WITH_MASS: tl.constexpr):
     """Number of logits with a key >= threshold, and the sum of their weights.
 
     The order of the sum does not depend on the threshold, hence the sum is monotone in it.
@@ -155,37 +157,30 @@ def _sample_kernel(
         return
     exponent_scale = tl.minimum(1.0 / temperature, _MAX_INVERSE_TEMPERATURE) * LOG2_E
 
-    # Both searches keep: logits with a key >= low are enough, those >= high are not. They stop as soon
-    # as at most one logit lies in [low, high). 64-bit, since high - low may exceed 2**31.
+    # Both searches keep: the logits with a key >= low are enough, those with a key >= high are not. They
+    # may stop early: top-k when exactly k logits are left, top-p when at most one lies in [low, high).
+    # 64-bit, since high - low may exceed 2**31.
     low = min_key.to(tl.int64)
     top_k = tl.load(top_k_ptr + row)
     if (top_k > 0) & (top_k < vocab):
         high = max_key.to(tl.int64) + 1
         low_count = vocab
-        high_count = vocab * 0
-        while (high - low > 1) & (low_count > top_k) & (low_count - high_count > 1):
+        while (high - low > 1) & (low_count > top_k):
             middle = low + (high - low) // 2
-            count, _ = _count_and_mass(
-                row_ptr, vocab, middle.to(tl.int32), maximum, exponent_scale, BLOCK, False
-            )
+            count, _ = _count_and_mass(row_ptr, vocab, middle.to(tl.int32), maximum, exponent_scale, BLOCK, False)
             enough = count >= top_k
             low = tl.where(enough, middle, low)
             low_count = tl.where(enough, count, low_count)
             high = tl.where(enough, high, middle)
-            high_count = tl.where(enough, high_count, count)
     top_p = tl.load(top_p_ptr + row)
     if top_p < 1.0:
         high = max_key.to(tl.int64) + 1
         high_count = vocab * 0
-        low_count, mass = _count_and_mass(
-            row_ptr, vocab, low.to(tl.int32), maximum, exponent_scale, BLOCK, True
-        )
+        low_count, mass = _count_and_mass(row_ptr, vocab, low.to(tl.int32), maximum, exponent_scale, BLOCK, True)
         target = top_p * mass
         while (high - low > 1) & (low_count - high_count > 1):
             middle = low + (high - low) // 2
-            count, mass = _count_and_mass(
-                row_ptr, vocab, middle.to(tl.int32), maximum, exponent_scale, BLOCK, True
-            )
+            count, mass = _count_and_mass(row_ptr, vocab, middle.to(tl.int32), maximum, exponent_scale, BLOCK, True)
             enough = mass >= target
             low = tl.where(enough, middle, low)
             low_count = tl.where(enough, count, low_count)
@@ -240,7 +235,7 @@ def sample(
     Args:
         logits: `[num_seqs, vocab]` fp32, last stride 1; NaN counts as -inf. Not changed.
         temperature: `[num_seqs]` fp32; 0 takes the largest logit, of several the lowest token id.
-        top_k: `[num_seqs]` int32, 0 = off.
+        top_k: `[num_seqs]` int32 or int64, 0 = off.
         top_p: `[num_seqs]` fp32, 1 = off.
         min_p: `[num_seqs]` fp32 in [0, 1], 0 = off.
         uniforms: `[num_seqs]` fp32 in [0, 1).
@@ -255,15 +250,15 @@ def sample(
     require_dtype("logits", logits, torch.float32)
     require_unit_stride("logits", logits)
     num_seqs, vocab = logits.shape
-    for name, tensor, dtype in (
-        ("temperature", temperature, torch.float32),
-        ("top_k", top_k, torch.int32),
-        ("top_p", top_p, torch.float32),
-        ("min_p", min_p, torch.float32),
-        ("uniforms", uniforms, torch.float32),
+    for name, tensor, dtypes in (
+        ("temperature", temperature, (torch.float32,)),
+        ("top_k", top_k, (torch.int32, torch.int64)),
+        ("top_p", top_p, (torch.float32,)),
+        ("min_p", min_p, (torch.float32,)),
+        ("uniforms", uniforms, (torch.float32,)),
     ):
         require_shape(name, tensor, (num_seqs,))
-        require_dtype(name, tensor, dtype)
+        require_dtype(name, tensor, *dtypes)
         require_unit_stride(name, tensor)
     tokens = torch.empty((num_seqs,), dtype=torch.int64, device=logits.device)
     _sample_kernel[(num_seqs,)](

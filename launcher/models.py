@@ -153,32 +153,39 @@ def _download(name: str, needs_weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - a second to import
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
-    cached = _in_hub_cache(name, needs_weights)
-    if cached is not None and (cached / "tokenizer.json").is_file():
-        return cached  # nothing is missing: needs no network, and must not wait for one
+    advice = (
+        "check the name, the network (HTTPS_PROXY, HF_ENDPOINT), and HF_TOKEN for gated models, or name a local directory"
+    )
+    try:  # what is there needs no network, and must not wait for one
+        cached = Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        cached = None
+    if cached is not None and (cached / "tokenizer.json").is_file() and not _missing(cached, needs_weights):
+        return cached
     with announce(f"downloading {name} from Hugging Face"):
         try:
-            return Path(snapshot_download(name, allow_patterns=[*_REST, *(_WEIGHTS if needs_weights else ())]))
+            patterns = [*_REST, *(_WEIGHTS if needs_weights else ())]
+            directory = Path(snapshot_download(name, allow_patterns=patterns))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-            if cached is not None:
+            if cached is not None and not _missing(cached, needs_weights):
                 return cached
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise DownloadError(
-                f"cannot download the model {name!r}: {reason}; check the name, the network (HTTPS_PROXY, HF_ENDPOINT), "
-                "and HF_TOKEN for gated models, or name a local directory"
-            ) from error
+            raise DownloadError(f"cannot download the model {name!r}: {reason}; {advice}") from error
+    # Without a network, the hub's client returns what an interrupted download left, and does not say so.
+    if missing := _missing(directory, needs_weights):
+        raise DownloadError(f"the download of {name!r} is not complete: {directory} lacks {missing[0]}; {advice}")
+    return directory
 
 
-def _in_hub_cache(name: str, needs_weights: bool) -> Path | None:
-    """The model's snapshot in the Hugging Face cache, if what is needed is all there: a download may have been interrupted."""
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
-    from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
-
-    try:
-        directory = Path(snapshot_download(name, local_files_only=True))
+def _missing(directory: Path, needs_weights: bool) -> list[str]:
+    """Files that a downloaded model must have, and has not."""
+    needed = {"config.json"}
+    if needs_weights:
         index = directory / "model.safetensors.index.json"
-        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    except (LocalEntryNotFoundError, OSError, ValueError, KeyError, AttributeError):
-        return None
-    needed = {"config.json", *(shards if needs_weights else ())}
-    return directory if all((directory / name).is_file() for name in needed) else None
+        try:
+            needed |= set(json.loads(index.read_text())["weight_map"].values())
+        except FileNotFoundError:
+            needed.add("model.safetensors")
+        except (OSError, ValueError, KeyError, AttributeError):
+            needed.add(f"a readable {index.name}")
+    return sorted(name for name in needed if not (directory / name).is_file())

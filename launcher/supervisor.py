@@ -263,8 +263,9 @@ class Supervisor:
             assert state in _TRANSITIONS[component.state], f"{component.spec.name}: {component.state} -> {state}"
             component.state = state
             component.since_s = time.monotonic()
+        self._told.on_state(self._status(component))  # before those who wait act on it: the log keeps its order
+        with self._changed:
             self._changed.notify_all()
-        self._told.on_state(self._status(component))
 
     # -- what others see -------------------------------------------------------------------------------------------
 

@@ -34,7 +34,9 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
 
 WAIT_S = 10.0
-FAST = LinkSettings(ping_interval_s=0.02, peer_timeout_s=0.3, hello_timeout_s=0.3, reconnect_max_s=0.05)
+# Only tests about silence use a short timeout: a busy machine must not look like a lost peer.
+FAST = LinkSettings(ping_interval_s=0.02, peer_timeout_s=60, hello_timeout_s=60, reconnect_max_s=0.05)
+SOON_LOST = LinkSettings(ping_interval_s=0.02, peer_timeout_s=0.2, hello_timeout_s=60, reconnect_max_s=0.05)
 
 
 class Worker:
@@ -133,10 +135,12 @@ class Net:
     def counted(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"kvrelay_{name}_total", labels) or 0.0
 
-    def raw(self, address: str, routing_id: bytes = b"raw") -> zmq.asyncio.Socket:
+    def raw(self, address: str, routing_id: bytes = b"raw", reconnects: bool = True) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Context.shadow(self.context).socket(zmq.DEALER)
         socket.linger = 0
         socket.setsockopt(zmq.ROUTING_ID, routing_id)
+        if not reconnects:
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.connect(address)
         return socket
 
@@ -279,16 +283,32 @@ async def test_a_restarted_client_voids_what_it_asked_for_before(net: Net) -> No
     assert await next_of(again.events) == Cancelled(request_id="r", attempt=1)
 
 
+async def test_a_peer_id_that_is_still_connected_goes_to_whoever_came_last(net: Net) -> None:
+    """A half-open connection must not keep its owner out."""
+    worker = Worker()
+    server = net.server(worker)
+    address = await server.start()
+    hello = Codec().encode(Hello(role=Role.GATEWAY, peer_id="raw"))
+    # A half-open peer does not come back to take the id again. The second socket connects after the first is welcome.
+    with net.raw(address, reconnects=False) as half_open:
+        await half_open.send(hello)
+        assert isinstance(Codec().decode(await asyncio.wait_for(half_open.recv(), WAIT_S)), Welcome)
+        again = net.raw(address)
+        await again.send(hello)
+        assert isinstance(Codec().decode(await asyncio.wait_for(again.recv(), WAIT_S)), Welcome)
+        assert await next_of(worker.lost) == "raw"
+        again.close()
+
+
 async def test_bye_is_told_at_once(net: Net) -> None:
-    patient = LinkSettings(ping_interval_s=0.02, peer_timeout_s=3600)
-    worker, _, _, client = await net.linked(settings=patient)
+    worker, _, _, client = await net.linked()
     await net.stop(client)
     assert await next_of(worker.lost) == "p"
 
 
 async def test_a_silent_client_is_lost(net: Net) -> None:
     worker = Worker()
-    with net.raw(await net.server(worker).start()) as socket:
+    with net.raw(await net.server(worker, settings=SOON_LOST).start()) as socket:
         await socket.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id="raw")))
         assert isinstance(Codec().decode(await socket.recv()), Welcome)
         assert await next_of(worker.lost) == "raw"
@@ -301,7 +321,7 @@ async def test_a_silent_server_is_lost(net: Net) -> None:
     with zmq.asyncio.Context.shadow(net.context).socket(zmq.ROUTER) as socket:
         socket.linger = 0
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        client = net.client(f"tcp://127.0.0.1:{port}", initiator)
+        client = net.client(f"tcp://127.0.0.1:{port}", initiator, settings=SOON_LOST)
         for _ in range(2):  # and again, with a new socket
             while True:
                 peer, frame = await asyncio.wait_for(socket.recv_multipart(), WAIT_S)

