@@ -46,7 +46,8 @@ def configure_logs(level: str, log_format: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+    # Its starts and stops are told by the component that runs it.
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 def _context(record: logging.LogRecord) -> dict[str, object]:

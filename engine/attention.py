@@ -23,7 +23,8 @@ from kvrelay.engine.batch import Batch, Ints
 _MASKED = torch.finfo(torch.float32).min / 2
 _CHUNK = 256  # keys per item
 _MAX_TILE = 64  # queries per item
-_PIECE_KV_BYTES = 2**20  # keys of one piece, and as much again for its values
+_PIECE_KV_BYTES = 2**21  # keys and values of one piece
+_MAX_PIECE_ITEMS = 16
 _PIECE_SCORES = 2**18  # fp32 scores of one piece
 
 
@@ -31,20 +32,20 @@ class AttentionScratch:
     """Where pieces gather their K/V. One per model; a fresh allocation each time costs more in page faults than the copy."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._buffers = [torch.empty(_PIECE_KV_BYTES // dtype.itemsize, dtype=dtype) for _ in range(2)]
+        self._buffer = torch.empty(_PIECE_KV_BYTES // dtype.itemsize, dtype=dtype)
 
-    def rows(self, which: int, num_rows: int, row_len: int) -> torch.Tensor:
-        """``[num_rows, row_len]``, valid until the next call with the same ``which`` (0 or 1)."""
-        if self._buffers[which].numel() < num_rows * row_len:  # one item alone is larger than a piece ought to be
-            self._buffers[which] = torch.empty(num_rows * row_len, dtype=self._buffers[which].dtype)
-        return self._buffers[which][: num_rows * row_len].view(num_rows, row_len)
+    def rows(self, num_rows: int, row_len: int) -> torch.Tensor:
+        """``[num_rows, row_len]``, valid until the next call."""
+        if self._buffer.numel() < num_rows * row_len:  # one item alone is larger than a piece ought to be
+            self._buffer = torch.empty(num_rows * row_len, dtype=self._buffer.dtype)
+        return self._buffer[: num_rows * row_len].view(num_rows, row_len)
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """n items computed at once, all of tiles ``[first_tile, end_tile)``; the items that need a mask come last."""
 
-    pool_rows: torch.Tensor  # [n * num_kv_heads * blocks per chunk] rows of the flat pool, for layer 0's keys
+    pool_rows: torch.Tensor  # [2 * n * num_kv_heads * blocks per chunk] rows of the flat pool, layer 0: keys, then values
     tiles: torch.Tensor  # [n] the item's tile, counted from first_tile
     first_tile: int
     end_tile: int
@@ -115,6 +116,8 @@ class AttentionPlan:
         is_masked = item_key + chunk - 1 > first_position[tile_of_item]
         if self._window is not None:
             is_masked |= last_position[tile_of_item] - item_key >= self._window
+        is_split = bool((chunks_per_tile > 1).any())
+        is_masked |= not is_split  # items that are tiles stay in the tiles' order
         piece_len = self._items_per_piece(tile, chunk)
         order = np.lexsort((is_masked, np.arange(len(tile_of_item)) // piece_len))
         pieces = [
@@ -145,7 +148,7 @@ class AttentionPlan:
             lanes=None if lanes is None else torch.from_numpy(lanes),
             tokens=slice(int(batch.query_start_loc[start]), int(batch.query_start_loc[end])),
             pieces=pieces,
-            is_split=bool((chunks_per_tile > 1).any()),
+            is_split=is_split,
         )
 
     def _piece(
@@ -173,7 +176,7 @@ class AttentionPlan:
         mask = np.where(hidden, np.float32(_MASKED), np.float32(0.0))
         first_tile = int(tiles.min())
         return _Piece(
-            pool_rows=torch.from_numpy(pool_rows.reshape(-1)),
+            pool_rows=torch.from_numpy(np.stack((pool_rows, pool_rows + self._num_kv_heads)).reshape(-1)),
             tiles=torch.from_numpy(tiles - first_tile),
             first_tile=first_tile,
             end_tile=int(tiles.max()) + 1,
@@ -182,14 +185,17 @@ class AttentionPlan:
         )
 
     def _chunk_for(self, longest: int) -> int:
-        """Keys per item: whole blocks, not more than the longest context asks for."""
-        num_blocks = min(max(1, _CHUNK // self._block_size), -(-longest // self._block_size))
-        return num_blocks * self._block_size
+        """Keys per item: whole blocks, fewer than usual if all contexts are short, of few different lengths.
+
+        oneDNN compiles a kernel for every new shape, which takes a millisecond or two.
+        """
+        wanted = min(_CHUNK, 1 << (longest - 1).bit_length())
+        return max(1, wanted // self._block_size) * self._block_size
 
     def _items_per_piece(self, tile: int, chunk: int) -> int:
-        kv_bytes = self._num_kv_heads * chunk * self._head_dim * self._flat_pool.dtype.itemsize
+        kv_bytes = 2 * self._num_kv_heads * chunk * self._head_dim * self._flat_pool.dtype.itemsize
         scores = self._num_kv_heads * self._group_size * tile * chunk
-        return max(1, min(_PIECE_KV_BYTES // kv_bytes, _PIECE_SCORES // scores))
+        return max(1, min(_MAX_PIECE_ITEMS, _PIECE_KV_BYTES // kv_bytes, _PIECE_SCORES // scores))
 
     def run(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         """Attend with ``query`` ``[num_tokens, num_q_heads, head_dim]``, K/V of all positions already in the pool.
@@ -214,10 +220,8 @@ class AttentionPlan:
                 sums.add(piece, partial, lse)
             result = sums.result(query.dtype)
         else:
-            result = torch.empty_like(tiles)
-            for piece in group.pieces:
-                partial, _ = self._attend(group, piece, tiles, layer)
-                result[piece.first_tile : piece.end_tile][piece.tiles] = partial
+            partials = [self._attend(group, piece, tiles, layer)[0] for piece in group.pieces]
+            result = partials[0] if len(partials) == 1 else torch.cat(partials)
         # [num_tiles, kv_heads, group, tile, head_dim] -> [num_tiles * tile, q_heads, head_dim]
         result = result.view(num_tiles, heads, per_head, tile, head_dim).permute(0, 3, 1, 2, 4)
         result = result.reshape(num_tiles * tile, heads * per_head, head_dim)
@@ -229,22 +233,20 @@ class AttentionPlan:
         # -> ([n, kv_heads, group * tile, head_dim], [n, kv_heads, group * tile] fp32 if the group is split)
         heads, head_dim, num_items = self._num_kv_heads, self._head_dim, len(piece.tiles)
         rows = piece.pool_rows + layer * 2 * heads
-        keys, values = (
-            torch.index_select(self._flat_pool, 0, index, out=self._scratch.rows(which, len(rows), self._flat_pool.shape[1]))
-            for which, index in enumerate((rows, rows + heads))
-        )
-        items = tiles[piece.first_tile : piece.end_tile][piece.tiles].view(num_items * heads, -1, head_dim)
+        gathered = self._scratch.rows(len(rows), self._flat_pool.shape[1])
+        torch.index_select(self._flat_pool, 0, rows, out=gathered)
+        keys, values = gathered.view(2, num_items * heads, group.chunk, head_dim).unbind()
+        items = tiles[piece.first_tile : piece.end_tile]
+        if group.is_split:
+            items = items[piece.tiles]
+        items = items.view(num_items * heads, -1, head_dim)
         num_rows = items.shape[1]
         scores = items.new_empty((num_items * heads, num_rows, group.chunk))
-        scores.baddbmm_(
-            items, keys.view(num_items * heads, group.chunk, head_dim).mT, beta=0, alpha=head_dim**-0.5
-        )
-        scores = scores.float()
+        scores = scores.baddbmm_(items, keys.mT, beta=0, alpha=head_dim**-0.5).float()
         by_lane = scores.view(num_items, heads, self._group_size, group.tile, group.chunk)
         by_lane[piece.num_unmasked :] += piece.mask
         weights = torch.softmax(scores, dim=-1)
-        partial = torch.bmm(weights.to(values.dtype), values.view(num_items * heads, group.chunk, head_dim))
-        partial = partial.view(num_items, heads, num_rows, head_dim)
+        partial = torch.bmm(weights.to(values.dtype), values).view(num_items, heads, num_rows, head_dim)
         if not group.is_split:
             return partial, None
         # The likeliest key's weight is exp(0) / sum, so the log-sum-exp costs two maxima and no second exp.

@@ -6,6 +6,8 @@ that a slice of heads is contiguous per layer.
 
 from __future__ import annotations
 
+import math
+import mmap
 import threading
 
 import torch
@@ -25,7 +27,7 @@ class KvPool:
     ) -> None:
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         # Zeros, not empty: attention reads the unwritten tail of a block under a mask, and NaN survives masks.
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.tensor = _host_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         self.num_blocks = num_blocks
         self.block_nbytes = self.tensor[0].nbytes
         self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)  # [num_blocks, block_nbytes]
@@ -91,3 +93,14 @@ class KvPool:
     def _unstage(self, block_id: int, *, for_write: bool) -> None:
         with self._lock:
             self._free_staging.append(self._open_staging.pop((block_id, for_write)))
+
+
+def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in fresh pages, taken from the system as they are touched.
+
+    Huge pages where the system has them: a block's layers lie far apart, and with 4 KiB pages faulting a pool in took seven
+    times as long.
+    """
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -42,20 +42,19 @@ class CpuStep:
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
         """See StepContext."""
-        self._pool[:, layer, 0][self._block_ids, :, self._offsets] = self._rotate(key)
-        self._pool[:, layer, 1][self._block_ids, :, self._offsets] = value
-        return self._rotate(query)
+        heads = torch.cat((query, key), dim=1)
+        # Rounded where the reference rounds: after each product and after the sum.
+        first, second = heads.chunk(2, dim=-1)
+        heads = (heads * self._cos).add_(torch.cat((second, first), dim=-1).mul_(self._sin))
+        query, key = heads.split((query.shape[1], key.shape[1]), dim=1)
+        self._pool[:, layer][self._block_ids, :, :, self._offsets] = torch.stack((key, value), dim=1)
+        return query
 
     def attention(self, query: torch.Tensor, layer: int) -> torch.Tensor:
         """See StepContext."""
-        out = torch.empty_like(query)
+        out = query.new_empty(query.shape)
         self._plans[self._windows[layer]].run(query, layer, out)
         return out
-
-    def _rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        # Rounded where the reference rounds: after each product and after the sum.
-        first, second = heads.chunk(2, dim=-1)
-        return (heads * self._cos).add_(torch.cat((second, first), dim=-1).mul_(self._sin))
 
 
 class CpuOps:

@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, temperature, top-k, top-p, min-p, seeded noise, log probabilities.
 
-Rows pay for what they ask for: a greedy row is one argmax, and penalties and filters touch only the rows that have them. A
-random row draws one uniform number (:mod:`kvrelay.engine.noise`) and takes the token where the cumulative probability of what the
+Rows pay for what they ask for: a batch of greedy rows is one argmax, and penalties and filters touch only the rows that have them.
+A random row draws one uniform number (:mod:`kvrelay.engine.noise`) and takes the token where the cumulative probability of what the
 filters left, in vocabulary order, passes it. So a token depends on logits, seed and position, never on the batch.
 
 Filters (as Hugging Face's, for ties inclusive): top-k keeps every logit not below the k-th largest; top-p keeps the smallest set of
@@ -11,113 +11,223 @@ likeliest tokens whose mass reaches p; min-p keeps tokens of at least ``min_p`` 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
-from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.noise import uniforms
 from kvrelay.engine.sequence import Sequence
 
+_SEED_MASK = 2**64 - 1
+_NUM_CANDIDATES = 1024  # likeliest tokens to look at before a whole vocabulary is sorted
+_CDF_BLOCK = 128  # tokens per block of the two-level cumulative distribution
 
-def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[SampledToken]:
-    """One token per row of ``logits`` ``[num_rows, vocab]`` fp32, which is changed in place. Any device."""
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """What a batch's sequences ask of the sampler, as arrays ``[num_rows]``; penalties as sparse entries ``[num_entries]``.
+
+    There is one entry for each distinct token of a sequence that has penalties: of prompt and output if it has a
+    repetition penalty, else of the output.
+    """
+
+    temperature: Floats
+    top_k: npt.NDArray[np.int32]  # 0 = off
+    top_p: Floats
+    min_p: Floats
+    repetition: Floats
+    presence: Floats
+    frequency: Floats
+    uniforms: npt.NDArray[np.float64]
+    entry_rows: list[int]
+    entry_tokens: list[int]
+    entry_counts: list[int]  # occurrences in the output
+
+    @classmethod
+    def of(cls, sequences: Seq[Sequence]) -> SamplingRows:
+        """From the sequences' parameters and tokens; the noise is that of the next position."""
+        params = [sequence.sampling for sequence in sequences]
+        seeds = np.array([row.seed & _SEED_MASK for row in params], dtype=np.uint64)
+        positions = np.array([sequence.num_tokens for sequence in sequences], dtype=np.uint64)
+        entry_rows: list[int] = []
+        entry_tokens: list[int] = []
+        entry_counts: list[int] = []
+        for row, sequence in enumerate(sequences):
+            if sequence.sampling.needs_penalties:
+                counts = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
+                if sequence.sampling.repetition_penalty != 1.0:
+                    counts.update(dict.fromkeys(sequence.token_ids[: sequence.num_prompt_tokens], 0))
+                entry_rows += [row] * len(counts)
+                entry_tokens += counts.keys()
+                entry_counts += counts.values()
+        return cls(
+            temperature=np.array([row.temperature for row in params], dtype=np.float32),
+            top_k=np.array([min(row.top_k, 2**31 - 1) for row in params], dtype=np.int32),
+            top_p=np.array([row.top_p for row in params], dtype=np.float32),
+            min_p=np.array([row.min_p for row in params], dtype=np.float32),
+            repetition=np.array([row.repetition_penalty for row in params], dtype=np.float32),
+            presence=np.array([row.presence_penalty for row in params], dtype=np.float32),
+            frequency=np.array([row.frequency_penalty for row in params], dtype=np.float32),
+            uniforms=uniforms(seeds, positions),
+            entry_rows=entry_rows,
+            entry_tokens=entry_tokens,
+            entry_counts=entry_counts,
+        )
+
+
+def sample(
+    logits: torch.Tensor,
+    sequences: Seq[Sequence],
+    penalize_rows: Callable[[torch.Tensor, SamplingRows], None],
+    draw_rows: Callable[[torch.Tensor, SamplingRows], torch.Tensor],
+) -> list[SampledToken]:
+    """One token per row of ``logits`` ``[num_rows, vocab]`` fp32, which is changed in place.
+
+    ``penalize_rows`` and ``draw_rows`` are the device's (see :class:`kvrelay.engine.ops.Ops`).
+    """
     params = [sequence.sampling for sequence in sequences]
     wants_logprobs = [index for index, row in enumerate(params) if row.num_logprobs is not None]
     raw = torch.log_softmax(logits[wants_logprobs], dim=-1) if wants_logprobs else None
-    _penalize(logits, sequences)
-    tokens = logits.argmax(dim=-1)
-    random_rows = [index for index, row in enumerate(params) if row.temperature > 0]
-    if random_rows:
-        tokens[random_rows] = _draw(logits[random_rows], [sequences[index] for index in random_rows])
+    if all(row.temperature == 0 and not row.needs_penalties for row in params):
+        tokens = logits.argmax(dim=-1)
+    else:
+        rows = SamplingRows.of(sequences)
+        if rows.entry_rows:
+            penalize_rows(logits, rows)
+        tokens = draw_rows(logits, rows)
     token_ids: list[int] = tokens.tolist()
     sampled = [SampledToken(token_id) for token_id in token_ids]
     if raw is not None:
-        for place, index in enumerate(wants_logprobs):
-            sampled[index] = _with_logprobs(raw[place], token_ids[index], params[index].num_logprobs or 0)
+        counts = [params[index].num_logprobs or 0 for index in wants_logprobs]
+        chosen = [token_ids[index] for index in wants_logprobs]
+        for index, token in zip(wants_logprobs, _with_logprobs(raw, chosen, counts), strict=True):
+            sampled[index] = token
     return sampled
 
 
-def _with_logprobs(logprobs: torch.Tensor, token_id: int, num_logprobs: int) -> SampledToken:
-    values, indices = logprobs.topk(min(num_logprobs, logprobs.shape[-1])) if num_logprobs else (None, None)
-    top: tuple[tuple[int, float], ...] = ()
-    if values is not None and indices is not None:
-        top = tuple(zip(indices.tolist(), values.tolist(), strict=True))
-    return SampledToken(token_id, float(logprobs[token_id]), top)
+def penalize(logits: torch.Tensor, rows: SamplingRows) -> None:
+    """Apply penalties to ``logits`` ``[num_rows, vocab]`` in place, entry by entry.
 
-
-def _penalize(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
-    """Penalties as sparse entries: one (row, token) for each distinct token of a sequence that asks for any."""
-    rows: list[int] = []
-    tokens: list[int] = []
-    counts: list[int] = []
-    concerned: list[int] = []
-    for row, sequence in enumerate(sequences):
-        if not sequence.sampling.needs_penalties:
-            continue
-        concerned.append(row)
-        output_counts = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
-        distinct = set(sequence.token_ids)
-        rows += [row] * len(distinct)
-        tokens += distinct
-        counts += [output_counts[token] for token in distinct]
-    if not rows:
-        return
-    device = logits.device
-    index = torch.tensor([rows, tokens], device=device)
-    count = torch.tensor(counts, dtype=torch.float32, device=device)
-
-    def per_entry(name: str) -> torch.Tensor:
-        by_row = {row: getattr(sequences[row].sampling, name) for row in concerned}
-        return torch.tensor([by_row[row] for row in rows], dtype=torch.float32, device=device)
-
-    values = logits[index[0], index[1]]
-    repetition = per_entry("repetition_penalty")
+    Repetition as Hugging Face's processor does it (a positive logit is divided, a negative one multiplied), then
+    frequency per occurrence and presence once, as OpenAI's API defines them.
+    """
+    entry_rows = np.array(rows.entry_rows)
+    index = torch.from_numpy(entry_rows), torch.tensor(rows.entry_tokens)
+    counts = torch.tensor(rows.entry_counts, dtype=torch.float32)
+    values = logits[index]
+    repetition = torch.from_numpy(rows.repetition[entry_rows])
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= per_entry("frequency_penalty") * count + per_entry("presence_penalty") * (count > 0)
-    logits[index[0], index[1]] = values
+    values -= torch.from_numpy(rows.frequency[entry_rows]) * counts
+    values -= torch.from_numpy(rows.presence[entry_rows]) * (counts > 0)
+    logits[index] = values
 
 
-def _draw(logits: torch.Tensor, sequences: Seq[Sequence]) -> torch.Tensor:
-    # logits: [n, vocab] fp32, one row per sequence with a temperature
-    params = [sequence.sampling for sequence in sequences]
-    device = logits.device
-    temperature = torch.tensor([row.temperature for row in params], device=device)
-    logits = logits / temperature[:, None]
-    filtered = [index for index, row in enumerate(params) if _has_filter(row)]
-    if filtered:
-        logits[filtered] = _filter(logits[filtered], [params[index] for index in filtered])
-    seeds = np.array([row.seed for row in params], dtype=np.uint64)
-    positions = np.array([sequence.num_tokens for sequence in sequences], dtype=np.uint64)
-    draws = torch.from_numpy(uniforms(seeds, positions)).to(device)
-    # In fp64: with a vocabulary of 100,000 an fp32 sum would move token boundaries by more than rare tokens are wide.
-    cumulative = torch.softmax(logits.double(), dim=-1).cumsum(dim=-1)
-    chosen = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)[:, 0]
-    # A draw that rounding puts behind the total takes the last token that has any probability.
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())[:, 0]
-    return torch.minimum(chosen, last)
+def draw_tokens(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Token ids ``[num_rows]`` from ``logits`` ``[num_rows, vocab]`` fp32 on the CPU. Greedy where the temperature is 0."""
+    is_random = rows.temperature > 0
+    random_rows = torch.from_numpy(np.flatnonzero(is_random))
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    if not is_random.all():
+        greedy_rows = torch.from_numpy(np.flatnonzero(~is_random))
+        tokens[greedy_rows] = logits[greedy_rows].argmax(dim=-1)
+    if is_random.any():
+        scaled = logits[random_rows].div_(torch.from_numpy(rows.temperature[is_random])[:, None])
+        _filter(scaled, rows.top_k[is_random], rows.top_p[is_random], rows.min_p[is_random])
+        tokens[random_rows] = _invert_cdf(scaled, torch.from_numpy(rows.uniforms[is_random]))
+    return tokens
 
 
-def _has_filter(row: SamplingParams) -> bool:
-    return row.top_k > 0 or row.top_p < 1.0 or row.min_p > 0.0
+def _filter(logits: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: Floats, min_p: Floats) -> None:
+    """Set the logits that the filters take away to -inf; rows without filters are left alone."""
+    ordered_rows = np.flatnonzero((top_k > 0) | (top_p < 1))
+    floored_rows = np.flatnonzero(min_p > 0)
+    thresholds: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
+    if len(ordered_rows):
+        picked = logits if len(ordered_rows) == len(logits) else logits[torch.from_numpy(ordered_rows)]
+        thresholds.append((ordered_rows, _ordered_threshold(picked, top_k[ordered_rows], top_p[ordered_rows])))
+    if len(floored_rows):
+        peak = logits[torch.from_numpy(floored_rows)].amax(dim=-1)
+        thresholds.append((floored_rows, peak + torch.from_numpy(min_p[floored_rows]).log()))
+    for row_ids, threshold in thresholds:
+        for row, limit in zip(row_ids.tolist(), threshold.tolist(), strict=True):
+            F.threshold_(logits[row], _just_below(limit), -torch.inf)
 
 
-def _filter(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
-    """Logits with -inf for what the filters take away; ``[n, vocab]``."""
-    device, vocab = logits.device, logits.shape[-1]
-    top_k = torch.tensor([min(row.top_k, vocab) or vocab for row in params], device=device)
-    top_p = torch.tensor([row.top_p for row in params], dtype=torch.float64, device=device)
-    min_p = torch.tensor([row.min_p for row in params], device=device)
-    ordered = logits.sort(dim=-1, descending=True).values
-    threshold = ordered.gather(1, (top_k - 1)[:, None])
-    # Softmax of what top-k left, in order; a token stays if the mass before it has not reached p.
-    kept = ordered.masked_fill(ordered < threshold, -torch.inf)
-    probabilities = torch.softmax(kept.double(), dim=-1)
-    mass_before = probabilities.cumsum(dim=-1) - probabilities
-    num_kept = (mass_before < top_p[:, None]).sum(dim=-1).clamp(min=1)
-    by_mass = ordered.gather(1, (num_kept - 1)[:, None])
-    threshold = torch.maximum(threshold, torch.where(top_p[:, None] < 1.0, by_mass, -torch.inf))
-    by_peak = ordered[:, :1] + min_p.log()[:, None]  # log 0 = -inf keeps everything
-    threshold = torch.maximum(threshold, by_peak)
-    return logits.masked_fill(logits < threshold, -torch.inf)
+def _just_below(limit: float) -> float:
+    """``F.threshold`` keeps what is above its limit; we keep what equals ours too."""
+    return float(np.nextafter(np.float32(limit), np.float32(-np.inf)))
+
+
+def _ordered_threshold(logits: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: Floats) -> torch.Tensor:
+    """The least logit ``[n]`` that top-k and top-p keep."""
+    threshold, is_known = _threshold_among(logits, top_k, top_p, min(_NUM_CANDIDATES, logits.shape[-1]))
+    unknown = np.flatnonzero(~is_known)
+    if len(unknown):
+        index = torch.from_numpy(unknown)
+        threshold[index], _ = _threshold_among(logits[index], top_k[unknown], top_p[unknown], logits.shape[-1])
+    return threshold
+
+
+def _threshold_among(
+    logits: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: Floats, num_candidates: int
+) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
+    """``_ordered_threshold`` by a look at the likeliest ``num_candidates`` tokens, and for which rows that was enough."""
+    ordered = logits.topk(num_candidates, dim=-1).values  # [n, num_candidates]
+    peak = ordered[:, :1]
+    last = torch.from_numpy(np.minimum(top_k, num_candidates).astype(np.int64))[:, None]
+    by_rank = torch.where(last > 0, ordered.gather(1, (last - 1).clamp_(min=0)), -torch.inf)
+    threshold, is_known = by_rank, top_k <= num_candidates
+    if (top_p < 1).any():
+        # Mass is counted in what top-k left, ties beyond the candidates included.
+        left = torch.where(logits >= by_rank, (logits - peak).exp_(), 0.0).sum(-1, dtype=torch.float64)
+        mass = torch.where(ordered >= by_rank, (ordered - peak).exp_(), 0.0).double() / left[:, None]
+        cumulative = mass.cumsum(dim=-1)
+        limit = torch.from_numpy(top_p.astype(np.float64))[:, None]
+        # A token stays if the mass before it has not reached p.
+        num_kept = (cumulative - mass < limit).sum(dim=-1, keepdim=True).clamp_(min=1)
+        by_mass = torch.where(limit < 1, ordered.gather(1, num_kept - 1), -torch.inf)
+        threshold = torch.maximum(by_rank, by_mass)
+        is_known = is_known & ((top_p >= 1) | (cumulative[:, -1] >= limit[:, 0]).numpy())
+    return threshold[:, 0], is_known | (num_candidates == logits.shape[-1])
+
+
+def _invert_cdf(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """The first token ``[n]``, in vocabulary order, whose cumulative probability exceeds the draw ``[n]`` fp64.
+
+    Sums are fp64: in fp32, and a vocabulary of 100,000, they would move boundaries by more than rare tokens are wide. Two
+    levels, blocks and then tokens of one block, because an fp64 scan of everything costs more than the softmax.
+    """
+    weights = torch.softmax(logits, dim=-1)
+    weights = F.pad(weights, (0, -weights.shape[-1] % _CDF_BLOCK)).view(len(weights), -1, _CDF_BLOCK)
+    by_block = weights.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    target = draws[:, None] * by_block[:, -1:]
+    block = _first_above(by_block, target)
+    before = torch.where(block > 0, by_block.gather(1, (block - 1).clamp(min=0)), 0.0)
+    in_block = weights[torch.arange(len(weights)), block[:, 0]].double().cumsum(dim=-1)
+    return (block * _CDF_BLOCK + _first_above(in_block, target - before))[:, 0]
+
+
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Index ``[n, 1]`` of the first element above the target; where rounding leaves none, of the last with any weight."""
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
+
+
+def _with_logprobs(raw: torch.Tensor, token_ids: Seq[int], counts: Seq[int]) -> list[SampledToken]:
+    # raw: [n, vocab] fp32 log probabilities
+    chosen = raw.gather(1, torch.tensor(token_ids, device=raw.device)[:, None])[:, 0].tolist()
+    most = min(max(counts), raw.shape[-1])
+    top = raw.topk(most, dim=-1)
+    values, indices = top.values.tolist(), top.indices.tolist()
+    return [
+        SampledToken(token_id, logprob, tuple(zip(ids[:count], logprobs[:count], strict=True)))
+        for token_id, logprob, count, ids, logprobs in zip(token_ids, chosen, counts, indices, values, strict=True)
+    ]

@@ -104,7 +104,8 @@ class TorchEngine:
         if batch.sampling_rows:
             last_tokens = torch.from_numpy(batch.query_start_loc[1:][batch.sampling_rows] - 1).to(self._device)
             logits = self._model.logits(hidden[last_tokens])
-            tokens = sample(logits, [batch.rows[index].sequence for index in batch.sampling_rows])
+            sequences = [batch.rows[index].sequence for index in batch.sampling_rows]
+            tokens = sample(logits, sequences, self._ops.penalize, self._ops.draw_tokens)
             for index, token in zip(batch.sampling_rows, tokens, strict=True):
                 results[batch.order[index]] = token
         elif self._device.type == "cuda":

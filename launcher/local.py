@@ -183,7 +183,8 @@ def serve_until_stopped(deployment: LocalDeployment, model_name: str, *, hide_lo
 
 def ready_text(url: str, model: str) -> str:
     """What to do next."""
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    question = '[{"role": "user", "content": "What is the capital of France?"}]'
+    body = f'{{"model": "{model}", "temperature": 0, "messages": {question}}}'
     return (
         f"\nkvrelay is ready at {url} (API documentation: {url}/docs)\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n"

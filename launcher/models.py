@@ -153,9 +153,7 @@ def _download(name: str, needs_weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - a second to import
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # noqa: PLC0415
 
-    advice = (
-        "check the name, the network (HTTPS_PROXY, HF_ENDPOINT), and HF_TOKEN for gated models, or name a local directory"
-    )
+    advice = "check the name, the network (HTTPS_PROXY, HF_ENDPOINT), and HF_TOKEN for gated models, or name a local directory"
     try:  # what is there needs no network, and must not wait for one
         cached = Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, OSError, ValueError):

@@ -193,6 +193,7 @@ class Supervisor:
         component.child = Child(component.spec, self._told.on_line)
         component.since_s = component.child.started_s
         component.load_s = None
+        component.probe_at_s = 0.0
         self._told.on_state(self._status(component))
 
     def _look_after(self, component: _Component) -> None:

@@ -12,7 +12,7 @@ from kvrelay.launcher.ports import free_ports
 from kvrelay.launcher.process import ComponentSpec
 
 # Arguments: port, behaviour, name, folder. "started" and "stopped" in the folder collect names in order.
-FAKE_COMPONENT = '''
+FAKE_COMPONENT = """
 import http.server, os, pathlib, signal, sys, threading
 
 port, behaviour, name, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], pathlib.Path(sys.argv[4])
@@ -49,7 +49,7 @@ def stop(*_):
 signal.signal(signal.SIGTERM, stop)
 http.server.ThreadingHTTPServer.allow_reuse_address = True
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
-'''
+"""
 
 MakeSpec = Callable[..., ComponentSpec]
 

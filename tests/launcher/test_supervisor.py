@@ -8,7 +8,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,8 +55,8 @@ def tell_to_die(spec: ComponentSpec) -> None:
 
 
 @pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    yield Recorder()
+def recorder() -> Recorder:
+    return Recorder()
 
 
 def assert_all_gone(pids: list[int]) -> None:

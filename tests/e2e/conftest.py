@@ -1,0 +1,48 @@
+"""One deployment of the demo model for the whole session: three processes, real sockets, fp32 on the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvrelay.launcher.local import LocalDeployment
+from kvrelay.launcher.models import resolve_model
+from kvrelay.launcher.settings import LocalSettings
+
+
+@pytest.fixture(scope="session")
+def model_directory() -> Path:
+    """The demo model, converted if it is not yet."""
+    return resolve_model("demo")
+
+
+@pytest.fixture(scope="session")
+def deployment(model_directory: Path) -> Iterator[LocalDeployment]:
+    """Gateway, one prefill worker, one decode worker; every prompt takes the relay."""
+    settings = LocalSettings(
+        port=0, device="cpu", dtype="float32", threads=1, local_prefill_max_tokens=0, kv_memory_mb=1024
+    )
+    with LocalDeployment.from_settings(settings, model_directory) as running:
+        running.wait_ready(timeout_s=180)
+        yield running
+
+
+def ledger(deployment: LocalDeployment, name: str) -> dict[str, int]:
+    """A worker's ledger, as /debug/kv shows it."""
+    response = httpx.get(f"{deployment.admin_urls[name]}/debug/kv", timeout=30)
+    counts: dict[str, int] = response.json()["ledger"]
+    return counts
+
+
+def wait_until_idle(deployment: LocalDeployment, timeout_s: float = 10.0) -> None:
+    """Until every block on both workers is free or cached; fails if that takes longer than ``timeout_s``."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        ledgers = {name: ledger(deployment, name) for name in ("prefill-0", "decode-0")}
+        if all(one["leased"] == one["running"] == 0 and one["balances"] for one in ledgers.values()):
+            return
+        assert time.monotonic() < deadline_s, f"blocks are still in use: {ledgers}"

@@ -1,0 +1,137 @@
+"""The demo model through the whole relay, as a user meets it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from kvrelay.launcher.local import LocalDeployment
+
+from .conftest import wait_until_idle
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+CHAT = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(100, 40000), k=length)
+
+
+async def stream_ids(client: httpx.AsyncClient, tokens: list[int], max_tokens: int) -> list[int]:
+    """Greedy output of one streamed completion."""
+    body = {
+        "prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+    ids: list[int] = []
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                ids += event["choices"][0]["token_ids"]
+    return ids
+
+
+def http(deployment: LocalDeployment) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=deployment.url, timeout=240, limits=httpx.Limits(max_connections=64))
+
+
+def test_the_unmodified_openai_client(deployment: LocalDeployment) -> None:
+    with openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="unused", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        whole = client.chat.completions.create(model=model, messages=CHAT, max_tokens=24, temperature=0)
+        assert "Paris" in (whole.choices[0].message.content or "")
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens <= 24
+        chunks = list(
+            client.chat.completions.create(
+                model=model,
+                messages=CHAT,
+                max_tokens=24,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="nobody", messages=CHAT)
+        with pytest.raises(openai.BadRequestError, match="8192"):
+            client.completions.create(model=model, prompt=[5] * 9000)
+
+
+def test_it_says_what_transformers_says(deployment: LocalDeployment, model_directory: Path, tmp_path: Path) -> None:
+    """`kvrelay verify` against the running deployment, short; the whole of it is `make verify`."""
+    prompts = ["Hello", "The three primary colours are", "Once upon a time " * 90]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    arguments = ["--prompts", str(path), "--max-tokens", "16", "--url", deployment.url, "--concurrency", "3"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "kvrelay.launcher", "verify", "--model", str(model_directory), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def test_32_streams_are_each_what_they_are_alone(deployment: LocalDeployment) -> None:
+    lengths = [16, 17, 31, 1500, 700, 513] + [16 + 7 * index for index in range(26)]
+    prompts = [prompt(index, length) for index, length in enumerate(lengths)]
+    async with http(deployment) as client:
+        together = await asyncio.gather(*(stream_ids(client, tokens, 8) for tokens in prompts))
+        wait_until_idle(deployment)
+        for tokens, output in zip(prompts, together, strict=True):
+            assert await stream_ids(client, tokens, 8) == output, f"{len(tokens)} tokens"
+    wait_until_idle(deployment)
+
+
+async def test_a_client_that_leaves_frees_its_blocks(deployment: LocalDeployment) -> None:
+    async with http(deployment) as client:
+        body = {"prompt": prompt(1, 60), "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if line:
+                    break
+    wait_until_idle(deployment)
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+async def test_a_killed_worker_costs_time_but_no_token(deployment: LocalDeployment, victim: str) -> None:
+    """The only worker of its role is killed while it serves; the launcher starts it again, the stream goes on."""
+    tokens = prompt(77, 900)
+    async with http(deployment) as client:
+        alone = await stream_ids(client, prompt(3, 40), 40)
+        waiting = asyncio.create_task(stream_ids(client, tokens, 4))  # keeps the prefill worker busy
+        running = asyncio.create_task(stream_ids(client, prompt(3, 40), 40))
+        metrics = f"{deployment.admin_urls[victim]}/metrics"
+        before = sampled(httpx.get(metrics, timeout=30).text)
+        while sampled(httpx.get(metrics, timeout=30).text) == before:
+            await asyncio.sleep(0.01)  # polls for a state: the victim is at work
+        pid = deployment.pids[victim]
+        subprocess.run(["kill", f"-{signal.SIGKILL.value}", str(pid)], check=True)
+        assert await running == alone
+        assert len(await waiting) == 4
+        deployment.wait_ready(timeout_s=120)
+    wait_until_idle(deployment)
+
+
+def sampled(metrics: str) -> float:
+    """Tokens a worker has sampled, from its metrics page."""
+    return next(float(line.split()[1]) for line in metrics.splitlines() if line.startswith("kvrelay_sampled_tokens_total"))

@@ -1,0 +1,58 @@
+"""What people see of a deployment."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from kvrelay.launcher.supervisor import State, Status
+from kvrelay.launcher.view import LiveView, PlainView
+
+
+def status(state: State, **changes: object) -> Status:
+    fields: dict[str, object] = {
+        "name": "decode-0",
+        "state": state,
+        "pid": 7,
+        "state_s": 3.0,
+        "load_s": 2.5,
+        "rss_bytes": 5 * 2**20,
+        "num_restarts": 0,
+    }
+    return Status(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_plain_lines() -> None:
+    stream = io.StringIO()
+    with PlainView(stream, hide_logs=False) as view:
+        view.on_line("decode-0", "hello [not markup]")
+        view.on_state(status(State.READY))
+        view.on_state(status(State.DIED, detail="exit code 3"))
+    assert stream.getvalue().splitlines() == [
+        "decode-0  | hello [not markup]",
+        "kvrelay   | decode-0: ready after 2.5 s (5 MiB)",
+        "kvrelay   | decode-0: died (exit code 3); it is started again",
+    ]
+
+
+def test_hidden_logs_and_a_stream_that_is_gone() -> None:
+    stream = io.StringIO()
+    view = PlainView(stream, hide_logs=True)
+    view.on_line("decode-0", "hello")
+    assert stream.getvalue() == ""
+    stream.close()
+    view.say("nobody hears this")
+
+
+def test_the_table_on_a_terminal() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100)
+    states = [status(State.READY), status(State.DIED, name="gateway", detail="exit code 3", num_restarts=2)]
+    with LiveView(console, lambda: states, hide_logs=False) as view:
+        view.on_line("decode-0", "hello [not markup]")
+        view.on_state(states[1])
+        view.say("ready")
+    shown = stream.getvalue()
+    for text in ("hello [not markup]", "gateway died (exit code 3)", "component", "5 MiB", "restarts"):
+        assert text in shown
