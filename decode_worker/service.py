@@ -210,11 +210,11 @@ class DecodeService:
             case Offer():
                 self.ports.send(peer_id, self._on_offer(peer_id, message))
             case Commit():
-                leases.commit(message)
+                leases.commit(peer_id, message)
             case Renew():
-                leases.renew(message)
+                leases.renew(peer_id, message)
             case Abort(lease_id=lease_id, epoch=epoch):
-                leases.abort(message)
+                leases.abort(peer_id, message)
                 self.ports.send(peer_id, Aborted(lease_id=lease_id, epoch=epoch))
             case _:
                 logger.warning("unexpected %s", type(message).__name__, extra={"peer_id": peer_id})

@@ -239,7 +239,7 @@ class AttentionPlan:
         items = tiles[piece.first_tile : piece.end_tile]
         if group.is_split:
             items = items[piece.tiles]
-        items = items.view(num_items * heads, -1, head_dim)
+        items = items.reshape(num_items * heads, -1, head_dim)
         num_rows = items.shape[1]
         scores = items.new_empty((num_items * heads, num_rows, group.chunk))
         scores = scores.baddbmm_(items, keys.mT, beta=0, alpha=head_dim**-0.5).float()

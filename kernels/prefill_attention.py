@@ -133,14 +133,10 @@ def _accumulate(
         if MASKED:
             load_mask = present[:, None] & (dims < HEAD_DIM)[None, :]
             keys = tl.load(key_ptrs, mask=load_mask, other=0.0)
-            values = tl.load(key_ptrs + pool_stride_value, mask=load_mask, other=0.0)
         elif HEAD_DIM != HEAD_DIM_PAD:
             keys = tl.load(key_ptrs, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-            values = tl.load(key_ptrs + pool_stride_value, mask=(dims < HEAD_DIM)[None, :], other=0.0)
         else:
             keys = tl.load(key_ptrs)
-            values = tl.load(key_ptrs + pool_stride_value)
-
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
         if MASKED:
             distance = query_positions[:, None] - positions[None, :]
@@ -152,6 +148,12 @@ def _accumulate(
         correction = tl.exp2(row_max - new_max)
         weights = tl.exp2(scores - new_max[:, None])
         row_sum = row_sum * correction + tl.sum(weights, axis=1)
+        if MASKED:
+            values = tl.load(key_ptrs + pool_stride_value, mask=load_mask, other=0.0)
+        elif HEAD_DIM != HEAD_DIM_PAD:
+            values = tl.load(key_ptrs + pool_stride_value, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        else:
+            values = tl.load(key_ptrs + pool_stride_value)
         acc = tl.dot(weights.to(values.dtype), values, acc * correction[:, None], input_precision="ieee")
         row_max = new_max
     return acc, row_max, row_sum
@@ -208,8 +210,8 @@ def _prefill_attention_kernel(
     first_position = context_len + tile * ROWS // GROUP
     last_position = tl.minimum(context_len + (tile * ROWS + ROWS - 1) // GROUP, seq_len - 1)
     key_end = last_position + 1
-    # Keys before masked_start are visible to every row of the tile. With a window there is one masked
-    # loop only: a third loop for the window's edge costs more registers than the masks cost time.
+    # Keys before masked_start are visible to every row of the tile. With a window one masked loop does it
+    # all: a third loop, for the window's edge, made the kernel spill on sm80.
     if HAS_WINDOW:
         masked_start = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
     else:

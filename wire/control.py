@@ -180,6 +180,8 @@ class ControlServer:
         peer = self._peers.get(peer_id)
         if peer is None:
             self._refuse_frame("before_hello", frames[0], f"{type(message).__name__} before Hello")
+            # A peer that was dropped for its silence, or that knew this process's predecessor, learns it at once.
+            self.send(peer_id, HelloRefused(code=FailureCode.PEER_LOST, detail="not known here: say Hello"))
             return
         peer.heard_s = time.monotonic()
         if isinstance(message, Ping):
@@ -349,6 +351,8 @@ class ControlClient:
                 logger.warning("dropped a control frame from %s: %s", self.address, error)
                 continue
             if isinstance(message, HelloRefused):
+                if self._is_up:
+                    return message.detail  # it forgot us, or is another process by now
                 self._handle(self._handler.on_refused, message)
                 return f"refused: {message.detail}"
             if isinstance(message, Welcome):

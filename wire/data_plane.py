@@ -23,6 +23,7 @@ from kvrelay.wire.metrics import WireMetrics
 logger = logging.getLogger(__name__)
 
 _REFUSALS_LOGGED_EVERY_S = 1.0
+_READ_AHEAD_MESSAGES = 32  # per sender
 
 
 class SendTicket:
@@ -83,6 +84,8 @@ class BlockReceiver:
         self._block_nbytes = block_nbytes
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # What is read ahead lies in memory beside the pool: keep it to a few blocks, TCP holds the senders back.
+        self._socket.setsockopt(zmq.RCVHWM, _READ_AHEAD_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(block_nbytes, HEADER_NBYTES) + 1024)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)

@@ -185,10 +185,10 @@ class LeaseTable:
             ttl_s=self._settings.ttl_s,
         )
 
-    def commit(self, commit: Commit) -> None:
+    def commit(self, peer_id: str, commit: Commit) -> None:
         """The sender has sent everything; the lease is verified now or with the last block."""
         with self._lock:
-            lease = self._live(commit.lease_id, commit.epoch)
+            lease = self._live(peer_id, commit.lease_id, commit.epoch)
             if lease is None or lease.commit is not None:
                 return
             self._touch(lease)
@@ -198,18 +198,22 @@ class LeaseTable:
                 self._doom(lease, FailureCode.INTEGRITY, "the commit's chain hash is not that of the offer")
         self._settle(lease)
 
-    def renew(self, renew: Renew) -> None:
+    def renew(self, peer_id: str, renew: Renew) -> None:
         """The sender still computes."""
         with self._lock:
-            lease = self._live(renew.lease_id, renew.epoch)
+            lease = self._live(peer_id, renew.lease_id, renew.epoch)
             if lease is not None:
                 self._touch(lease)
 
-    def abort(self, abort: Abort) -> None:
+    def abort(self, peer_id: str, abort: Abort) -> None:
         """The sender gives up."""
         if abort.epoch != self._settings.epoch:
             return  # meant for the process before; its lease ids are ours now
-        self._end(lambda lease: lease.lease_id == abort.lease_id, FailureCode.CANCELLED, f"aborted: {abort.reason}")
+        self._end(
+            lambda lease: lease.lease_id == abort.lease_id and lease.peer_id == peer_id,
+            FailureCode.CANCELLED,
+            f"aborted: {abort.reason}",
+        )
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """The gateway takes the request back."""
@@ -331,9 +335,12 @@ class LeaseTable:
         self._metrics.refused_blocks.labels(cause).inc()
         return BlockRefusedError(cause, detail)
 
-    def _live(self, lease_id: int, epoch: int) -> _Lease | None:
+    def _live(self, peer_id: str, lease_id: int, epoch: int) -> _Lease | None:
+        """The lease, if it is live and ``peer_id``'s: nobody speaks for another worker's hand-off."""
         lease = self._leases.get(lease_id)
-        return None if lease is None or lease.state.is_over or epoch != self._settings.epoch else lease
+        if lease is None or lease.state.is_over or lease.peer_id != peer_id or epoch != self._settings.epoch:
+            return None
+        return lease
 
     def _touch(self, lease: _Lease) -> None:
         lease.expires_s = self._clock() + self._settings.ttl_s

@@ -272,9 +272,9 @@ class Rig:
                     answers.append(self.leases.offer("p", message))
                     self.transfers.on_message(self.link, answers[-1])
                 case Commit():
-                    self.leases.commit(message)
+                    self.leases.commit("p", message)
                 case Abort():
-                    self.leases.abort(message)
+                    self.leases.abort("p", message)
                 case _:
                     raise AssertionError(message)
         return answers

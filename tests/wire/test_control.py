@@ -368,7 +368,7 @@ async def test_garbage_is_counted_and_the_link_goes_on(net: Net) -> None:
         answers = []
         while not answers or not isinstance(answers[-1], Welcome):
             answers.append(Codec().decode(await asyncio.wait_for(socket.recv(), WAIT_S)))
-    assert [type(answer) for answer in answers] == [HelloRefused, Welcome]
+    assert [type(answer) for answer in answers] == [HelloRefused, HelloRefused, Welcome]
     assert net.counted("refused_messages", cause="malformed") == 3
     assert net.counted("refused_messages", cause="before_hello") == 1
     assert client.send(Cancel(request_id="r", attempt=1))
@@ -442,3 +442,12 @@ def test_it_works_on_uvloop(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(scenario())
+
+
+async def test_a_client_that_the_server_forgot_begins_anew_at_once(net: Net) -> None:
+    worker, server, initiator, client = await net.linked()
+    server._drop("p")  # as after a silence that the client knows nothing of
+    assert client.send(Cancel(request_id="r", attempt=1))
+    assert await next_of(initiator.events) == "not known here: say Hello"
+    assert isinstance(await next_of(initiator.events), Welcome)
+    assert client.is_up

@@ -143,7 +143,7 @@ def test_blocks_that_are_ready_before_the_grant_follow_it(rig: Any) -> None:
 
 def test_a_commit_may_overtake_the_blocks(rig: Any) -> None:
     offer, grant = offer_for(rig)
-    rig.leases.commit(commit_of(offer, grant))
+    rig.leases.commit("p", commit_of(offer, grant))
     for index in (2, 0, 1):
         send_block(rig, offer, grant, index)
         assert rig.next_block() == "ok"
@@ -323,14 +323,14 @@ def test_the_view_that_was_filled_is_the_view_that_is_checked(rig: Any) -> None:
 
 def test_a_wrong_chain_hash_in_the_commit_ends_the_lease(rig: Any) -> None:
     offer, grant = offer_for(rig)
-    rig.leases.commit(commit_of(offer, grant, chain_hash=b"?" * 16))
+    rig.leases.commit("p", commit_of(offer, grant, chain_hash=b"?" * 16))
     assert rig.rejection().code is FailureCode.INTEGRITY
     rig.assert_all_free()
 
 
 def test_a_commit_of_another_epoch_is_void(rig: Any) -> None:
     offer, grant = offer_for(rig)
-    rig.leases.commit(commit_of(offer, grant, epoch=grant.epoch - 1))
+    rig.leases.commit("p", commit_of(offer, grant, epoch=grant.epoch - 1))
     assert rig.leases.snapshot()[0]["state"] == "granted"
 
 
@@ -459,7 +459,7 @@ def test_abort_after_the_commit_and_after_the_verdict_is_harmless(rig: Any) -> N
 def test_an_abort_of_another_epoch_is_void(rig: Any) -> None:
     """Lease ids start anew with every process: an abort meant for the process before must not hit this one's lease."""
     offer, grant = offer_for(rig)
-    rig.leases.abort(Abort(lease_id=grant.lease_id, epoch=grant.epoch - 1, reason="stale"))
+    rig.leases.abort("p", Abort(lease_id=grant.lease_id, epoch=grant.epoch - 1, reason="stale"))
     assert len(rig.leases.snapshot()) == 1
     send_block(rig, offer, grant, 0)
     assert rig.next_block() == "ok"
@@ -497,7 +497,7 @@ def test_blocks_stay_leased_until_the_writer_is_out(rig: Any, how: str) -> None:
         case "cancel":
             rig.leases.cancel("r", 1)
         case "abort":
-            rig.leases.abort(Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="test"))
+            rig.leases.abort("p", Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="test"))
         case "abort_peer":
             rig.leases.abort_peer("p")
         case _:
@@ -555,14 +555,14 @@ def test_traffic_and_renewals_put_the_end_off(rig: Any) -> None:
     offer, grant = offer_for(rig)
     for step in (
         lambda: (send_block(rig, offer, grant, 0), rig.next_block()),
-        lambda: rig.leases.renew(Renew(lease_id=grant.lease_id, epoch=grant.epoch)),
-        lambda: rig.leases.commit(commit_of(offer, grant)),
+        lambda: rig.leases.renew("p", Renew(lease_id=grant.lease_id, epoch=grant.epoch)),
+        lambda: rig.leases.commit("p", commit_of(offer, grant)),
     ):
         rig.clock.now_s += TTL_S - 1
         step()
         rig.leases.reap()
         assert rig.leases.snapshot()[0]["expires_in_s"] == TTL_S
-    rig.leases.renew(Renew(lease_id=grant.lease_id, epoch=grant.epoch - 1))  # of another epoch: void
+    rig.leases.renew("p", Renew(lease_id=grant.lease_id, epoch=grant.epoch - 1))  # of another epoch: void
     rig.clock.now_s += TTL_S
     rig.leases.reap()
     assert rig.rejection().code is FailureCode.LEASE_EXPIRED
@@ -663,3 +663,14 @@ def test_a_tampered_header_of_a_real_transfer_rejects_and_fails_it(rig: Any) -> 
     rig.settle()
     assert [(k, code) for k, code, _ in rig.transfer_ends.failed] == [(key, FailureCode.INTEGRITY)]
     assert rig.transfer_ends.released == [key]
+
+
+def test_nobody_speaks_for_another_workers_hand_off(rig: Any) -> None:
+    offer = rig.offer_of(list(range(NUM_TOKENS)))
+    grant = rig.leases.offer("p", offer)
+    rig.leases.abort("another", Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="test"))
+    rig.leases.commit("another", commit_of(offer, grant))
+    assert [lease["state"] for lease in rig.leases.snapshot()] == ["granted"]
+    rig.leases.abort("p", Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="test"))
+    assert rig.leases.snapshot() == []
+    rig.blocks.check_integrity()

@@ -79,6 +79,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.manager = BlockManager(12, BLOCK_SIZE)
         self.store = MemoryStore(12, BLOCK_NBYTES)
         self.offers: dict[int, Offer] = {}
+        self.peers: dict[int, str] = {}
         self.ended: list[int] = []
         self.blocks_of: dict[int, list[int]] = {}  # verified
         self.open: tuple[BlockHeader, memoryview] | None = None
@@ -106,6 +107,7 @@ class LeaseMachine(RuleBasedStateMachine):
             return multiple()
         assert answer.lease_id not in self.offers
         self.offers[answer.lease_id] = offer
+        self.peers[answer.lease_id] = peer
         return answer.lease_id
 
     @rule(lease_id=leases, index=st.integers(0, 4), epoch=st.sampled_from([EPOCH, EPOCH, EPOCH, 2]), skew=st.booleans())
@@ -137,7 +139,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(lease_id=leases)
     def commit(self, lease_id: int) -> None:
-        self.table.commit(commit_of(lease_id, self.offers[lease_id]))
+        self.table.commit(self.peers[lease_id], commit_of(lease_id, self.offers[lease_id]))
 
     @rule(lease_id=leases)
     def ship_the_rest(self, lease_id: int) -> None:
@@ -147,7 +149,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(lease_id=leases, epoch=st.sampled_from([EPOCH, 2]))
     def abort(self, lease_id: int, epoch: int) -> None:
-        self.table.abort(Abort(lease_id=lease_id, epoch=epoch, reason=""))
+        self.table.abort(self.peers[lease_id], Abort(lease_id=lease_id, epoch=epoch, reason=""))
 
     @rule(lease_id=leases)
     def cancel(self, lease_id: int) -> None:
@@ -155,7 +157,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(lease_id=leases)
     def renew(self, lease_id: int) -> None:
-        self.table.renew(Renew(lease_id=lease_id, epoch=EPOCH))
+        self.table.renew(self.peers[lease_id], Renew(lease_id=lease_id, epoch=EPOCH))
 
     @rule(peer=st.sampled_from("pq"))
     def lose(self, peer: str) -> None:
@@ -237,7 +239,7 @@ def test_two_threads_at_once() -> None:
         ids.append(answer.lease_id)
         turn.wait()
         if number % 2:
-            table.commit(commit_of(answer.lease_id, offer))
+            table.commit("p", commit_of(answer.lease_id, offer))
         table.cancel(offer.request_id, 1)
         turn.wait()
         assert machine.ended.count(answer.lease_id) == 1
