@@ -1,8 +1,8 @@
 """Which tokens to compute next: inflight batching, sequences join and leave at every step.
 
-A step takes one token of every decoding sequence first and spends what is left of the token budget on local prefill and
-on recomputing preempted sequences, the oldest first. When blocks run out, the youngest running sequence gives its blocks
-up and waits to be recomputed, so the oldest is always served.
+A step takes one token of every decoding sequence first, lets sequences that were handed over complete join, and spends what
+is left of the token budget on local prefill and on recomputing preempted sequences, the oldest first. When blocks run out, the
+youngest sequence gives its blocks up and waits to be recomputed, so the oldest is always served.
 
 Runs on the model thread alone. Knows no sockets and no clock.
 """
@@ -66,17 +66,11 @@ class DecodeScheduler:
         """Choose the next step's rows; allocates blocks, admits waiting sequences, preempts running ones."""
         plan = Schedule(rows=[])
         budget = self._settings.max_batched_tokens
-        # Decoding sequences first: their next token must not wait for anybody's prompt.
-        in_order = sorted(self.running, key=lambda sequence: (sequence.num_uncomputed_tokens > 1, sequence.arrival_s))
-        for sequence in in_order:
-            if budget == 0:
-                break
-            if sequence.status is not SequenceStatus.RUNNING:
-                continue  # preempted by an older one in this very loop
-            num_tokens = min(budget, sequence.num_uncomputed_tokens)
-            if self._make_room(sequence, sequence.num_computed_tokens + num_tokens, plan):
-                plan.rows.append(StepRow(sequence, num_tokens))
-                budget -= num_tokens
+        # Tokens that clients wait for come first: nobody's prompt may delay a sequence that generates, nor one that was
+        # handed over complete.
+        budget = self._continue_running(plan, budget, [one for one in self.running if one.num_uncomputed_tokens == 1])
+        budget = self._admit_complete(plan, budget)
+        budget = self._continue_running(plan, budget, [one for one in self.running if one.num_uncomputed_tokens > 1])
         if not plan.preempted:
             self._admit_waiting(plan, budget)
         return plan
@@ -99,6 +93,28 @@ class DecodeScheduler:
                 self._finish(sequence)
         return sampled
 
+    def _continue_running(self, plan: Schedule, budget: int, sequences: Seq[Sequence]) -> int:
+        """Rows for running ``sequences``, oldest first; returns what is left of the budget."""
+        for sequence in sequences:
+            if budget == 0:
+                break
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue  # preempted by an older one in this very loop
+            num_tokens = min(budget, sequence.num_uncomputed_tokens)
+            if self._make_room(sequence, sequence.num_computed_tokens + num_tokens, plan):
+                plan.rows.append(StepRow(sequence, num_tokens))
+                budget -= num_tokens
+        return budget
+
+    def _admit_complete(self, plan: Schedule, budget: int) -> int:
+        """Let verified sequences join: they hold their blocks and need one token each."""
+        for sequence in [one for one in self.waiting if one.block_table]:
+            if budget == 0 or len(self.running) >= self._settings.max_num_seqs:
+                break
+            self._admit(sequence, plan, 1)
+            budget -= 1
+        return budget
+
     def _admit_waiting(self, plan: Schedule, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self._settings.max_num_seqs:
             sequence = self.waiting[0]
@@ -110,12 +126,15 @@ class DecodeScheduler:
                     continue
                 break
             num_tokens = min(budget, sequence.num_uncomputed_tokens)
-            self.waiting.pop(0)
-            sequence.set_status(SequenceStatus.RUNNING)
-            bisect.insort(self.running, sequence, key=_arrival)
-            plan.admitted.append(sequence)
-            plan.rows.append(StepRow(sequence, num_tokens))
+            self._admit(sequence, plan, num_tokens)
             budget -= num_tokens
+
+    def _admit(self, sequence: Sequence, plan: Schedule, num_tokens: int) -> None:
+        self.waiting.remove(sequence)
+        sequence.set_status(SequenceStatus.RUNNING)
+        bisect.insort(self.running, sequence, key=_arrival)
+        plan.admitted.append(sequence)
+        plan.rows.append(StepRow(sequence, num_tokens))
 
     def _allocate(self, sequence: Sequence) -> bool:
         block_size = self._blocks.block_size

@@ -1,13 +1,13 @@
 """Paged attention on the CPU: ragged queries over paged K/V, vectorised, no loop over sequences or blocks.
 
-Work is cut into items of (query tile, chunk of keys), as split-KV kernels on a GPU do it: a sequence of many keys is many items, one
-of few keys is one, and nobody is padded to the longest. The items of a step depend on lengths and block tables alone, so an
+Work is cut into items of (query tile, chunk of keys), as split-KV kernels on a GPU do it: a sequence of many keys is many items,
+one of few keys is one, and nobody is padded to the longest. The items of a step depend on lengths and block tables alone, so an
 ``AttentionPlan`` is made once per step and used by every layer. Items are computed in pieces whose K/V and scores stay in cache
 and bound the memory; partial results of one tile are combined by their log-sum-exp (Milakov and Gimelshein, "Online normalizer
 calculation for softmax", 2018; Dao, "Flash-Decoding", 2023).
 
-Why not ``scaled_dot_product_attention``: measured on Zen 4, its flash kernel takes five times as long as two ``bmm`` for bf16 decode
-and twice as long for bf16 prefill; for fp32 prefill they are equal.
+Why not ``scaled_dot_product_attention``: measured on Zen 4, its flash kernel takes five times as long as two ``bmm`` for bf16
+decode and twice as long for bf16 prefill; for fp32 prefill they are equal.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class AttentionScratch:
 class _Piece:
     """n items computed at once, all of tiles ``[first_tile, end_tile)``; the items that need a mask come last."""
 
-    pool_rows: torch.Tensor  # [2 * n * num_kv_heads * blocks per chunk] rows of the flat pool, layer 0: keys, then values
+    pool_rows: (
+        torch.Tensor
+    )  # [2 * n * num_kv_heads * blocks per chunk] rows of the flat pool, layer 0: keys, then values
     tiles: torch.Tensor  # [n] the item's tile, counted from first_tile
     first_tile: int
     end_tile: int

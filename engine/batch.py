@@ -38,7 +38,7 @@ def build_batch(rows: Seq[StepRow], block_size: int) -> Batch:
     counts = np.array([row.num_tokens for row in ordered], dtype=np.int64)
     table_lens = np.array([len(row.sequence.block_table) for row in ordered], dtype=np.int64)
     seq_lens = starts + counts
-    for index in np.flatnonzero((counts < 1) | (table_lens * block_size < seq_lens)):
+    for index in np.flatnonzero((counts < 1) | (table_lens * block_size < seq_lens)).tolist():
         raise ValueError(
             f"sequence {ordered[index].sequence.key}: {counts[index]} tokens behind {starts[index]} do not fit "
             f"{table_lens[index]} blocks of {block_size}"

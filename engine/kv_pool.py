@@ -1,14 +1,17 @@
 """The paged KV pool: one tensor, block by block contiguous, readable and writable as bytes.
 
-``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; index 2 is 0 for keys, 1 for values. Heads come before tokens so
-that a slice of heads is contiguous per layer.
+``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; index 2 is 0 for keys, 1 for values. Heads come before tokens
+so that a slice of heads is contiguous per layer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
+import sys
 import threading
+from dataclasses import dataclass
 
 import torch
 
@@ -19,7 +22,8 @@ class KvPool:
     """Owns the tensor. Implements :class:`kvrelay.engine.interface.BlockStore`.
 
     On CPU the byte views are the pool's own memory. On CUDA they are pinned staging buffers, one per open block, reused when
-    closed; copies run on a side stream that first waits for what the model's stream has been given.
+    closed; copies run on a side stream. That stream waits for nothing: a step returns only when its writes are done, so what a
+    caller may read is there, and waiting for the *next* step would undo shipping one chunk while the next one computes.
     """
 
     def __init__(
@@ -27,72 +31,94 @@ class KvPool:
     ) -> None:
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         # Zeros, not empty: attention reads the unwritten tail of a block under a mask, and NaN survives masks.
-        self.tensor = _host_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        self.tensor = (
+            _host_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        )
         self.num_blocks = num_blocks
         self.block_nbytes = self.tensor[0].nbytes
         self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)  # [num_blocks, block_nbytes]
         self._host: memoryview | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cpu":
-            self._host = memoryview(self._bytes.numpy()).cast("B")
+            self._host = self._bytes.numpy().data.cast("B")
         else:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
         self._free_staging: list[torch.Tensor] = []
-        self._open_staging: dict[tuple[int, bool], torch.Tensor] = {}
+        self._reads: dict[int, _OpenRead] = {}
+        self._writes: dict[int, torch.Tensor] = {}
 
     def open_read(self, block_id: int) -> memoryview:
-        """See BlockStore."""
+        """See BlockStore. Two readers of one block share a view."""
+        self._check(block_id)
         if self._host is not None:
             return self._host_view(block_id)
-        staging = self._stage(block_id, for_write=False)
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.default_stream(self.tensor.device))
-        with torch.cuda.stream(self._stream):
-            staging.copy_(self._bytes[block_id], non_blocking=True)
-        self._stream.synchronize()
-        return memoryview(staging.numpy())
+        # Under the lock, so that a second reader does not get the view before the first one's copy is done.
+        with self._lock:
+            read = self._reads.get(block_id)
+            if read is None:
+                read = self._reads[block_id] = _OpenRead(self._take_staging())
+                self._copy(read.staging, self._bytes[block_id])
+            read.num_readers += 1
+            return read.staging.numpy().data
 
     def close_read(self, block_id: int) -> None:
         """See BlockStore."""
-        if self._host is None:
-            self._unstage(block_id, for_write=False)
+        if self._host is not None:
+            return
+        with self._lock:
+            read = self._reads[block_id]
+            read.num_readers -= 1
+            if read.num_readers == 0:
+                self._free_staging.append(self._reads.pop(block_id).staging)
 
     def open_write(self, block_id: int) -> memoryview:
-        """See BlockStore."""
+        """See BlockStore. Raises ValueError if the block is open for writing already."""
+        self._check(block_id)
         if self._host is not None:
             return self._host_view(block_id)
-        return memoryview(self._stage(block_id, for_write=True).numpy())
+        with self._lock:
+            if block_id in self._writes:
+                raise ValueError(f"block {block_id} is open for writing already")
+            self._writes[block_id] = self._take_staging()
+            return self._writes[block_id].numpy().data
 
     def close_write(self, block_id: int) -> None:
         """See BlockStore."""
         if self._host is not None:
             return
-        staging = self._open_staging[(block_id, True)]
-        assert self._stream is not None
-        with torch.cuda.stream(self._stream):
-            self._bytes[block_id].copy_(staging, non_blocking=True)
-        self._stream.synchronize()
-        self._unstage(block_id, for_write=True)
+        with self._lock:
+            staging = self._writes.pop(block_id)
+        self._copy(self._bytes[block_id], staging)
+        with self._lock:
+            self._free_staging.append(staging)
+
+    def _check(self, block_id: int) -> None:
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block {block_id} of a pool of {self.num_blocks}")
 
     def _host_view(self, block_id: int) -> memoryview:
         assert self._host is not None
         return self._host[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
 
-    def _stage(self, block_id: int, *, for_write: bool) -> torch.Tensor:
-        with self._lock:
-            staging = self._open_staging.get((block_id, for_write))
-            if staging is None:
-                if self._free_staging:
-                    staging = self._free_staging.pop()
-                else:
-                    staging = torch.empty(self.block_nbytes, dtype=torch.uint8, pin_memory=True)
-                self._open_staging[(block_id, for_write)] = staging
-            return staging
+    def _take_staging(self) -> torch.Tensor:
+        if self._free_staging:
+            return self._free_staging.pop()
+        return torch.empty(self.block_nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def _unstage(self, block_id: int, *, for_write: bool) -> None:
-        with self._lock:
-            self._free_staging.append(self._open_staging.pop((block_id, for_write)))
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        copied.synchronize()
+
+
+@dataclass(slots=True)
+class _OpenRead:
+    staging: torch.Tensor  # [block_nbytes] uint8, pinned
+    num_readers: int = 0
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -102,5 +128,7 @@ def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     times as long.
     """
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -50,10 +50,10 @@ class DecoderModel:
     def _attention(self, hidden: torch.Tensor, layer: LayerWeights, index: int, step: StepContext) -> torch.Tensor:
         config, ops = self._config, self._ops
         qkv = ops.linear(hidden, layer.qkv, layer.qkv_bias)
-        query, key, value = qkv.split((config.q_size, config.kv_size, config.kv_size), dim=-1)
-        query = query.unflatten(-1, (config.num_q_heads, config.head_dim))
-        key = key.unflatten(-1, (config.num_kv_heads, config.head_dim))
-        value = value.unflatten(-1, (config.num_kv_heads, config.head_dim))
+        query, key, value = qkv.split_with_sizes((config.q_size, config.kv_size, config.kv_size), dim=-1)
+        query = query.view(-1, config.num_q_heads, config.head_dim)
+        key = key.view(-1, config.num_kv_heads, config.head_dim)
+        value = value.view(-1, config.num_kv_heads, config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             query, key = ops.rms_norm(query, layer.q_norm), ops.rms_norm(key, layer.k_norm)
         query = step.rotary_kv_write(query, key, value, index)

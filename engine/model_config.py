@@ -1,7 +1,7 @@
 """What a decoder model looks like, read from its Hugging Face ``config.json`` without transformers.
 
-One dataclass covers the Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen3. They differ in biases, in norms on q and k, and
-in which layers attend through a sliding window; everything else about them is the same code.
+One dataclass covers the Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen3. They differ in biases, in norms on q and k,
+and in which layers attend through a sliding window; everything else about them is the same code.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ def load_config(directory: Path) -> ModelConfig:
         raise ModelError(f"{directory} has no config.json: it is not a Hugging Face model directory") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not a JSON object")
     return parse_config(config, str(directory))
 
 
@@ -88,30 +90,40 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
             f"{', '.join(SUPPORTED_ARCHITECTURES)}"
         )
 
-    def need(name: str) -> Any:
+    def size(name: str) -> int:
         value = config.get(name)
         if value is None:
             raise ModelError(f"{directory}: config.json has no {name!r}")
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"{directory}: {name!r} is {value!r}; it must be a positive integer")
         return value
 
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"{directory}: hidden_act {config['hidden_act']!r} is not supported; only silu is")
     if config.get("quantization_config"):
         raise ModelError(f"{directory}: quantized checkpoints are not supported; use one in bf16, fp16 or fp32")
-    num_q_heads, num_layers = int(need("num_attention_heads")), int(need("num_hidden_layers"))
+    num_q_heads, num_layers = size("num_attention_heads"), size("num_hidden_layers")
+    num_kv_heads = int(config.get("num_key_value_heads") or num_q_heads)
+    if num_q_heads % num_kv_heads:
+        raise ModelError(
+            f"{directory}: {num_q_heads} attention heads are no multiple of {num_kv_heads} key/value heads"
+        )
+    head_dim = int(config.get("head_dim") or size("hidden_size") // num_q_heads)
+    if head_dim % 2:
+        raise ModelError(f"{directory}: head_dim is {head_dim}; it must be even")
     attention_bias = bool(config.get("attention_bias", False))
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     return ModelConfig(
         architecture=architecture,
-        vocab_size=int(need("vocab_size")),
-        hidden_size=int(need("hidden_size")),
-        intermediate_size=int(need("intermediate_size")),
+        vocab_size=size("vocab_size"),
+        hidden_size=size("hidden_size"),
+        intermediate_size=size("intermediate_size"),
         num_layers=num_layers,
         num_q_heads=num_q_heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or num_q_heads),
-        head_dim=int(config.get("head_dim") or need("hidden_size") // num_q_heads),
-        rms_norm_eps=float(need("rms_norm_eps")),
-        max_position_embeddings=int(need("max_position_embeddings")),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        max_position_embeddings=size("max_position_embeddings"),
         has_tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         has_qkv_bias=is_qwen2 or attention_bias,
         has_o_bias=attention_bias and not is_qwen2,

@@ -39,4 +39,5 @@ def uniforms(
     counter = np.stack((positions & _LOW32, positions >> _SHIFT32, zeros + np.uint64(choice), zeros))
     words = philox4x32(counter, np.stack((seeds & _LOW32, seeds >> _SHIFT32)))
     bits = (words[0] << _SHIFT32 | words[1]) >> np.uint64(11)
-    return bits.astype(np.float64) * 2.0**-53
+    draws: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return draws

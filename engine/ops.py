@@ -48,4 +48,4 @@ class Ops(Protocol):
         """Apply the rows' penalties to ``logits`` ``[n, vocab]`` fp32 in place; only called if there are any."""
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """Token ids ``[n]`` int64 drawn from ``logits`` ``[n, vocab]`` fp32, which may be changed; greedy where temperature is 0."""
+        """Token ids ``[n]`` int64 drawn from ``logits`` ``[n, vocab]`` fp32; greedy where the temperature is 0."""

@@ -46,7 +46,7 @@ class CpuStep:
         # Rounded where the reference rounds: after each product and after the sum.
         first, second = heads.chunk(2, dim=-1)
         heads = (heads * self._cos).add_(torch.cat((second, first), dim=-1).mul_(self._sin))
-        query, key = heads.split((query.shape[1], key.shape[1]), dim=1)
+        query, key = heads.split_with_sizes((query.shape[1], key.shape[1]), dim=1)
         self._pool[:, layer][self._block_ids, :, :, self._offsets] = torch.stack((key, value), dim=1)
         return query
 
@@ -113,7 +113,7 @@ class CpuOps:
 
 def _has_packed_linear(dtype: torch.dtype) -> bool:
     """Whether torch was built with oneDNN, and oneDNN runs this dtype on this CPU."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     match dtype:
         case torch.float32:

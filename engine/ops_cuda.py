@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.model_config import ModelConfig
 from kvrelay.engine.rope import cos_sin_tables
+from kvrelay.engine.sampler import SamplingRows
 from kvrelay.kernels.activation import silu_mul
 from kvrelay.kernels.decode_attention import DecodeWorkspace, paged_decode_attention
 from kvrelay.kernels.norm import add_rms_norm, rms_norm
+from kvrelay.kernels.penalties import apply_penalties
 from kvrelay.kernels.prefill_attention import paged_prefill_attention
 from kvrelay.kernels.rotary import rotary_kv_write
+from kvrelay.kernels.sampling import sample
 
 _MAX_SPLITS = 32
 
@@ -93,6 +97,14 @@ class CudaOps:
             max_num_seqs, config.num_q_heads, config.head_dim, _MAX_SPLITS, pool.device
         )
 
+    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
+        """See Ops. cuBLAS reads ``[out, in]`` as it is."""
+        return weight
+
+    def linear(self, hidden: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See Ops."""
+        return F.linear(hidden, packed, bias)
+
     def begin_step(self, batch: Batch) -> CudaStep:
         """See Ops."""
         return CudaStep(batch, self._config, self._pool, self._tables, self._workspace)
@@ -108,3 +120,30 @@ class CudaOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See Ops."""
         return silu_mul(gate_up)
+
+    def penalize(self, logits: torch.Tensor, rows: SamplingRows) -> None:
+        """See Ops."""
+        device = logits.device
+        apply_penalties(
+            logits,
+            torch.tensor(rows.entry_rows, dtype=torch.int64, device=device),
+            torch.tensor(rows.entry_tokens, dtype=torch.int64, device=device),
+            torch.tensor(rows.entry_counts, dtype=torch.int32, device=device),
+            torch.from_numpy(rows.repetition).to(device),
+            torch.from_numpy(rows.presence).to(device),
+            torch.from_numpy(rows.frequency).to(device),
+        )
+
+    def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """See Ops. The kernel's sums and draws are fp32: near a boundary it may take the neighbour of what the CPU takes."""
+        device = logits.device
+        # A draw next to 1 must not become 1.
+        draws = np.minimum(rows.uniforms.astype(np.float32), np.nextafter(np.float32(1), np.float32(0)))
+        return sample(
+            logits,
+            torch.from_numpy(rows.temperature).to(device),
+            torch.from_numpy(rows.top_k).to(device),
+            torch.from_numpy(rows.top_p).to(device),
+            torch.from_numpy(rows.min_p).to(device),
+            torch.from_numpy(draws).to(device),
+        )

@@ -16,7 +16,13 @@ import torch
 
 from kvrelay.common.errors import ModelError
 
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+SUPPORTED_ROPE_TYPES = tuple(_NEEDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,9 @@ class RopeConfig:
             raise ModelError(f"{directory}: partial_rotary_factor other than 1 is not supported")
         if kind in ("llama3", "yarn"):
             parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        for name in _NEEDED[kind]:
+            if not isinstance(parameters.get(name), (int, float)):
+                raise ModelError(f"{directory}: rope type {kind!r} needs {name!r} as a number")
         return cls(kind, theta, json.dumps(parameters, sort_keys=True))
 
     @property
@@ -103,5 +112,13 @@ def _yarn(
     scaled = inv_freq / factor * ramp + inv_freq * (1 - ramp)
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None:
-        attention_factor = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+        mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        if mscale and mscale_all_dim:
+            attention_factor = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all_dim)
+        else:
+            attention_factor = _yarn_scale(factor, 1.0)
     return scaled, float(attention_factor)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -140,34 +140,29 @@ def draw_tokens(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         tokens[greedy_rows] = logits[greedy_rows].argmax(dim=-1)
     if is_random.any():
         scaled = logits[random_rows].div_(torch.from_numpy(rows.temperature[is_random])[:, None])
-        _filter(scaled, rows.top_k[is_random], rows.top_p[is_random], rows.min_p[is_random])
-        tokens[random_rows] = _invert_cdf(scaled, torch.from_numpy(rows.uniforms[is_random]))
+        least = _least_kept(scaled, rows.top_k[is_random], rows.top_p[is_random], rows.min_p[is_random])
+        tokens[random_rows] = _invert_cdf(scaled, least, torch.from_numpy(rows.uniforms[is_random]))
     return tokens
 
 
-def _filter(logits: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: Floats, min_p: Floats) -> None:
-    """Set the logits that the filters take away to -inf; rows without filters are left alone."""
+def _least_kept(
+    logits: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: Floats, min_p: Floats
+) -> torch.Tensor | None:
+    """The least logit ``[n, 1]`` that the filters keep, -inf for rows without filters; None if no row has any."""
     ordered_rows = np.flatnonzero((top_k > 0) | (top_p < 1))
-    floored_rows = np.flatnonzero(min_p > 0)
-    thresholds: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
+    if not len(ordered_rows) and not min_p.any():
+        return None
+    # log 0 = -inf keeps everything.
+    least = logits.amax(dim=-1, keepdim=True) + torch.from_numpy(min_p)[:, None].log()
     if len(ordered_rows):
-        picked = logits if len(ordered_rows) == len(logits) else logits[torch.from_numpy(ordered_rows)]
-        thresholds.append((ordered_rows, _ordered_threshold(picked, top_k[ordered_rows], top_p[ordered_rows])))
-    if len(floored_rows):
-        peak = logits[torch.from_numpy(floored_rows)].amax(dim=-1)
-        thresholds.append((floored_rows, peak + torch.from_numpy(min_p[floored_rows]).log()))
-    for row_ids, threshold in thresholds:
-        for row, limit in zip(row_ids.tolist(), threshold.tolist(), strict=True):
-            F.threshold_(logits[row], _just_below(limit), -torch.inf)
-
-
-def _just_below(limit: float) -> float:
-    """``F.threshold`` keeps what is above its limit; we keep what equals ours too."""
-    return float(np.nextafter(np.float32(limit), np.float32(-np.inf)))
+        index = torch.from_numpy(ordered_rows)
+        picked = logits if len(index) == len(logits) else logits[index]
+        least[index] = torch.maximum(least[index], _ordered_threshold(picked, top_k[ordered_rows], top_p[ordered_rows]))
+    return least
 
 
 def _ordered_threshold(logits: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: Floats) -> torch.Tensor:
-    """The least logit ``[n]`` that top-k and top-p keep."""
+    """The least logit ``[n, 1]`` that top-k and top-p keep."""
     threshold, is_known = _threshold_among(logits, top_k, top_p, min(_NUM_CANDIDATES, logits.shape[-1]))
     unknown = np.flatnonzero(~is_known)
     if len(unknown):
@@ -187,8 +182,8 @@ def _threshold_among(
     threshold, is_known = by_rank, top_k <= num_candidates
     if (top_p < 1).any():
         # Mass is counted in what top-k left, ties beyond the candidates included.
-        left = torch.where(logits >= by_rank, (logits - peak).exp_(), 0.0).sum(-1, dtype=torch.float64)
-        mass = torch.where(ordered >= by_rank, (ordered - peak).exp_(), 0.0).double() / left[:, None]
+        left = (logits - peak).exp_().mul_(logits >= by_rank).sum(-1, dtype=torch.float64)
+        mass = (ordered - peak).exp_().mul_(ordered >= by_rank).double() / left[:, None]
         cumulative = mass.cumsum(dim=-1)
         limit = torch.from_numpy(top_p.astype(np.float64))[:, None]
         # A token stays if the mass before it has not reached p.
@@ -196,16 +191,19 @@ def _threshold_among(
         by_mass = torch.where(limit < 1, ordered.gather(1, num_kept - 1), -torch.inf)
         threshold = torch.maximum(by_rank, by_mass)
         is_known = is_known & ((top_p >= 1) | (cumulative[:, -1] >= limit[:, 0]).numpy())
-    return threshold[:, 0], is_known | (num_candidates == logits.shape[-1])
+    return threshold, is_known | (num_candidates == logits.shape[-1])
 
 
-def _invert_cdf(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+def _invert_cdf(logits: torch.Tensor, least: torch.Tensor | None, draws: torch.Tensor) -> torch.Tensor:
     """The first token ``[n]``, in vocabulary order, whose cumulative probability exceeds the draw ``[n]`` fp64.
 
-    Sums are fp64: in fp32, and a vocabulary of 100,000, they would move boundaries by more than rare tokens are wide. Two
-    levels, blocks and then tokens of one block, because an fp64 scan of everything costs more than the softmax.
+    Logits below ``least`` have no probability. Sums are fp64: in fp32, with a vocabulary of 100,000, they would move
+    boundaries by more than rare tokens are wide. Two levels, blocks and then the tokens of one block, because an fp64
+    scan of everything costs more than the softmax.
     """
     weights = torch.softmax(logits, dim=-1)
+    if least is not None:
+        weights.mul_(logits >= least)
     weights = F.pad(weights, (0, -weights.shape[-1] % _CDF_BLOCK)).view(len(weights), -1, _CDF_BLOCK)
     by_block = weights.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     target = draws[:, None] * by_block[:, -1:]

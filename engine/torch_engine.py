@@ -95,6 +95,8 @@ class TorchEngine:
     @torch.inference_mode()
     def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:
         """See Engine."""
+        if not rows:
+            return []
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)  # the count is the calling thread's
         batch = build_batch(rows, self._card.layout.block_size)
@@ -109,7 +111,7 @@ class TorchEngine:
             for index, token in zip(batch.sampling_rows, tokens, strict=True):
                 results[batch.order[index]] = token
         elif self._device.type == "cuda":
-            torch.cuda.synchronize()  # blocks are shipped once step() returns: their K/V must be there
+            torch.cuda.current_stream().synchronize()  # blocks are shipped once step() returns: their K/V must be there
         return results
 
 

@@ -67,7 +67,8 @@ def load_weights(
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     place = places.pop(name, None)
                     if place is None:
-                        continue  # e.g. a tied lm_head, or rotary buffers of old checkpoints
+                        _check_unused(path, name, config)
+                        continue
                     tensor = file.get_tensor(name)
                     if tensor.shape != place.shape:
                         raise ModelError(
@@ -82,9 +83,7 @@ def load_weights(
             ) from error
     if places:
         missing = sorted(places)
-        raise ModelError(
-            f"{directory}: {len(missing)} tensors are missing from the checkpoint, the first is {missing[0]}"
-        )
+        raise ModelError(f"{directory}: {len(missing)} tensors missing from the checkpoint, the first is {missing[0]}")
     progress(total, total)
     return weights
 
@@ -97,6 +96,9 @@ def checkpoint_files(directory: Path) -> list[Path]:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
             raise ModelError(f"{index} cannot be read: {error}") from error
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise ModelError(f"{index} names {outside[0]!r}, which lies outside the directory")
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
             raise ModelError(
@@ -127,6 +129,16 @@ def weights_digest(directory: Path) -> str:
                 file.seek(size * sample // 64, os.SEEK_SET)
                 digest.update(file.read(4096))
     return digest.hexdigest()
+
+
+def _check_unused(path: Path, name: str, config: ModelConfig) -> None:
+    """Raise ModelError for a tensor we have no use for, unless the model is the same without it."""
+    is_tied_head = name == "lm_head.weight" and config.has_tied_embeddings
+    is_rotary_buffer = name.endswith(".rotary_emb.inv_freq")  # of old checkpoints, follows from the config
+    if not (is_tied_head or is_rotary_buffer):
+        raise ModelError(
+            f"{path}: tensor {name} is unknown to {config.architecture} with this config.json; it would be ignored"
+        )
 
 
 def _allocate(

@@ -83,7 +83,8 @@ def paged_prefill_attention_reference(
         keys, values = (t.to(dtype) for t in gather_context(pool, layer, block_tables[index], seq_len))
         num_kv_heads, head_dim = keys.shape[0], keys.shape[2]
         # [num_kv_heads, group, query_len, head_dim]
-        query = q[start:end].to(dtype).view(end - start, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        by_group = (end - start, num_kv_heads, q.shape[1] // num_kv_heads, head_dim)
+        query = q[start:end].to(dtype).view(by_group).permute(1, 2, 0, 3)
         scores = query @ keys[:, None].transpose(-1, -2) * scale
         query_positions = torch.arange(seq_len - (end - start), seq_len, device=q.device)[:, None]
         distance = query_positions - torch.arange(seq_len, device=q.device)[None, :]
@@ -92,7 +93,7 @@ def paged_prefill_attention_reference(
             visible &= distance < sliding_window
         probabilities = scores.masked_fill(~visible, -math.inf).softmax(-1)
         result = probabilities @ values[:, None]
-        out[start:end] = result.permute(2, 0, 1, 3).reshape(end - start, -1, head_dim).to(out.dtype)
+        out[start:end] = result.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
 
 
 @triton.jit

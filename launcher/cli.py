@@ -59,7 +59,7 @@ COMMANDS: dict[str, CommandEntry] = {
     ),
     "verify": CommandEntry(
         "Compare greedy tokens with transformers, prompt by prompt.",
-        "Starts two deployments here, one that prefills locally and one that hands KV blocks over, or asks the one at "
+        "Starts deployments here that prefill locally and that hand KV blocks over, or asks the one at "
         "--url. Every prompt runs alone and then among others. Exit code 1 if a single token differs.",
         "kvrelay.launcher.settings:VerifySettings",
         "kvrelay.launcher.verify:run",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.launcher.errors import VerifyError
 
@@ -68,6 +69,21 @@ class TokenClient:
         if answer.status_code != 200:
             raise VerifyError(f"{self._url}{path} answered {answer.status_code}: {answer.text[:500]}")
         return answer.json()
+
+
+def counter_values(url: str, name: str, labels: Mapping[str, str]) -> list[float]:
+    """The samples ``name`` with these labels (among others) that ``url``/metrics shows. Raises VerifyError."""
+    try:
+        answer = httpx.get(f"{url}/metrics", trust_env=False, timeout=10.0)
+        answer.raise_for_status()
+    except httpx.HTTPError as error:
+        raise VerifyError(f"{url}/metrics does not answer: {error or type(error).__name__}") from error
+    return [
+        sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
 
 
 def ask_all(ask: Callable[[int], list[int]], count: int, concurrency: int) -> Iterator[tuple[int, list[int]]]:

@@ -51,6 +51,11 @@ class LogRecorder:
         with self._lock:
             return "\n".join(self._lines)
 
+    def tail(self, count: int = 30) -> str:
+        """The last lines."""
+        with self._lock:
+            return "\n".join(self._lines[-count:])
+
 
 class LocalDeployment:
     """Gateway and workers as processes, from ``start`` (or enter) to ``stop`` (or exit)."""

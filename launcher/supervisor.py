@@ -177,6 +177,7 @@ class Supervisor:
         try:
             for component in self._components:
                 self._launch(component)
+                self._told.on_state(self._status(component))
             while not self._is_stopping and self._failure is None:
                 for component in self._components:
                     self._look_after(component)
@@ -194,7 +195,6 @@ class Supervisor:
         component.since_s = component.child.started_s
         component.load_s = None
         component.probe_at_s = 0.0
-        self._told.on_state(self._status(component))
 
     def _look_after(self, component: _Component) -> None:
         if component.state is State.DIED:

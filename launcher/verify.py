@@ -1,7 +1,7 @@
 """``kvrelay verify``: greedy tokens of transformers, of local prefill and of the hand-off, compared one by one.
 
-transformers runs first and is gone before a deployment starts. Every deployment answers all prompts twice: one at a time,
-and ``--concurrency`` at a time. A path that differs in one token fails the command.
+transformers runs first and is gone before a deployment starts. Every path answers all prompts twice: one at a time, and
+``--concurrency`` at a time. A path that differs in one token fails the command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvrelay.common.errors import ModelError, SettingsError
-from kvrelay.launcher.client import TokenClient, ask_all
+from kvrelay.launcher.client import TokenClient, ask_all, counter_values
 from kvrelay.launcher.errors import VerifyError
 from kvrelay.launcher.local import LocalDeployment, available_cores
 from kvrelay.launcher.models import resolve_model
@@ -71,7 +71,8 @@ def run(settings: VerifySettings) -> int:
         expected = _reference(settings, directory, prompts, track)
         columns: list[Column] = []
         if settings.url is not None:
-            columns += _passes(settings, settings.url, "url", prompts, track)
+            for concurrency in (1, settings.concurrency):
+                columns.append(_pass(settings, settings.url, "url", prompts, track, concurrency))
         else:
             columns += _deployed(settings, directory, "local prefill", prompts, track, num_prefill=0)
             columns += _deployed(settings, directory, "hand-off", prompts, track, num_prefill=1)
@@ -140,6 +141,7 @@ def _reference(
 def _deployed(
     settings: VerifySettings, directory: Path, path: str, prompts: Sequence[Prompt], track: Track, *, num_prefill: int
 ) -> list[Column]:
+    """Both passes, each on a deployment of its own: the second one must not find its prompts in the prefix cache."""
     local = LocalSettings(
         model=settings.model,
         prefill=num_prefill,
@@ -150,28 +152,45 @@ def _deployed(
         threads=settings.threads,
         local_prefill_max_tokens=0,  # with a prefill worker, every prompt is handed over
     )
-    with LocalDeployment.from_settings(local, directory) as deployment:
-        deployment.wait_ready(settings.timeout_s)
-        return _passes(settings, deployment.url, path, prompts, track)
-
-
-def _passes(settings: VerifySettings, url: str, path: str, prompts: Sequence[Prompt], track: Track) -> list[Column]:
     columns: list[Column] = []
+    for concurrency in (1, settings.concurrency):
+        with LocalDeployment.from_settings(local, directory) as deployment:
+            deployment.wait_ready(settings.timeout_s)
+            try:
+                columns.append(_pass(settings, deployment.url, path, prompts, track, concurrency))
+                if num_prefill:
+                    _check_handed_over(deployment.admin_urls["decode-0"], len(prompts))
+            except VerifyError as error:
+                raise VerifyError(f"{error}\nthe deployment's last lines:\n{deployment.log.tail()}") from error
+    return columns
+
+
+def _check_handed_over(decode_url: str, num_prompts: int) -> None:
+    """Equal tokens prove nothing about the hand-off if the decode worker computed the prompts itself."""
+    num_verified = sum(counter_values(decode_url, "kvrelay_handoffs_total", {"outcome": "verified"}))
+    if num_verified < num_prompts:
+        raise VerifyError(
+            f"only {num_verified:.0f} of {num_prompts} prompts were handed over; see {decode_url}/metrics"
+        )
+
+
+def _pass(
+    settings: VerifySettings, url: str, path: str, prompts: Sequence[Prompt], track: Track, concurrency: int
+) -> Column:
+    """All prompts once, ``concurrency`` at a time."""
+    title = f"{path}, {'alone' if concurrency == 1 else f'{concurrency} at a time'}"
+    advance = track(title, len(prompts))
+    answers: list[tuple[int, ...]] = []
     with TokenClient(url, settings.timeout_s) as client:
         model = client.model()
 
         def ask(index: int) -> list[int]:
             return client.greedy(model, prompts[index].token_ids, settings.max_tokens)
 
-        for concurrency, mode in ((1, "alone"), (settings.concurrency, f"{settings.concurrency} at a time")):
-            title = f"{path}, {mode}"
-            advance = track(title, len(prompts))
-            answers: list[tuple[int, ...]] = []
-            for _, answer in ask_all(ask, len(prompts), concurrency):
-                answers.append(tuple(answer))
-                advance()
-            columns.append(Column(title, tuple(answers)))
-    return columns
+        for _, answer in ask_all(ask, len(prompts), concurrency):
+            answers.append(tuple(answer))
+            advance()
+    return Column(title, tuple(answers))
 
 
 def _gaps(

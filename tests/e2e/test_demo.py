@@ -134,4 +134,6 @@ async def test_a_killed_worker_costs_time_but_no_token(deployment: LocalDeployme
 
 def sampled(metrics: str) -> float:
     """Tokens a worker has sampled, from its metrics page."""
-    return next(float(line.split()[1]) for line in metrics.splitlines() if line.startswith("kvrelay_sampled_tokens_total"))
+    return next(
+        float(line.split()[1]) for line in metrics.splitlines() if line.startswith("kvrelay_sampled_tokens_total")
+    )

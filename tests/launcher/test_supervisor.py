@@ -27,7 +27,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self._states: list[tuple[str, State]] = []
+        self.states: list[tuple[str, State]] = []
         self._changed = threading.Condition()
 
     def on_line(self, name: str, line: str) -> None:
@@ -35,12 +35,12 @@ class Recorder:
 
     def on_state(self, status: Status) -> None:
         with self._changed:
-            self._states.append((status.name, status.state))
+            self.states.append((status.name, status.state))
             self._changed.notify_all()
 
     def wait_for(self, name: str, state: State, count: int = 1) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._states.count((name, state)) >= count, 20), self._states
+            assert self._changed.wait_for(lambda: self.states.count((name, state)) >= count, 20), self.states
 
 
 def supervised(specs: list[ComponentSpec], recorder: Recorder, policy: RestartPolicy = QUICK) -> Supervisor:
@@ -109,6 +109,8 @@ def test_a_component_that_dies_later_is_restarted(make_spec: MakeSpec, recorder:
     recorder.wait_for("decode-0", State.READY, count=2)
     after = {status.name: status for status in supervisor.statuses()}
     assert after["decode-0"].num_restarts == 1
+    told = [state for name, state in recorder.states if name == "decode-0"]
+    assert told == [State.LOADING, State.READY, State.DIED, State.LOADING, State.READY], "each change is told once"
     assert after["decode-0"].pid != before["decode-0"]
     assert after["gateway"].pid == before["gateway"], "the others keep running"
     assert supervisor.stop(20)

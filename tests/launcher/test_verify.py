@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import threading
@@ -15,7 +16,9 @@ from kvrelay.common.errors import SettingsError
 from kvrelay.launcher import cli, verify
 from kvrelay.launcher.client import TokenClient
 from kvrelay.launcher.errors import VerifyError
+from kvrelay.launcher.local import LogRecorder
 from kvrelay.launcher.prompts import built_in_prompts, prompts_from_file, tokenizer_of
+from kvrelay.launcher.settings import LocalSettings
 from kvrelay.launcher.verify import Difference, first_difference
 
 NUM_POSITIONS = 4096
@@ -36,6 +39,7 @@ class FakeDeployment(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.wrong_length: int | None = None
         self.without_ids = False
+        self.num_handoffs = 0
         self.requests: list[dict[str, Any]] = []
 
     @property
@@ -47,7 +51,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: FakeDeployment
 
     def do_GET(self) -> None:
-        self.answer(200, {"data": [{"id": "tiny"}]})
+        if self.path == "/metrics":
+            lines = [
+                "# TYPE kvrelay_handoffs_total counter",
+                f'kvrelay_handoffs_total{{outcome="verified"}} {self.server.num_handoffs}.0',
+                'kvrelay_handoffs_total{outcome="integrity"} 7.0',
+            ]
+            self.answer_text("\n".join(lines) + "\n")
+        else:
+            self.answer_text(json.dumps({"data": [{"id": "tiny"}]}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -55,11 +67,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         token_ids = right_answer(body["prompt"], body["max_tokens"])
         if len(body["prompt"]) == self.server.wrong_length:
             token_ids[2] += 1
-        self.answer(200, {"choices": [{"text": ""} if self.server.without_ids else {"token_ids": token_ids}]})
+        choice = {"text": ""} if self.server.without_ids else {"token_ids": token_ids}
+        self.answer_text(json.dumps({"choices": [choice]}))
 
-    def answer(self, status: int, body: object) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
+    def answer_text(self, text: str) -> None:
+        data = text.encode()
+        self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -137,6 +150,52 @@ def test_a_server_that_sends_no_token_ids(
 def test_a_server_that_is_not_there() -> None:
     with TokenClient("http://127.0.0.1:9", 1.0) as client, pytest.raises(VerifyError, match="does not answer"):
         client.model()
+
+
+def fake_local_deployment(server: FakeDeployment, monkeypatch: pytest.MonkeyPatch) -> list[LocalSettings]:
+    """Deployments that verify starts are ``server``; returns the settings they were started with, one each."""
+    started: list[LocalSettings] = []
+
+    class Deployment(contextlib.nullcontext["Deployment"]):
+        url = server.url
+        admin_urls = {"decode-0": server.url}  # noqa: RUF012
+        log = LogRecorder()
+
+        def __enter__(self) -> Deployment:
+            return self
+
+        @classmethod
+        def from_settings(cls, settings: LocalSettings, _: Path) -> Deployment:
+            started.append(settings)
+            return cls()
+
+        def wait_ready(self, _: float) -> None:
+            self.log.on_line("decode-0", "a line of the log")
+
+    monkeypatch.setattr(verify, "LocalDeployment", Deployment)
+    return started
+
+
+def test_without_a_url_each_path_and_pass_has_a_deployment_of_its_own(
+    model: Path, deployment: FakeDeployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = fake_local_deployment(deployment, monkeypatch)
+    deployment.num_handoffs = 20
+    assert cli.run(["verify", "--model", str(model), "--max-tokens", "3", "--dtype", "bfloat16"]) == 0
+    assert "all 80 answers equal transformers" in capsys.readouterr().out
+    assert [settings.prefill for settings in started] == [0, 0, 1, 1]
+    assert {(settings.dtype, settings.local_prefill_max_tokens) for settings in started} == {("bfloat16", 0)}
+
+
+def test_prompts_that_were_not_handed_over_prove_nothing(
+    model: Path, deployment: FakeDeployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_local_deployment(deployment, monkeypatch)
+    deployment.num_handoffs = 19
+    assert cli.run(["verify", "--model", str(model), "--max-tokens", "3"]) == 1
+    message = capsys.readouterr().err
+    assert "only 19 of 20 prompts were handed over" in message
+    assert "decode-0 | a line of the log" in message
 
 
 def test_prompts_from_a_file(model: Path, deployment: FakeDeployment, tmp_path: Path) -> None:

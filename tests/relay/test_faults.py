@@ -174,7 +174,11 @@ LIES = {
 @pytest.mark.parametrize("cause", LIES)
 async def test_a_lie_is_refused_counted_and_survived(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
     liar = Liar(LIES[cause])
-    monkeypatch.setattr(BlockSender, "send", lambda sender, header, payload: liar.send(sender, header, payload))
+
+    def send(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+        return liar.send(sender, header, payload)
+
+    monkeypatch.setattr(BlockSender, "send", send)
     prompt = random.Random(1).choices(range(VOCAB), k=30)
     registries = [CollectorRegistry() for _ in range(3)]
     decodes = [decode_worker(registries[0]), decode_worker(registries[1])]

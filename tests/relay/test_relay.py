@@ -11,6 +11,7 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.fake import expected_output, fake_card
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode
+
 from .harness import relay
 
 VOCAB = 1000

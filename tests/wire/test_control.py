@@ -445,7 +445,7 @@ def test_it_works_on_uvloop(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
 
 async def test_a_client_that_the_server_forgot_begins_anew_at_once(net: Net) -> None:
-    worker, server, initiator, client = await net.linked()
+    _worker, server, initiator, client = await net.linked()
     server._drop("p")  # as after a silence that the client knows nothing of
     assert client.send(Cancel(request_id="r", attempt=1))
     assert await next_of(initiator.events) == "not known here: say Hello"

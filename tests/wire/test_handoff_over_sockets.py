@@ -673,4 +673,4 @@ def test_nobody_speaks_for_another_workers_hand_off(rig: Any) -> None:
     assert [lease["state"] for lease in rig.leases.snapshot()] == ["granted"]
     rig.leases.abort("p", Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="test"))
     assert rig.leases.snapshot() == []
-    rig.blocks.check_integrity()
+    rig.manager.check_integrity()

@@ -1,0 +1,51 @@
+"""One attempt as the prefill worker's service sees it: its phase, and who may still touch its blocks."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvrelay.common.sampling import SampledToken
+from kvrelay.engine.sequence import Sequence
+from kvrelay.wire.messages import Cancelled, Failed, HandedOver, Submit, Timings, Tokens
+
+Outcome = HandedOver | Tokens | Failed | Cancelled
+
+
+class Phase(enum.Enum):
+    """Where an entry stands."""
+
+    QUEUED = "queued"
+    COMPUTING = "computing"
+    HANDING_OVER = "handing_over"  # computed; the transfer goes on
+    CLOSING = "closing"  # the outcome is decided; blocks are still in use
+
+
+_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.QUEUED: frozenset({Phase.COMPUTING, Phase.CLOSING}),
+    Phase.COMPUTING: frozenset({Phase.HANDING_OVER, Phase.CLOSING}),
+    Phase.HANDING_OVER: frozenset({Phase.CLOSING}),
+    Phase.CLOSING: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One attempt on this worker."""
+
+    submit: Submit
+    gateway_id: str
+    sequence: Sequence
+    started_s: float | None = None
+    phase: Phase = Phase.QUEUED
+    outcome: Outcome | None = None
+    model_holds: bool = True  # the model thread may still touch the blocks
+    transfer_holds: bool = False  # sends in flight may still read the blocks
+    num_ready_blocks: int = 0
+    commit: tuple[SampledToken, Timings] | None = None  # computed, for a link that is not up yet
+
+    def advance(self, phase: Phase) -> None:
+        """Move on. Raises ValueError if the table has no such transition."""
+        if phase not in _TRANSITIONS[self.phase]:
+            raise ValueError(f"request {self.sequence.key}: no transition {self.phase.name} -> {phase.name}")
+        self.phase = phase

@@ -1,0 +1,73 @@
+"""Tiny random models on disk, and a driver that runs sequences through an engine the way a scheduler does."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.torch_engine import EngineOptions, TorchEngine
+
+VOCAB = 199
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,  # large, so that attention is not uniform and mistakes show
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+def save_model(directory: Path, config: Any, *, shard_size: str = "5GB", dtype: torch.dtype = torch.float32) -> Any:
+    """A random transformers model of ``config``, saved to ``directory`` and returned. Norms and biases random too."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(directory, max_shard_size=shard_size)
+    return model.eval()
+
+
+def load(directory: Path, **options: Any) -> TorchEngine:
+    """An engine on one CPU thread with a pool of 96 blocks of 16, unless told otherwise."""
+    chosen: dict[str, Any] = {"model_id": "tiny", "device": "cpu", "num_blocks": 96, **options}
+    return TorchEngine.load(EngineOptions(model_dir=directory, **chosen), lambda done, total: None)
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    """Random token ids."""
+    generator = random.Random(seed)
+    return [generator.randrange(VOCAB) for _ in range(count)]
+
+
+def sequence(token_ids: list[int], blocks: list[int], **sampling: Any) -> Sequence:
+    """A sequence that holds ``blocks``; greedy unless told otherwise."""
+    params = SamplingParams(**{"max_tokens": 100, "temperature": 0.0, **sampling})
+    return Sequence("r", 1, list(token_ids), len(token_ids), params, 0.0, block_table=list(blocks))
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A plain Llama, three query heads per KV head."""
+    directory = tmp_path_factory.mktemp("llama")
+    return directory, save_model(directory, transformers.LlamaConfig(**SIZES))

@@ -1,0 +1,69 @@
+"""The pool's bytes on the CPU: views, not copies, of the right memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvrelay.engine.kv_pool import KvPool
+from kvrelay.engine.model_config import load_config
+
+
+@pytest.fixture
+def pool(llama: tuple[Path, Any]) -> KvPool:
+    return KvPool(load_config(llama[0]), 6, 8, torch.bfloat16, torch.device("cpu"))
+
+
+def test_a_new_pool_is_zero_and_has_the_documented_shape(pool: KvPool) -> None:
+    assert pool.tensor.shape == (6, 3, 2, 2, 8, 16)
+    assert pool.tensor.is_contiguous()
+    assert not pool.tensor.any()
+    assert (pool.num_blocks, pool.block_nbytes) == (6, 3 * 2 * 2 * 8 * 16 * 2)
+
+
+def test_views_are_the_pools_own_memory(pool: KvPool) -> None:
+    view = pool.open_write(4)
+    assert (view.format, view.nbytes, view.readonly) == ("B", pool.block_nbytes, False)
+    view[:] = bytes(range(256)) * (pool.block_nbytes // 256)
+    pool.close_write(4)
+    assert bytes(pool.tensor[4].view(torch.uint8).flatten().tolist()) == bytes(view)
+    assert not pool.tensor[3].any()
+    assert not pool.tensor[5].any()
+    pool.tensor[4, 2, 1, 1, 7, 15] = 1.0
+    read = pool.open_read(4)
+    assert bytes(read[-2:]) == b"\x80\x3f"
+    pool.close_read(4)
+
+
+def test_blocks_can_be_copied_bit_for_bit(pool: KvPool) -> None:
+    pool.tensor[1] = torch.randn(pool.tensor[1].shape)
+    pool.open_write(2)[:] = pool.open_read(1)
+    assert torch.equal(pool.tensor[1], pool.tensor[2])
+
+
+@pytest.mark.parametrize("block_id", [-1, 6])
+def test_blocks_outside_the_pool_are_refused(pool: KvPool, block_id: int) -> None:
+    with pytest.raises(ValueError, match=f"block {block_id} of a pool of 6"):
+        pool.open_read(block_id)
+    with pytest.raises(ValueError, match=f"block {block_id} of a pool of 6"):
+        pool.open_write(block_id)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_bytes_travel_through_staging(llama: tuple[Path, Any]) -> None:
+    pool = KvPool(load_config(llama[0]), 6, 8, torch.bfloat16, torch.device("cuda"))
+    pool.tensor[1] = torch.randn(pool.tensor[1].shape, device="cuda")
+    torch.cuda.current_stream().synchronize()
+    first, second = pool.open_read(1), pool.open_read(1)
+    pool.open_write(2)[:] = first
+    pool.close_read(1)
+    pool.close_write(2)
+    pool.open_write(3)[:] = second  # still open for its reader, though the first one is done
+    pool.close_write(3)
+    pool.close_read(1)
+    assert torch.equal(pool.tensor[1], pool.tensor[2])
+    assert torch.equal(pool.tensor[1], pool.tensor[3])

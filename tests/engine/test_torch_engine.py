@@ -1,0 +1,205 @@
+"""The real engine against transformers: every architecture, ragged chunked batches, cached prefixes, decode."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.interface import StepRow
+from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.torch_engine import TorchEngine
+from tests.engine.conftest import SIZES, VOCAB, load, save_model, sequence, tokens
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+ARCHITECTURES = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "llama-tied": lambda: transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": True}),
+    "llama-biases": lambda: transformers.LlamaConfig(**{**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": lambda: transformers.LlamaConfig(**{**SIZES, "rope_parameters": LLAMA3_ROPE}),
+    "yarn-rope": lambda: transformers.LlamaConfig(**{**SIZES, "rope_parameters": YARN_ROPE}),
+    "linear-rope": lambda: transformers.LlamaConfig(**{**SIZES, "rope_parameters": LINEAR_ROPE}),
+    "mistral-window": lambda: transformers.MistralConfig(**SIZES, sliding_window=19),
+    "mistral-no-window": lambda: transformers.MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "qwen2-window": lambda: transformers.Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=13, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**{**SIZES, "head_dim": 32}),
+    "qwen3-bias": lambda: transformers.Qwen3Config(**{**SIZES, "attention_bias": True}),
+}
+
+
+def all_logprobs(row: Sequence) -> dict[str, Any]:
+    return {"num_logprobs": VOCAB}
+
+
+def logprobs(result: Any) -> torch.Tensor:
+    """A sampled token's log probabilities in vocabulary order."""
+    dense = torch.full((VOCAB,), -math.inf)
+    for token_id, value in result.top_logprobs:
+        dense[token_id] = value
+    return dense
+
+
+def reference(model: Any, token_ids: list[int]) -> torch.Tensor:
+    """transformers' log probabilities of the token after each of ``token_ids``, one plain forward pass."""
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([token_ids]), use_cache=False).logits[0].float(), dim=-1)
+
+
+def run(engine: TorchEngine, rows: list[tuple[Sequence, int]]) -> list[Any]:
+    """One step, and what a scheduler does afterwards."""
+    results = engine.step([StepRow(row, count) for row, count in rows])
+    for (row, count), result in zip(rows, results, strict=True):
+        assert (result is not None) == (count == row.num_uncomputed_tokens)
+        row.num_computed_tokens += count
+        if result is not None:
+            row.token_ids.append(result.token_id)
+    return results
+
+
+def check(model: Any, row: Sequence, result: Any, tolerance: float) -> None:
+    expected = reference(model, row.token_ids[:-1])[-1]
+    torch.testing.assert_close(logprobs(result), expected, atol=tolerance, rtol=tolerance)
+
+
+def drive(engine: TorchEngine, model: Any, tolerance: float) -> None:
+    """Chunked ragged prefill mixed with decode; every sampled distribution is compared."""
+    every = {"num_logprobs": VOCAB}
+    blocks = list(range(engine.card.num_blocks))
+    random.Random(3).shuffle(blocks)
+    lengths = (1, 70, 16, 33, 300, 2)
+    rows = []
+    for index, length in enumerate(lengths):
+        num_blocks = (length + 20) // 16 + 1
+        rows.append(sequence(tokens(index, length), [blocks.pop() for _ in range(num_blocks)], **every))
+    # A cached prefix: the fourth row's sibling reads its first two blocks and computes the rest only.
+    sibling = sequence(
+        rows[3].token_ids[:32] + tokens(9, 21), rows[3].block_table[:2] + [blocks.pop(), blocks.pop()], **every
+    )
+    chunks = (1, 17, 16, 33, 130, 2)
+    first = [(row, min(count, row.num_uncomputed_tokens)) for row, count in zip(rows, chunks, strict=True)]
+    for (row, _), result in zip(first, run(engine, first), strict=True):
+        if result is not None:
+            check(model, row, result, tolerance)
+    sibling.num_computed_tokens = 32
+    rows.append(sibling)
+    for _ in range(4):
+        step = [(row, min(90, row.num_uncomputed_tokens)) for row in rows]
+        for (row, _), result in zip(step, run(engine, step), strict=True):
+            if result is not None:
+                check(model, row, result, tolerance)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_gives_transformers_distributions(name: str, tmp_path: Path) -> None:
+    model = save_model(tmp_path, ARCHITECTURES[name](), shard_size="60KB" if name == "qwen2" else "5GB")
+    if name == "qwen2":
+        assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    drive(load(tmp_path), model, 2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.25), ("float16", 0.03)])
+def test_half_precision_is_near_the_fp32_model(dtype: str, tolerance: float, tmp_path: Path) -> None:
+    # Milder weights than elsewhere: a random deep model of large weights multiplies rounding by chaos.
+    model = save_model(tmp_path, transformers.LlamaConfig(**{**SIZES, "initializer_range": 0.12}))
+    engine = load(tmp_path, dtype=dtype)
+    assert engine.card.layout.kv_dtype == dtype
+    drive(engine, model, tolerance)
+
+
+def test_many_sequences_and_odd_block_sizes(llama: tuple[Path, Any]) -> None:
+    directory, model = llama
+    engine = load(directory, block_size=8, num_blocks=400)
+    rows = [
+        sequence(tokens(seed, 1 + seed % 23), [4 * seed + place for place in range(4)], num_logprobs=VOCAB)
+        for seed in range(70)
+    ]
+    for _ in range(2):
+        step = [(row, row.num_uncomputed_tokens) for row in rows]
+        results = run(engine, step)
+        for row, result in list(zip(rows, results, strict=True))[::9]:
+            check(model, row, result, 2e-5)
+
+
+def test_results_follow_the_callers_order_and_do_not_depend_on_the_batch(llama: tuple[Path, Any]) -> None:
+    directory, _ = llama
+    engine = load(directory)
+    sampling = {"temperature": 0.9, "seed": 11}
+
+    def rows() -> list[Sequence]:
+        return [
+            sequence(tokens(seed, 5 + 9 * seed), list(range(6 * seed, 6 * seed + 6)), **sampling) for seed in range(5)
+        ]
+
+    together = rows()
+    for _ in range(6):
+        run(engine, [(row, row.num_uncomputed_tokens) for row in reversed(together)])
+    for row, lone in zip(together, rows(), strict=True):
+        for _ in range(6):
+            run(engine, [(lone, lone.num_uncomputed_tokens)])
+        assert lone.token_ids == row.token_ids
+
+
+def test_blocks_moved_through_the_store_continue_the_sequence(llama: tuple[Path, Any]) -> None:
+    directory, model = llama
+    prefill, decode = load(directory), load(directory)
+    assert prefill.card.layout.fingerprint() == decode.card.layout.fingerprint()
+    source = sequence(tokens(1, 45), [5, 9, 2, 30], num_logprobs=VOCAB)
+    run(prefill, [(source, 45)])
+    target = sequence(source.token_ids, [40, 41, 42], num_logprobs=VOCAB)
+    for ours, theirs in zip(source.block_table[:3], target.block_table, strict=True):
+        decode.store.open_write(theirs)[:] = prefill.store.open_read(ours)
+        prefill.store.close_read(ours)
+        decode.store.close_write(theirs)
+    target.num_computed_tokens = 45
+    (result,) = run(decode, [(target, 1)])
+    check(model, target, result, 2e-5)
+
+
+def test_a_block_table_that_is_too_short_is_refused(llama: tuple[Path, Any]) -> None:
+    engine = load(llama[0])
+    row = sequence(tokens(0, 33), [1, 2])
+    with pytest.raises(ValueError, match="33 tokens behind 0 do not fit 2 blocks of 16"):
+        engine.step([StepRow(row, 33)])
+    with pytest.raises(ValueError, match="0 tokens"):
+        engine.step([StepRow(row, 0)])
+
+
+def test_an_empty_step_is_no_step(llama: tuple[Path, Any]) -> None:
+    assert load(llama[0]).step([]) == []
+
+
+def test_the_card_is_bounded_by_model_request_and_pool(llama: tuple[Path, Any]) -> None:
+    directory, _ = llama
+    assert load(directory).card.max_model_len == 1024
+    assert load(directory, max_model_len=100).card.max_model_len == 100
+    card = load(directory, num_blocks=10).card
+    assert (card.max_model_len, card.vocab_size, card.num_blocks) == (160, VOCAB, 10)
+    assert card.block_nbytes == 3 * 2 * 2 * 16 * 16 * 4
+    by_memory = load(directory, num_blocks=None, kv_memory_bytes=50 * card.block_nbytes + 5).card
+    assert by_memory.num_blocks == 50
+
+
+def test_a_pool_too_small_for_anything_is_refused(llama: tuple[Path, Any]) -> None:
+    with pytest.raises(ModelError, match="--kv-memory-mb gives a pool of 0 blocks"):
+        load(llama[0], num_blocks=None, kv_memory_bytes=1000)
+    with pytest.raises(ModelError, match="--num-blocks gives a pool of 3 blocks of 16 tokens; at least 64"):
+        load(llama[0], num_blocks=3)

@@ -1,0 +1,101 @@
+"""Fixtures of the kernel tests: they run on the GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from kvrelay.kernels import norm
+
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
+    torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2},
+}
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def faithful_interpreter(device: str) -> Iterator[None]:
+    """Closes two gaps of the interpreter: bf16 casts truncate there, and `tl.dot` multiplies bf16's raw bits."""
+    if device == "cuda":
+        yield
+        return
+    assert isinstance(norm._rms_norm_kernel, interpreter.InterpretedFunction), (
+        "kvrelay.kernels was imported without TRITON_INTERPRET=1, see tests/conftest.py"
+    )
+    builder = interpreter.InterpreterBuilder
+    original_cast, original_dot = builder.cast_impl, builder.create_dot
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+            return original_cast(self, src, dst_type)
+        bits = np.atleast_1d(src.data).view(np.uint32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        rounded[np.isnan(np.atleast_1d(src.data))] = 0x7FC0
+        return interpreter.TensorHandle(rounded.reshape(src.data.shape), tl.bfloat16)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return original_dot(self, a, b, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "cast_impl", cast_impl)
+        patch.setattr(builder, "create_dot", create_dot)
+        yield
+
+
+@pytest.fixture
+def assert_close() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Compares a result with its float64 reference, by the tolerance of the result's dtype; NaN fails."""
+
+    def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(actual.double(), expected.double(), **TOLERANCES[actual.dtype])
+
+    return check
+
+
+@pytest.fixture
+def randn(device: str) -> Callable[..., torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    return make
+
+
+@pytest.fixture
+def paged_context(device: str, randn: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Makes a pool and shuffled block tables; every slot that no context uses is NaN."""
+
+    def make(
+        seq_lens: list[int], num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks_of = [math.ceil(n / block_size) for n in seq_lens]
+        num_blocks = sum(blocks_of) + 1
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).to(device)
+        pool = torch.full((num_blocks, 2, 2, num_kv_heads, block_size, head_dim), math.nan).to(device, dtype)
+        # The last block of the shuffled order stays NaN and pads the tables.
+        tables = order[-1].repeat(len(seq_lens), max(blocks_of) + 1).int()
+        first = 0
+        for table, seq_len, count in zip(tables, seq_lens, blocks_of, strict=True):
+            table[:count] = order[first : first + count]
+            first += count
+            for position in range(seq_len):
+                slot = randn(2, num_kv_heads, head_dim, dtype=dtype)
+                pool[table[position // block_size], 1, :, :, position % block_size] = slot
+        return pool, tables
+
+    return make
