@@ -223,6 +223,8 @@ class Relay:
             event = await inbox.get()
             match event:
                 case TokenDelta():
+                    if event.timings is not None and event.timings.transfer_s is not None:
+                        is_handed_over = True  # the decode worker speaks: it has verified the KV
                     delta = self._accept(progress, event)
                     if delta is not None:
                         yield delta

@@ -213,10 +213,9 @@ def _prefill_attention_kernel(
     key_end = last_position + 1
     # Keys before masked_start are visible to every row of the tile. With a window one masked loop does it
     # all: a third loop, for the window's edge, made the kernel spill on sm80.
+    masked_start = (first_position + 1) // KEYS * KEYS
     if HAS_WINDOW:
         masked_start = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
-    else:
-        masked_start = (first_position + 1) // KEYS * KEYS
     table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride_seq
     head_ptr = pool_ptr + kv_head * pool_stride_head
 

@@ -22,8 +22,8 @@ __all__ = ["apply_penalties", "apply_penalties_reference", "kept_mask_reference"
 
 _LOG2_E = math.log2(math.e)
 _MAX_BLOCK = 8192
-# 1 / temperature is capped here: 0 * inf at the maximum would be NaN for a denormal temperature.
-_MAX_INVERSE_TEMPERATURE = tl.constexpr(1.0e30)
+# Keeps 1 / temperature finite: 0 * inf at the maximum would be NaN.
+_MIN_TEMPERATURE = tl.constexpr(1.0e-30)
 
 
 def kept_mask_reference(
@@ -43,9 +43,9 @@ def kept_mask_reference(
     """
     vocab = logits.shape[1]
     wide = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).double()
-    inverse = (1 / torch.where(temperature > 0, temperature, 1.0).double()).clamp(max=1e30)
+    divisor = torch.where(temperature > 0, temperature, 1.0).double().clamp(min=_MIN_TEMPERATURE.value)
     maximum = wide.amax(1, keepdim=True)
-    weights = torch.where(wide == maximum, 1.0, ((wide - maximum) * inverse[:, None]).exp())
+    weights = torch.where(wide == maximum, 1.0, ((wide - maximum) / divisor[:, None]).exp())
     sorted_logits, order = wide.sort(dim=1, descending=True)
 
     kth = torch.where((top_k > 0) & (top_k < vocab), top_k.long(), vocab) - 1
@@ -155,7 +155,7 @@ def _sample_kernel(
     if temperature <= 0.0:
         tl.store(tokens_ptr + row, best_token.to(tl.int64))
         return
-    exponent_scale = tl.minimum(1.0 / temperature, _MAX_INVERSE_TEMPERATURE) * LOG2_E
+    exponent_scale = LOG2_E / tl.maximum(temperature, _MIN_TEMPERATURE)
 
     # Both searches keep: the logits with a key >= low are enough, those with a key >= high are not. They
     # may stop early: top-k when exactly k logits are left, top-p when at most one lies in [low, high).

@@ -43,7 +43,7 @@ def test_what_a_config_leaves_out() -> None:
     config = parse()
     assert (config.num_kv_heads, config.head_dim, config.dtype) == (4, 16, "float32")
     assert (config.rope.kind, config.rope.theta) == ("default", 10000.0)
-    assert not (config.has_tied_embeddings or config.has_qkv_bias or config.has_o_bias or config.has_mlp_bias)
+    assert not any((config.has_tied_embeddings, config.has_qkv_bias, config.has_o_bias, config.has_mlp_bias))
     assert config.sliding_windows == (None,) * 4
 
 

@@ -46,10 +46,6 @@ ARCHITECTURES = {
 }
 
 
-def all_logprobs(row: Sequence) -> dict[str, Any]:
-    return {"num_logprobs": VOCAB}
-
-
 def logprobs(result: Any) -> torch.Tensor:
     """A sampled token's log probabilities in vocabulary order."""
     dense = torch.full((VOCAB,), -math.inf)
@@ -92,7 +88,7 @@ def drive(engine: TorchEngine, model: Any, tolerance: float) -> None:
         rows.append(sequence(tokens(index, length), [blocks.pop() for _ in range(num_blocks)], **every))
     # A cached prefix: the fourth row's sibling reads its first two blocks and computes the rest only.
     sibling = sequence(
-        rows[3].token_ids[:32] + tokens(9, 21), rows[3].block_table[:2] + [blocks.pop(), blocks.pop()], **every
+        rows[3].token_ids[:32] + tokens(9, 21), [*rows[3].block_table[:2], blocks.pop(), blocks.pop()], **every
     )
     chunks = (1, 17, 16, 33, 130, 2)
     first = [(row, min(count, row.num_uncomputed_tokens)) for row, count in zip(rows, chunks, strict=True)]
