@@ -23,9 +23,9 @@ from kvrelay.engine.batch import Batch, Ints
 _MASKED = torch.finfo(torch.float32).min / 2
 _CHUNK = 256  # keys per item
 _MAX_TILE = 64  # queries per item
-_PIECE_KV_BYTES = 2**21  # keys and values of one piece
-_MAX_PIECE_ITEMS = 16
-_PIECE_SCORES = 2**18  # fp32 scores of one piece
+_PIECE_KV_BYTES = 2**22  # keys and values of one piece
+_MAX_PIECE_ITEMS = 24
+_PIECE_SCORES = 2**19  # fp32 scores of one piece
 
 
 class AttentionScratch:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvrelay.gateway.chat_template import ChatTemplate
-from kvrelay.gateway.errors import ModelNotFoundError, UnavailableError
+from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
 from kvrelay.gateway.formats import ChatFormat, CompletionFormat
 from kvrelay.gateway.generation import Generation
 from kvrelay.gateway.openai_schema import ChatBody, CompletionBody, SamplingBody
@@ -49,10 +50,10 @@ class OpenAIRoutes:
         """Answer a chat."""
         self._check(body)
         text = self._template.render([message.for_template() for message in body.messages])
-        prompt = await self._encode(text, add_special_tokens=False)
+        prompt = await self._encode(text, "messages", add_special_tokens=False)
         max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        request_id: str = request.state.request_id
+        request_id = _internal_id(request)
         chat_format = ChatFormat(
             request_id,
             self._model_name,
@@ -67,7 +68,7 @@ class OpenAIRoutes:
         """Continue one text, or several."""
         self._check(body)
         max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        request_id: str = request.state.request_id
+        request_id = _internal_id(request)
         generations = [
             self._generation(body, f"{request_id}-{index}" if index else request_id, prompt, max_tokens, body.logprobs)
             for index, prompt in enumerate(await self._prompts(body))
@@ -99,13 +100,15 @@ class OpenAIRoutes:
         texts_or_ids: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
         for item in texts_or_ids:
             if isinstance(item, str):
-                prompts.append(await self._encode(item, add_special_tokens=True))
+                prompts.append(await self._encode(item, "prompt", add_special_tokens=True))
             else:
                 check_token_ids(item, min(card.vocab_size for card in self._pool.cards()))
                 prompts.append(item)
         return prompts
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    async def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        if not text.isascii():
+            _check_text(text, param)
         if len(text) < _LONG_TEXT:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
@@ -133,3 +136,18 @@ class OpenAIRoutes:
         return await self._responder.respond(
             request, Job(route, generations, answer, bool(body.stream), includes_usage)
         )
+
+
+def _internal_id(request: Request) -> str:
+    """The request's id with something of its own: clients may send the same id twice at a time, workers go by ids."""
+    return f"{request.state.request_id}.{secrets.token_hex(4)}"
+
+
+def _check_text(text: str, param: str) -> None:
+    """Raises InvalidRequestError on text that is no text: JSON escapes can spell half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{param} holds half of a surrogate pair (character {error.start}): not valid Unicode", param=param
+        ) from error

@@ -26,7 +26,8 @@ class ApiError(KvrelayError):
     code = "internal_error"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
+        # Errors quote what the client sent, and JSON can smuggle in half characters that no answer can carry.
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())
         self.param = param
         self.retry_after_s = retry_after_s
 

@@ -57,6 +57,10 @@ class Edge:
                 await error_response(error)(scope, receive, send_named)
                 return
             await self._app(scope, receive, send_named)
+        except Exception:
+            # Starlette raises again what the handler below has logged and answered; uvicorn would log it once more.
+            if status == 0:
+                raise
         finally:
             self._metrics.in_flight.dec()
             route = scope.get("route")
@@ -126,13 +130,23 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def _validation_error(error: RequestValidationError) -> InvalidRequestError:
-    """The first complaint, naming the field, its value and what is allowed."""
-    # Of a union the most telling member comes last where the others are of another type.
-    first = error.errors()[0]
-    names = [str(part) for part in first["loc"] if part not in ("body",)]
-    if first["type"] == "json_invalid":
-        return InvalidRequestError(f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    field = names[0] if names else "body"
-    value = first.get("input")
-    shown = "" if isinstance(value, dict) or first["type"] == "missing" else f", not {str(value)[:80]!r}"
-    return InvalidRequestError(f"{'.'.join(names) or 'body'}: {first['msg']}{shown}", param=field)
+    """The most telling complaint, naming the field, its value and what is allowed."""
+    complaints = error.errors()
+    if complaints[0]["type"] == "json_invalid":
+        reason = complaints[0].get("ctx", {}).get("error", complaints[0]["msg"])
+        return InvalidRequestError(f"the body is not valid JSON: {reason}")
+    # A field of several types complains once per type; the type that fits best got the furthest into the value.
+    deepest = max(len(complaint["loc"]) for complaint in complaints)
+    chosen = [complaint for complaint in complaints if len(complaint["loc"]) == deepest]
+    names = [str(part) for part in chosen[0]["loc"] if part != "body" and not _is_type_name(part)]
+    messages = " or ".join(
+        dict.fromkeys(complaint["msg"] for complaint in chosen[:4] if complaint["loc"][:-1] == chosen[0]["loc"][:-1])
+    )
+    value = chosen[0].get("input")
+    shown = "" if isinstance(value, dict) or chosen[0]["type"] == "missing" else f", not {str(value)[:80]!r}"
+    return InvalidRequestError(f"{'.'.join(names) or 'body'}: {messages}{shown}", param=names[0] if names else "body")
+
+
+def _is_type_name(part: object) -> bool:
+    """Whether a part of a location names a type of a union, and not a field."""
+    return isinstance(part, str) and (part in ("str", "int") or "[" in part or "constrained" in part)

@@ -1,7 +1,7 @@
 """Generations to HTTP: one JSON body or server-sent events, and the end of both when the client leaves.
 
-The status line waits for the first tokens, so that what fails before them is a proper HTTP error. What fails later is one error event in
-the stream, never a silent cut.
+The status line waits for the first tokens, so that what fails before them is a proper HTTP error. What fails later is one error
+event in the stream, never a silent cut.
 """
 
 from __future__ import annotations

@@ -42,9 +42,9 @@ class _Tile:
 
 def _tile(head_dim_pad: int, element_size: int) -> _Tile:
     if element_size == 4:
-        return _Tile(rows=32, keys=32, num_warps=4, num_stages=1)
+        return _Tile(rows=32 if head_dim_pad <= 128 else 16, keys=32, num_warps=8, num_stages=1)
     if head_dim_pad <= 64:
-        return _Tile(rows=128, keys=64, num_warps=8, num_stages=3)
+        return _Tile(rows=64, keys=64, num_warps=4, num_stages=3)
     if head_dim_pad == 128:
         return _Tile(rows=128, keys=64, num_warps=8, num_stages=2)
     return _Tile(rows=64, keys=32, num_warps=8, num_stages=2)

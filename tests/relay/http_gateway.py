@@ -1,0 +1,146 @@
+"""The whole of kvrelay over HTTP in one process: the gateway's app on a real port, real workers on fake engines behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.trainers
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.fake import FakeEngine, fake_card
+from kvrelay.gateway.app import create_app
+from kvrelay.gateway.settings import GatewaySettings, RelaySettings
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.wire.settings import LinkSettings
+
+LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=5.0)
+VOCAB = 320
+CHAT_TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}<|assistant|>"
+
+
+def write_model(directory: Path) -> Path:
+    """A model directory without weights: a byte-level tokenizer of ``VOCAB`` ids and a chat template."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<eos>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    corpus = ["the quick brown fox jumps over the lazy dog, and then the dog jumps over the fox again and again"] * 9
+    backend.train_from_iterator(corpus, trainer)
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return directory
+
+
+@dataclass
+class Deployment:
+    """What a test talks to."""
+
+    url: str
+    client: httpx.AsyncClient
+    prefill: PrefillWorker
+    decodes: list[DecodeWorker]
+
+    async def settled(self) -> None:
+        """Wait until no worker knows any request, then check that every block is free or cached."""
+        workers = [self.prefill, *self.decodes]
+        async with asyncio.timeout(20):
+            while any(worker.service.num_entries for worker in workers):
+                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+        for worker in workers:
+            worker.blocks.check_integrity()
+            ledger = worker.blocks.ledger()
+            assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger
+
+    async def metric(self, name: str) -> float:
+        """The sum of all samples of a metric of the gateway."""
+        lines = (await self.client.get("/metrics")).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+
+
+class _Server(uvicorn.Server):
+    def install_signal_handlers(self) -> None:
+        """The test process keeps its signals."""
+
+
+@asynccontextmanager
+async def deployment(
+    directory: Path, *, num_decodes: int = 1, num_blocks: int = 128, relay: RelaySettings | None = None
+) -> AsyncIterator[Deployment]:
+    """Everything up and ready; stopped afterwards."""
+    card = fake_card(vocab_size=VOCAB, num_blocks=num_blocks)
+    decodes = [
+        DecodeWorker(
+            FakeEngine(card),
+            DecodeSchedulerSettings(),
+            "tcp://127.0.0.1:*",
+            "tcp://127.0.0.1:*",
+            f"decode-{index}",
+            CollectorRegistry(),
+            link_settings=LINKS,
+        )
+        for index in range(num_decodes)
+    ]
+    prefill = PrefillWorker(
+        FakeEngine(card),
+        PrefillSchedulerSettings(),
+        "tcp://127.0.0.1:*",
+        "prefill",
+        CollectorRegistry(),
+        link_settings=LINKS,
+    )
+    workers: Sequence[PrefillWorker | DecodeWorker] = [*decodes, prefill]
+    for worker in workers:
+        await worker.start()
+    settings = GatewaySettings(
+        relay=relay or RelaySettings(local_prefill_max_tokens=0, room_timeout_s=5.0),
+        model=str(directory),
+        served_model_name="tiny",
+        prefill_workers=(prefill.address,),
+        decode_workers=tuple(worker.address for worker in decodes),
+        max_body_bytes=100_000,
+    )
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    app = create_app(settings, link_settings=LINKS)
+    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=2))
+    serving = asyncio.create_task(server._serve(sockets=[listener]))
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            async with asyncio.timeout(20):
+                while not await _is_ready(client):
+                    await asyncio.sleep(0.01)  # polls for a state, bounded by the timeout above
+            yield Deployment(url, client, prefill, decodes)
+    finally:
+        server.should_exit = True
+        await serving
+        for worker in reversed(workers):
+            await worker.stop()
+
+
+async def _is_ready(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/health/ready")).status_code == 200
+    except httpx.TransportError:
+        return False

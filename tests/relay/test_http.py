@@ -1,0 +1,292 @@
+"""HTTP in, tokens out, through the whole relay: formats, bad input, clients that leave, neighbours that must not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kvrelay.engine.fake import expected_output
+from kvrelay.gateway.tokenizer import Tokenizer
+
+from .http_gateway import VOCAB, Deployment, deployment, write_model
+
+GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def up(model: Path) -> AsyncIterator[Deployment]:
+    async with deployment(model) as running:
+        yield running
+
+
+async def events(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[Any]:
+    """The events of a stream, parsed; [DONE] checked and left out."""
+    async with client.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line async for line in response.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+async def test_a_completion_is_what_the_engine_says(up: Deployment) -> None:
+    prompt = list(range(3, 40))
+    response = await up.client.post("/v1/completions", json={**GREEDY, "prompt": prompt, "max_tokens": 20})
+    body = response.json()
+    expected = expected_output(prompt, 20, VOCAB)
+    assert body["choices"][0]["token_ids"] == expected
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"]["prompt_tokens"] == 37
+    assert body["usage"]["completion_tokens"] == 20
+    again = await events(up.client, "/v1/completions", {**GREEDY, "prompt": prompt, "max_tokens": 20})
+    assert [token for event in again for token in event["choices"][0]["token_ids"]] == expected
+    assert "".join(event["choices"][0]["text"] for event in again) == body["choices"][0]["text"]
+    await up.settled()
+
+
+async def test_the_openai_client_both_ways(up: Deployment) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{up.url}/v1", api_key="x", max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": "the quick brown fox"}]
+        whole = await client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=12, temperature=0, logprobs=True, top_logprobs=0
+        )
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].usage is not None
+        assert whole.usage is not None
+        assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+        assert [model.id for model in (await client.models.list()).data] == ["tiny"]
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="other", messages=messages)
+    await up.settled()
+
+
+async def test_several_prompts_are_several_choices(up: Deployment) -> None:
+    prompts = [[5, 6, 7], [9] * 20, [11]]
+    body = (await up.client.post("/v1/completions", json={**GREEDY, "prompt": prompts, "max_tokens": 5})).json()
+    assert [choice["token_ids"] for choice in body["choices"]] == [expected_output(p, 5, VOCAB) for p in prompts]
+    assert body["usage"]["prompt_tokens"] == 24
+    streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for event in await events(up.client, "/v1/completions", {**GREEDY, "prompt": prompts, "max_tokens": 5}):
+        streamed[event["choices"][0]["index"]] += event["choices"][0]["token_ids"]
+    assert list(streamed.values()) == [expected_output(p, 5, VOCAB) for p in prompts]
+
+
+async def test_a_stop_string_ends_text_and_work(up: Deployment, model: Path) -> None:
+    prompt = [5, 6, 7, 8]
+    tokenizer = Tokenizer.load(model)
+    text = tokenizer.decode(expected_output(prompt, 60, VOCAB))
+    printable = [place for place in range(10, len(text) - 4) if text[place : place + 3].isascii()]
+    stop = text[printable[0] : printable[0] + 3]
+    body = {**GREEDY, "prompt": prompt, "max_tokens": 400, "stop": [stop, "never there"]}
+    whole = (await up.client.post("/v1/completions", json=body)).json()["choices"][0]
+    assert whole["text"] == text[: text.find(stop)]
+    assert whole["finish_reason"] == "stop"
+    streamed = await events(up.client, "/v1/completions", body)
+    assert "".join(event["choices"][0]["text"] for event in streamed) == whole["text"]
+    await up.settled()
+
+
+async def test_a_second_turn_finds_its_first(up: Deployment) -> None:
+    prompt = [5] * 40
+    for cached in (0, 36):
+        body = {**GREEDY, "prompt": prompt, "max_tokens": 4}
+        usage = (await up.client.post("/v1/completions", json=body)).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_takes_its_request_along(up: Deployment, stream: bool) -> None:
+    body = {**GREEDY, "prompt": [5] * 40, "max_tokens": 400, "stream": stream}
+    if stream:
+        async with up.client.stream("POST", "/v1/completions", json=body) as response:
+            await anext(response.aiter_lines())
+    else:
+        request = asyncio.create_task(up.client.post("/v1/completions", json=body))
+        while not up.decodes[0].service.num_entries:
+            await asyncio.sleep(0.002)  # polls for a state: the request runs
+        request.cancel()
+    await up.settled()
+    assert await up.metric("kvrelay_client_disconnects_total") == 1
+
+
+async def test_equal_request_ids_do_not_mix_requests(up: Deployment) -> None:
+    headers = {"x-request-id": "the-same"}
+    prompts = [[index] * 20 for index in range(2, 8)]
+    responses = await asyncio.gather(
+        *(
+            up.client.post("/v1/completions", json={**GREEDY, "prompt": p, "max_tokens": 12}, headers=headers)
+            for p in prompts
+        )
+    )
+    for prompt, response in zip(prompts, responses, strict=True):
+        assert response.headers["x-request-id"] == "the-same"
+        assert response.json()["choices"][0]["token_ids"] == expected_output(prompt, 12, VOCAB)
+    junk = await up.client.get("/v1/models", headers={"x-request-id": "no\tgood id"})
+    assert junk.headers["x-request-id"] != "no\tgood id"
+
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+USER = [{"role": "user", "content": "hi"}]
+
+BAD = {
+    "empty messages": (CHAT, {"messages": []}, 400, "messages", "at least 1"),
+    "no messages": (CHAT, {}, 400, "messages", "required"),
+    "messages of the wrong type": (CHAT, {"messages": "hi"}, 400, "messages", "list"),
+    "a message without role": (CHAT, {"messages": [{"content": "x"}]}, 400, "messages", "role"),
+    "content of the wrong type": (CHAT, {"messages": [{"role": "user", "content": 7}]}, 400, "messages", "7"),
+    "a picture": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        400,
+        "messages",
+        "text",
+    ),
+    "temperature too high": (CHAT, {"messages": USER, "temperature": 3}, 400, "temperature", "less than or equal to 2"),
+    "temperature of the wrong type": (CHAT, {"messages": USER, "temperature": "hot"}, 400, "temperature", "hot"),
+    "top_p of zero": (CHAT, {"messages": USER, "top_p": 0}, 400, "top_p", "greater than 0"),
+    "top_p too high": (CHAT, {"messages": USER, "top_p": 1.5}, 400, "top_p", "1.5"),
+    "top_k below": (CHAT, {"messages": USER, "top_k": -2}, 400, "top_k", "-2"),
+    "min_p too high": (CHAT, {"messages": USER, "min_p": 2}, 400, "min_p", "less than or equal to 1"),
+    "repetition_penalty of zero": (CHAT, {"messages": USER, "repetition_penalty": 0}, 400, "repetition_penalty", "0"),
+    "presence_penalty too high": (CHAT, {"messages": USER, "presence_penalty": 3}, 400, "presence_penalty", "2"),
+    "frequency_penalty too low": (CHAT, {"messages": USER, "frequency_penalty": -3}, 400, "frequency_penalty", "-2"),
+    "seed too large": (CHAT, {"messages": USER, "seed": 2**63}, 400, "seed", "less than"),
+    "max_tokens of zero": (CHAT, {"messages": USER, "max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+    "max_tokens beyond the model": (CHAT, {"messages": USER, "max_tokens": 5000}, 400, "max_tokens", "512"),
+    "too many stops": (CHAT, {"messages": USER, "stop": ["x"] * 17}, 400, "stop", "16"),
+    "too many logprobs": (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
+    "two choices": (CHAT, {"messages": USER, "n": 2}, 400, "n", "not supported"),
+    "tools": (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    "an unknown model": (CHAT, {"messages": USER, "model": "gpt-9"}, 404, "model", "'tiny'"),
+    "a prompt that is too long": (TEXT, {"prompt": [5] * 600}, 400, "prompt", "600"),
+    "an empty list as prompt": (TEXT, {"prompt": []}, 400, "prompt", ""),
+    "a token id out of range": (TEXT, {"prompt": [5, 320]}, 400, "prompt", "0 to 319"),
+    "a negative token id": (TEXT, {"prompt": [-1]}, 400, "prompt", ""),
+    "a prompt of the wrong type": (TEXT, {"prompt": {"a": 1}}, 400, "prompt", ""),
+    "echo": (TEXT, {"prompt": "x", "echo": True}, 400, "echo", "not supported"),
+}
+
+
+@pytest.fixture(scope="module")
+def shared_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("shared"))
+
+
+async def test_bad_input_is_refused_by_name_and_hurts_no_neighbour(shared_model: Path) -> None:
+    """All bad requests while a good one streams; each gets its own clear error."""
+    prompt = [5] * 30
+    async with deployment(shared_model) as up:
+        neighbour = asyncio.create_task(events(up.client, TEXT, {**GREEDY, "prompt": prompt, "max_tokens": 400}))
+        for name, (path, body, status, param, text) in BAD.items():
+            response = await up.client.post(path, json=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (status, param), (name, response.text)
+            assert text in error["message"], (name, error)
+            assert "Traceback" not in response.text
+        streamed = await neighbour
+        assert [t for e in streamed for t in e["choices"][0]["token_ids"]] == expected_output(prompt, 400, VOCAB)
+        await up.settled()
+
+
+RAW = {
+    "invalid JSON": (b'{"messages": [', 400),
+    "invalid UTF-8": (b'{"prompt": "\xff\xfe"}', 400),
+    "no JSON at all": (b"\x00\x01\x02", 400),
+    "a number": (b"7", 400),
+    "empty": (b"", 400),
+    "a lone surrogate": (b'{"prompt": "\\ud800", "max_tokens": 1}', 400),
+    "NUL characters": (b'{"prompt": "a\\u0000b", "max_tokens": 1}', 200),
+    "nested deeply": (b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", 400),
+    "10 MB": (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_raw_bodies(up: Deployment, name: str, chunked: bool) -> None:
+    body, status = RAW[name]
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, max(1, len(body)), 50_000):
+            yield body[start : start + 50_000]
+
+    headers = {"content-type": "application/json"}
+    try:
+        response = await up.client.post(TEXT, content=pieces() if chunked else body, headers=headers)
+    except httpx.TransportError:
+        assert status == 413  # the server may close while the client still sends
+        return
+    assert response.status_code == status, response.text
+    if status != 200:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    await up.settled()
+
+
+async def test_unknown_routes_and_methods(up: Deployment) -> None:
+    for method, path, status in (("GET", "/nowhere", 404), ("GET", CHAT, 405), ("POST", "/v1/models", 405)):
+        response = await up.client.request(method, path)
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    for path in ("/docs", "/openapi.json", "/health/live", "/metrics"):
+        assert (await up.client.get(path)).status_code == 200
+
+
+async def test_a_full_pool_is_an_honest_503(model: Path) -> None:
+    from kvrelay.engine.block_manager import Owner, OwnerKind  # noqa: PLC0415
+    from kvrelay.gateway.settings import RelaySettings  # noqa: PLC0415
+
+    async with deployment(model, relay=RelaySettings(local_prefill_max_tokens=0, room_timeout_s=0.3)) as up:
+        blocks = up.decodes[0].blocks
+        hoarder = Owner(OwnerKind.LEASE, "hoarder")
+        blocks.allocate(hoarder, blocks.num_allocatable)
+        response = await up.client.post(TEXT, json={**GREEDY, "prompt": [5] * 30, "max_tokens": 4})
+        assert response.status_code == 503, response.text
+        assert int(response.headers["retry-after"]) >= 1
+        blocks.release(hoarder)
+        response = await up.client.post(TEXT, json={**GREEDY, "prompt": [5] * 30, "max_tokens": 4})
+        assert response.json()["choices"][0]["token_ids"] == expected_output([5] * 30, 4, VOCAB)
+
+
+async def test_sampling_is_the_clients_seed_whatever_the_batch(up: Deployment) -> None:
+    body = {
+        "prompt": [5] * 20,
+        "max_tokens": 16,
+        "seed": 7,
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+    async def one(seed: int) -> list[int]:
+        response = await up.client.post(TEXT, json={**body, "seed": seed})
+        ids: list[int] = response.json()["choices"][0]["token_ids"]
+        return ids
+
+    alone = await one(7)
+    together = await asyncio.gather(*(one(seed) for seed in (1, 7, 9, 7)))
+    assert together[1] == together[3] == alone
+    assert together[0] != alone
