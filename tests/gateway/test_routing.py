@@ -1,0 +1,73 @@
+"""Routing policies: pure functions of what workers reported."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvrelay.gateway.routing import POLICIES, Route, WorkerView, least_loaded, round_robin
+
+
+def view(address: str, **changes: object) -> WorkerView:
+    base = WorkerView(
+        address=address,
+        fingerprint=b"f",
+        num_requests=0,
+        num_waiting_tokens=0,
+        num_free_blocks=100,
+        num_blocks=100,
+        block_size=16,
+    )
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values())
+def test_nobody_there_is_no_route(policy: object) -> None:
+    assert callable(policy)
+    assert policy([view("p")], [], 10, 0) is None
+    assert policy([view("p")], [view("d", fingerprint=b"other")], 10, 0) is None
+    assert policy([], [view("d")], 10, 0) == Route(None, "d")
+
+
+@pytest.mark.parametrize("policy", POLICIES.values())
+def test_only_workers_whose_kv_fits_are_paired(policy: object) -> None:
+    assert callable(policy)
+    prefills = [view("p1", fingerprint=b"1"), view("p2", fingerprint=b"2")]
+    decodes = [view("d2", fingerprint=b"2"), view("d3", fingerprint=b"3")]
+    assert {policy(prefills, decodes, 10, turn) for turn in range(4)} == {Route("p2", "d2")}
+
+
+def test_round_robin_takes_everybody_in_turn() -> None:
+    prefills, decodes = [view("p2"), view("p1")], [view("d1"), view("d2"), view("d3")]
+    routes = [round_robin(prefills, decodes, 10, turn) for turn in range(6)]
+    assert [route.prefill for route in routes if route] == ["p1", "p2"] * 3
+    assert [route.decode for route in routes if route] == ["d1", "d2", "d3"] * 2
+
+
+def test_the_prefill_worker_with_the_least_to_compute_is_taken() -> None:
+    busy, idle = view("p1", num_waiting_tokens=1000), view("p2", num_waiting_tokens=10)
+    assert least_loaded([busy, idle], [view("d")], 10, 0) == Route("p2", "d")
+    sent = dataclasses.replace(idle, pending_tokens=2000)  # since its last report
+    assert least_loaded([busy, sent], [view("d")], 10, 0) == Route("p1", "d")
+
+
+def test_the_decode_worker_with_room_and_the_least_in_use_is_taken() -> None:
+    full = view("d1", num_free_blocks=1)
+    half, most = view("d2", num_free_blocks=50), view("d3", num_free_blocks=40)
+    assert least_loaded([], [full, half, most], 160, 0) == Route(None, "d2")
+    sent = dataclasses.replace(half, pending_tokens=45 * 16)
+    assert least_loaded([], [full, sent, most], 160, 0) == Route(None, "d3")
+    assert least_loaded([], [full], 160, 0) == Route(None, "d1")  # it will say itself when there is room
+
+
+def test_a_burst_spreads_over_equal_workers() -> None:
+    decodes = {address: view(address) for address in ("d1", "d2", "d3")}
+    for turn in range(9):
+        route = least_loaded([], list(decodes.values()), 16, turn)
+        assert route is not None
+        chosen = decodes[route.decode]
+        decodes[route.decode] = dataclasses.replace(
+            chosen, pending_requests=chosen.pending_requests + 1, pending_tokens=chosen.pending_tokens + 16
+        )
+    assert [one.pending_requests for one in decodes.values()] == [3, 3, 3]
