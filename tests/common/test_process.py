@@ -1,0 +1,127 @@
+"""A worker process from start to SIGTERM, with a component that only plays one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from kvrelay.common.admin import AdminServer
+from kvrelay.common.errors import ModelError, SettingsError
+from kvrelay.common.process import ProcessSettings, run_process
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Played:
+    """Remembers what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.reasons: list[str] = []
+        self.may_drain = asyncio.Event()
+        self.is_draining = asyncio.Event()
+
+    async def start(self) -> None:
+        self.calls.append("start")
+
+    def not_live(self) -> list[str]:
+        return []
+
+    def not_ready(self) -> list[str]:
+        return self.reasons
+
+    def debug_kv(self) -> dict[str, Any]:
+        return {"blocks": 7}
+
+    async def drain(self) -> None:
+        self.calls.append("drain")
+        self.is_draining.set()
+        await self.may_drain.wait()
+
+    async def stop(self) -> None:
+        self.calls.append("stop")
+
+
+async def until(client: httpx.AsyncClient, status: int) -> Any:
+    """Ask for readiness until it answers with ``status``; bounded by the test's timeout."""
+    while True:
+        try:
+            response = await client.get("/health/ready")
+        except httpx.TransportError:
+            await asyncio.sleep(0.01)
+            continue
+        if response.status_code == status:
+            return response.json()
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.timeout(60)
+async def test_from_loading_to_exit_0() -> None:
+    port, played, may_load = free_port(), Played(), threading.Event()
+    registry = CollectorRegistry()
+    Counter("things", "Things", registry=registry).inc()
+
+    def load() -> Played:
+        may_load.wait()
+        return played
+
+    running = asyncio.create_task(run_process(load, ProcessSettings("127.0.0.1", port, 30.0), registry, "played"))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        assert (await until(client, 503))["reasons"] == ["the model is loading"]
+        assert (await client.get("/health/live")).status_code == 200
+        may_load.set()
+        await until(client, 200)
+        assert "things_total 1.0" in (await client.get("/metrics")).text
+        assert (await client.get("/debug/kv")).json() == {"blocks": 7}
+        played.reasons = ["the KV port is dead"]
+        assert (await until(client, 503))["reasons"] == ["the KV port is dead"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        await played.is_draining.wait()
+        assert "draining" in (await client.get("/health/ready")).json()["reasons"]
+        played.may_drain.set()
+    assert await running == 0
+    assert played.calls == ["start", "drain", "stop"]
+
+
+@pytest.mark.timeout(60)
+async def test_a_second_signal_does_not_wait_for_requests() -> None:
+    port, played = free_port(), Played()
+    settings = ProcessSettings("127.0.0.1", port, 3600.0)
+    running = asyncio.create_task(run_process(lambda: played, settings, CollectorRegistry(), "played"))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        await until(client, 200)
+    os.kill(os.getpid(), signal.SIGINT)
+    await played.is_draining.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await running == 0
+    assert played.calls == ["start", "drain", "stop"]
+
+
+async def test_what_loading_raises_comes_out() -> None:
+    def load() -> Played:
+        raise ModelError("no such model")
+
+    with pytest.raises(ModelError, match="no such model"):
+        await run_process(load, ProcessSettings("127.0.0.1", 0, 1.0), CollectorRegistry(), "played")
+
+
+async def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=rf"127\.0\.0\.1:{port}"):
+            await AdminServer("127.0.0.1", port, Played(), CollectorRegistry()).start()
