@@ -59,7 +59,7 @@ def test_ragged_lengths_around_the_split_boundary(check: Callable[..., None], dt
 @pytest.mark.parametrize("max_splits", [1, 2, 3, 12])
 def test_more_keys_than_the_splits_hold_at_their_minimum(check: Callable[..., None], max_splits: int) -> None:
     """Splits grow where there are too few of them; eleven do not fit one round of the combine kernel."""
-    check([2800, 5], heads=(2, 1), head_dim=16, max_splits=max_splits, block_size=64, dtype=torch.float32)
+    check([2800, 5], heads=(8, 1), head_dim=16, max_splits=max_splits, block_size=64, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
