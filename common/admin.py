@@ -91,6 +91,7 @@ class AdminServer:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((self._host, self._port))
+            listener.listen()  # here, not in uvicorn's task: probes wait instead of being refused, a taken port raises
         except OSError as error:
             listener.close()
             raise SettingsError(

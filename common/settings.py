@@ -9,6 +9,7 @@ dataclass from such names and raises on anything it does not understand; nothing
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -104,6 +105,8 @@ def build(cls: type[T], values: Mapping[str, Any], *, source: str = "settings") 
         name = raw_name.replace("-", "_")
         if name not in infos:
             raise SettingsError(f"{source}: unknown setting {raw_name!r}; known are: {', '.join(sorted(infos))}")
+        if name in checked:
+            raise SettingsError(f"{source}: {name!r} is set twice, with '-' and with '_'")
         checked[name] = _check(infos[name], value, source)
     return _assemble(cls, checked, source)
 
@@ -172,7 +175,12 @@ def _convert(info: SettingInfo, value: Any, source: str) -> Any:
             raise ValueError("a truth value")
         if info.kind is int and isinstance(value, float):
             raise ValueError("not a whole number")
-        return info.kind(value)
+        if info.kind is str and not isinstance(value, str | int | float):
+            raise ValueError("not a single value")
+        converted = info.kind(value)
+        if isinstance(converted, float) and not math.isfinite(converted):
+            raise ValueError("passes no comparison, or every one")
+        return converted
     except (KeyError, ValueError, TypeError) as error:
         expected = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[info.kind]
         raise SettingsError(f"{source}: {info.flag} takes {expected}, not {value!r}") from error

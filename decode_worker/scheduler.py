@@ -16,14 +16,9 @@ from dataclasses import dataclass, field
 from kvrelay.common.block_hash import chain_hashes
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.engine.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence, SequenceStatus
-
-
-def owner_of(key: tuple[str, int]) -> Owner:
-    """The block owner of a sequence."""
-    return Owner(OwnerKind.SEQUENCE, f"{key[0]}/{key[1]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +137,7 @@ class DecodeScheduler:
         num_reusable = (sequence.num_tokens - 1) // block_size
         hashes = chain_hashes(self._root_hash, sequence.token_ids[: num_reusable * block_size], block_size)
         num_blocks = self._blocks.num_blocks_for(sequence.num_tokens)
-        allocation = self._blocks.allocate(owner_of(sequence.key), num_blocks, hashes)
+        allocation = self._blocks.allocate(sequence_owner(sequence.key), num_blocks, hashes)
         if allocation is None:
             return False
         sequence.block_hashes = hashes[: allocation.num_cached]
@@ -155,7 +150,7 @@ class DecodeScheduler:
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Schedule) -> bool:
         num_missing = self._blocks.num_blocks_for(num_tokens) - len(sequence.block_table)
         while num_missing > 0:
-            fresh = self._blocks.extend(owner_of(sequence.key), num_missing)
+            fresh = self._blocks.extend(sequence_owner(sequence.key), num_missing)
             if fresh is not None:
                 sequence.block_table.extend(fresh)
                 return True
@@ -173,7 +168,7 @@ class DecodeScheduler:
         # A row of this step may already be the victim's, if it decodes while an older one prefills: it must not
         # compute into blocks that it no longer owns.
         plan.rows[:] = [row for row in plan.rows if row.sequence is not sequence]
-        self._blocks.release(owner_of(sequence.key))
+        self._blocks.release(sequence_owner(sequence.key))
         sequence.block_table = []
         sequence.block_hashes = []
         sequence.num_computed_tokens = 0
@@ -193,11 +188,11 @@ class DecodeScheduler:
             tokens = sequence.token_ids[: num_full * block_size]
             sequence.block_hashes = chain_hashes(self._root_hash, tokens, block_size, known=sequence.block_hashes)
             for index in range(num_known, num_full):
-                self._blocks.publish(owner_of(sequence.key), index, sequence.block_hashes[index])
+                self._blocks.publish(sequence_owner(sequence.key), index, sequence.block_hashes[index])
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.set_status(SequenceStatus.FINISHED)
-        self._blocks.release(owner_of(sequence.key))
+        self._blocks.release(sequence_owner(sequence.key))
         sequence.block_table = []
 
 

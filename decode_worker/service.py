@@ -18,11 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.common.model_card import ModelCard
 from kvrelay.decode_worker.entries import Entry, Phase
 from kvrelay.decode_worker.model_worker import Add, Command, NewToken, Remove, Report
-from kvrelay.decode_worker.scheduler import owner_of
-from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.sequence import Sequence
 from kvrelay.wire.leases import LeaseTable, VerifiedLease
@@ -53,21 +51,11 @@ from kvrelay.wire.messages import (
     Welcome,
     WorkerState,
 )
-from kvrelay.wire.submit import invalid_submit
+from kvrelay.wire.submit import WorkerIdentity, submit_refusal
 
 logger = logging.getLogger(__name__)
 
 Key = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who this worker is, and what it serves."""
-
-    worker_id: str
-    epoch: int
-    card: ModelCard
-    max_waiting: int
 
 
 @dataclass(slots=True)
@@ -88,7 +76,7 @@ def lease_owner(lease_key: str) -> Owner:
 class DecodeService:
     """Implements the wire's ServerHandler; asyncio loop only, never blocks."""
 
-    def __init__(self, identity: Identity, blocks: BlockManager, clock: Callable[[], float]) -> None:
+    def __init__(self, identity: WorkerIdentity, blocks: BlockManager, clock: Callable[[], float]) -> None:
         self._identity = identity
         self._blocks = blocks
         self._clock = clock
@@ -187,7 +175,7 @@ class DecodeService:
 
     def _on_submit(self, gateway_id: str, submit: Submit) -> None:
         key = (submit.request_id, submit.attempt)
-        refusal = self._refusal(key, submit)
+        refusal = submit_refusal(submit, self._identity, self.status(), is_known=key in self._entries)
         if refusal is not None:
             self.ports.send(gateway_id, refusal)
             return
@@ -209,21 +197,6 @@ class DecodeService:
             arrival_s=now_s,
         )
         self.ports.loop.post(Add(sequence))
-
-    def _refusal(self, key: Key, submit: Submit) -> Failed | None:
-        def failed(code: FailureCode, detail: str, retry_after_s: float | None = None) -> Failed:
-            return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
-
-        invalid = invalid_submit(submit, self._identity.card)
-        if key in self._entries:
-            invalid = f"attempt {key[1]} of request {key[0]} is already here"
-        if invalid is not None:
-            return failed(FailureCode.INVALID, invalid)
-        if self.state is WorkerState.DRAINING:
-            return failed(FailureCode.DRAINING, f"decode worker {self._identity.worker_id} is shutting down")
-        if (num_waiting := self.status().num_waiting) >= self._identity.max_waiting:
-            return failed(FailureCode.QUEUE_FULL, f"{num_waiting} sequences wait already", retry_after_s=1.0)
-        return None
 
     def _on_cancel(self, peer_id: str, key: Key) -> None:
         entry = self._entries.get(key)
@@ -286,7 +259,7 @@ class DecodeService:
         )
         block_size = self._identity.card.layout.block_size
         sequence.block_hashes = offer.block_hashes[: len(offer.token_ids) // block_size]
-        self._blocks.hand_on(lease_owner(lease.lease_key), owner_of(key))
+        self._blocks.hand_on(lease_owner(lease.lease_key), sequence_owner(key))
         self.ports.loop.post(Add(sequence))
 
     def on_lease_rejected(self, lease_id: int, peer_id: str, key: Key, code: FailureCode, detail: str) -> None:

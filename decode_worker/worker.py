@@ -14,7 +14,7 @@ from kvrelay.common.block_hash import root_hash
 from kvrelay.common.errors import SettingsError
 from kvrelay.decode_worker.model_worker import Command, DecodeModelWorker, Report
 from kvrelay.decode_worker.scheduler import DecodeScheduler
-from kvrelay.decode_worker.service import DecodeService, Identity, Ports, lease_owner
+from kvrelay.decode_worker.service import DecodeService, Ports, lease_owner
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.block_manager import BlockManager
 from kvrelay.engine.health import ledger_json, not_live, not_ready
@@ -27,6 +27,7 @@ from kvrelay.wire.leases import LeaseSettings, LeaseTable, VerifiedLease
 from kvrelay.wire.messages import FailureCode
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
+from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.ticker import every
 
 _TICK_S = 0.2  # how late an expired lease may be reaped
@@ -99,7 +100,7 @@ class DecodeWorker:
         wire_metrics = WireMetrics(registry)
         self._model_worker = DecodeModelWorker(engine, scheduler, engine_metrics, self._emit)
         self._loop: ModelLoop[Command] = ModelLoop(self._model_worker, "decode-model")
-        identity = Identity(worker_id, time.time_ns(), card, settings.max_waiting)
+        identity = WorkerIdentity(worker_id, time.time_ns(), card, settings.max_waiting)
         self.service = DecodeService(identity, self.blocks, time.monotonic)
         self._events = _LeaseEvents(self.service)
         self.leases = LeaseTable(

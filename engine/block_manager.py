@@ -37,6 +37,11 @@ class Owner:
     key: str
 
 
+def sequence_owner(key: tuple[str, int]) -> Owner:
+    """The owner of a sequence's blocks, by its (request_id, attempt)."""
+    return Owner(OwnerKind.SEQUENCE, f"{key[0]}/{key[1]}")
+
+
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """Blocks for one owner: the first ``num_cached`` hold published content, the others must be written."""

@@ -90,8 +90,10 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
             f"{', '.join(SUPPORTED_ARCHITECTURES)}"
         )
 
-    def size(name: str) -> int:
+    def size(name: str, default: int | None = None) -> int:
         value = config.get(name)
+        if value is None and default is not None:
+            return default
         if value is None:
             raise ModelError(f"{directory}: config.json has no {name!r}")
         if not isinstance(value, int) or value < 1:
@@ -103,12 +105,12 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
     if config.get("quantization_config"):
         raise ModelError(f"{directory}: quantized checkpoints are not supported; use one in bf16, fp16 or fp32")
     num_q_heads, num_layers = size("num_attention_heads"), size("num_hidden_layers")
-    num_kv_heads = int(config.get("num_key_value_heads") or num_q_heads)
+    num_kv_heads = size("num_key_value_heads", num_q_heads)
     if num_q_heads % num_kv_heads:
         raise ModelError(
             f"{directory}: {num_q_heads} attention heads are no multiple of {num_kv_heads} key/value heads"
         )
-    head_dim = int(config.get("head_dim") or size("hidden_size") // num_q_heads)
+    head_dim = size("head_dim", size("hidden_size") // num_q_heads)
     if head_dim % 2:
         raise ModelError(f"{directory}: head_dim is {head_dim}; it must be even")
     attention_bias = bool(config.get("attention_bias", False))
@@ -122,7 +124,7 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6, directory),
         max_position_embeddings=size("max_position_embeddings"),
         has_tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         has_qkv_bias=is_qwen2 or attention_bias,
@@ -133,6 +135,13 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
         rope=RopeConfig.parse(config, directory),
         dtype=_dtype(config, directory),
     )
+
+
+def _number(config: Mapping[str, Any], name: str, default: float, directory: str) -> float:
+    value = default if config.get(name) is None else config[name]
+    if not isinstance(value, int | float):
+        raise ModelError(f"{directory}: {name!r} is {value!r}; it must be a number")
+    return float(value)
 
 
 def _dtype(config: Mapping[str, Any], directory: str) -> str:

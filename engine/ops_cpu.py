@@ -47,7 +47,9 @@ class CpuStep:
         first, second = heads.chunk(2, dim=-1)
         heads = (heads * self._cos).add_(torch.cat((second, first), dim=-1).mul_(self._sin))
         query, key = heads.split_with_sizes((query.shape[1], key.shape[1]), dim=1)
-        self._pool[:, layer][self._block_ids, :, :, self._offsets] = torch.stack((key, value), dim=1)
+        # A broken sequence's NaN would outlive it: attention reads a block's unwritten tail under a mask, and 0 * NaN is NaN.
+        kv = torch.stack((key, value), dim=1).nan_to_num_(0.0, 0.0, 0.0)
+        self._pool[:, layer][self._block_ids, :, :, self._offsets] = kv
         return query
 
     def attention(self, query: torch.Tensor, layer: int) -> torch.Tensor:

@@ -45,7 +45,7 @@ class RopeConfig:
             raise ModelError(
                 f"{directory}: rope type {shown!r} is not supported; supported are {', '.join(SUPPORTED_ROPE_TYPES)}"
             )
-        if float(parameters.pop("partial_rotary_factor", 1.0)) != 1.0:
+        if float(parameters.pop("partial_rotary_factor", None) or 1.0) != 1.0:
             raise ModelError(f"{directory}: partial_rotary_factor other than 1 is not supported")
         if kind in ("llama3", "yarn"):
             parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
@@ -57,7 +57,7 @@ class RopeConfig:
     @property
     def canonical(self) -> str:
         """One line that is equal exactly for equal settings."""
-        return f"{self.kind} theta={self.theta:g} {self.parameters}"
+        return f"{self.kind} theta={self.theta!r} {self.parameters}"
 
 
 def cos_sin_tables(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,9 @@ from kvrelay.engine.sequence import Sequence
 _SEED_MASK = 2**64 - 1
 _NUM_CANDIDATES = 1024  # likeliest tokens to look at before a whole vocabulary is sorted
 _CDF_BLOCK = 128  # tokens per block of the two-level cumulative distribution
+# Smaller ones, which a client may ask for, would turn logits into infinities and the row into NaN.
+_MIN_TEMPERATURE = 1e-6
+_MIN_REPETITION_PENALTY = 1e-6
 
 Floats = npt.NDArray[np.float32]
 
@@ -69,11 +72,16 @@ class SamplingRows:
                 entry_tokens += counts.keys()
                 entry_counts += counts.values()
         return cls(
-            temperature=np.array([row.temperature for row in params], dtype=np.float32),
+            temperature=np.array(
+                [max(row.temperature, _MIN_TEMPERATURE) if row.temperature > 0 else 0.0 for row in params],
+                dtype=np.float32,
+            ),
             top_k=np.array([min(row.top_k, 2**31 - 1) for row in params], dtype=np.int32),
             top_p=np.array([row.top_p for row in params], dtype=np.float32),
             min_p=np.array([row.min_p for row in params], dtype=np.float32),
-            repetition=np.array([row.repetition_penalty for row in params], dtype=np.float32),
+            repetition=np.array(
+                [max(row.repetition_penalty, _MIN_REPETITION_PENALTY) for row in params], dtype=np.float32
+            ),
             presence=np.array([row.presence_penalty for row in params], dtype=np.float32),
             frequency=np.array([row.frequency_penalty for row in params], dtype=np.float32),
             uniforms=uniforms(seeds, positions),
@@ -199,8 +207,9 @@ def _invert_cdf(logits: torch.Tensor, least: torch.Tensor | None, draws: torch.T
 
     Logits below ``least`` have no probability. Sums are fp64: in fp32, with a vocabulary of 100,000, they would move
     boundaries by more than rare tokens are wide. Two levels, blocks and then the tokens of one block, because an fp64
-    scan of everything costs more than the softmax.
+    scan of everything costs more than the softmax. A row of NaN yields some token: a broken row must not end its step.
     """
+    vocab_size = logits.shape[-1]
     weights = torch.softmax(logits, dim=-1)
     if least is not None:
         weights.mul_(logits >= least)
@@ -210,13 +219,15 @@ def _invert_cdf(logits: torch.Tensor, least: torch.Tensor | None, draws: torch.T
     block = _first_above(by_block, target)
     before = torch.where(block > 0, by_block.gather(1, (block - 1).clamp(min=0)), 0.0)
     in_block = weights[torch.arange(len(weights)), block[:, 0]].double().cumsum(dim=-1)
-    return (block * _CDF_BLOCK + _first_above(in_block, target - before))[:, 0]
+    tokens = block * _CDF_BLOCK + _first_above(in_block, target - before)
+    return tokens[:, 0].clamp_(max=vocab_size - 1)
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Index ``[n, 1]`` of the first element above the target; where rounding leaves none, of the last with any weight."""
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
+    index = torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
+    return index.clamp_(max=cumulative.shape[-1] - 1)
 
 
 def _with_logprobs(raw: torch.Tensor, token_ids: Seq[int], counts: Seq[int]) -> list[SampledToken]:

@@ -70,7 +70,13 @@ class TorchEngine:
             options.max_model_len or config.max_position_embeddings,
             num_blocks * options.block_size,
         )
-        pool = KvPool(config, num_blocks, options.block_size, dtype, device)
+        try:
+            pool = KvPool(config, num_blocks, options.block_size, dtype, device)
+        except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
+            raise ModelError(
+                f"a KV pool of {num_blocks} blocks of {block_nbytes / 2**20:.2f} MiB does not fit the memory ({error}): "
+                "lower --num-blocks or --kv-memory-mb"
+            ) from error
         digest = weights_digest(options.model_dir)
         card = ModelCard(
             layout=config.layout(options.model_id, digest, dtype_name, options.block_size),

@@ -178,6 +178,7 @@ def launches() -> list[Launch]:
         *_attention_launches(128, 32, 8, bf16, 4096),
         *_attention_launches(256, 16, 8, bf16, None),
         *_attention_launches(64, 9, 3, torch.float32, None),
+        *_attention_launches(128, 32, 8, torch.float32, None),
     ):
         # The rotary kernel does not depend on the window, the combine kernel on the dtype hardly at all.
         if launch.kernel.startswith(("_prefill", "_decode_split")) or "bfloat16 d128 32/8 window None" in launch.case:

@@ -76,7 +76,7 @@ class _Tile:
 
 def _tile(head_dim_pad: int, element_size: int) -> _Tile:
     if element_size == 4:
-        return _Tile(keys=32, num_warps=4, num_stages=1)
+        return _Tile(keys=32 if head_dim_pad <= 64 else 16, num_warps=4, num_stages=1)
     if head_dim_pad <= 64:
         return _Tile(keys=128, num_warps=4, num_stages=3)
     if head_dim_pad == 128:
@@ -305,10 +305,11 @@ def paged_decode_attention(
         require_unit_stride(name, tensor)
     require_window(sliding_window)
     max_splits = workspace.max_splits
-    require_shape("partial_out", workspace.partial_out, ("max_seqs", num_q_heads, max_splits, head_dim))
-    require_shape("partial_lse", workspace.partial_lse, (workspace.partial_out.shape[0], *q.shape[1:2], max_splits))
-    if num_seqs > workspace.partial_out.shape[0]:
-        raise ValueError(f"{num_seqs} sequences, the workspace holds {workspace.partial_out.shape[0]}")
+    max_seqs = workspace.partial_out.shape[0]
+    require_shape("partial_out", workspace.partial_out, (max_seqs, num_q_heads, max_splits, head_dim))
+    require_shape("partial_lse", workspace.partial_lse, (max_seqs, num_q_heads, max_splits))
+    if num_seqs > max_seqs:
+        raise ValueError(f"{num_seqs} sequences, the workspace holds {max_seqs}")
 
     head_dim_pad = next_power_of_2(head_dim)
     tile = _tile(head_dim_pad, pool.element_size())

@@ -14,15 +14,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from kvrelay.common.sampling import FinishReason, SampledToken
-from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.engine.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence, SequenceStatus
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
-
-
-def owner_of(key: tuple[str, int]) -> Owner:
-    """The block owner of a sequence."""
-    return Owner(OwnerKind.SEQUENCE, f"{key[0]}/{key[1]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +84,7 @@ class PrefillScheduler:
             sequence.num_computed_tokens += row.num_tokens
             num_ready_blocks = sequence.num_computed_tokens // self._blocks.block_size
             for index in range(num_full_before, num_ready_blocks):
-                self._blocks.publish(owner_of(sequence.key), index, sequence.block_hashes[index])
+                self._blocks.publish(sequence_owner(sequence.key), index, sequence.block_hashes[index])
             if token is not None:
                 num_ready_blocks = len(sequence.block_table)
                 self.running.remove(sequence)
@@ -103,7 +98,7 @@ class PrefillScheduler:
         # The last token is always computed anew: its logits are what the prompt is prefilled for.
         num_reusable = (sequence.num_tokens - 1) // block_size
         allocation = self._blocks.allocate(
-            owner_of(sequence.key), len(sequence.block_hashes), sequence.block_hashes[:num_reusable]
+            sequence_owner(sequence.key), len(sequence.block_hashes), sequence.block_hashes[:num_reusable]
         )
         if allocation is None:
             return False

@@ -18,15 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
-from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import SampledToken
-from kvrelay.engine.block_manager import BlockManager
+from kvrelay.engine.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.sequence import Sequence
 from kvrelay.prefill_worker.entries import Entry, Outcome, Phase
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.prefill_worker.model_worker import Add, Command, Remove, Report
-from kvrelay.prefill_worker.scheduler import Computed, owner_of
+from kvrelay.prefill_worker.scheduler import Computed
 from kvrelay.wire.messages import (
     PROTOCOL_MAX,
     Cancel,
@@ -47,7 +46,7 @@ from kvrelay.wire.messages import (
     Welcome,
     WorkerState,
 )
-from kvrelay.wire.submit import invalid_submit
+from kvrelay.wire.submit import WorkerIdentity, submit_refusal
 from kvrelay.wire.transfers import DecodeLink, TransferTable
 
 logger = logging.getLogger(__name__)
@@ -55,16 +54,6 @@ logger = logging.getLogger(__name__)
 _LINK_TIMEOUT_S = 10.0  # a decode worker that did not say Welcome by then is as good as gone
 
 Key = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who this worker is, and what it serves."""
-
-    worker_id: str
-    epoch: int
-    card: ModelCard
-    max_waiting: int
 
 
 @dataclass(slots=True)
@@ -80,7 +69,7 @@ class Ports:
 class PrefillService:
     """Implements the wire's ServerHandler, LinkHandler and TransferHandler. Asyncio loop only, never blocks."""
 
-    def __init__(self, identity: Identity, blocks: BlockManager, clock: Callable[[], float]) -> None:
+    def __init__(self, identity: WorkerIdentity, blocks: BlockManager, clock: Callable[[], float]) -> None:
         self._identity = identity
         self._blocks = blocks
         self._clock = clock
@@ -157,7 +146,9 @@ class PrefillService:
 
     def _on_submit(self, gateway_id: str, submit: Submit) -> None:
         key = (submit.request_id, submit.attempt)
-        refusal = self._refusal(key, submit)
+        refusal = submit_refusal(
+            submit, self._identity, self.status(), is_known=key in self._entries, needs_decode=True
+        )
         if refusal is not None:
             self.ports.send(gateway_id, refusal)
             return
@@ -175,24 +166,6 @@ class PrefillService:
         if submit.decode is not None:
             self.ports.links.link_to(submit.decode.address)  # connect while the prompt waits
         self.ports.loop.post(Add(sequence))
-
-    def _refusal(self, key: Key, submit: Submit) -> Failed | None:
-        def failed(code: FailureCode, detail: str, retry_after_s: float | None = None) -> Failed:
-            return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
-
-        num_waiting = sum(1 for entry in self._entries.values() if entry.phase is Phase.QUEUED)
-        invalid = invalid_submit(submit, self._identity.card)
-        if invalid is None and submit.decode is None:
-            invalid = "a prefill worker needs a decode worker to hand over to"
-        if key in self._entries:
-            invalid = f"attempt {key[1]} of request {key[0]} is already here"
-        if invalid is not None:
-            return failed(FailureCode.INVALID, invalid)
-        if self.state is WorkerState.DRAINING:
-            return failed(FailureCode.DRAINING, f"prefill worker {self._identity.worker_id} is shutting down")
-        if num_waiting >= self._identity.max_waiting:
-            return failed(FailureCode.QUEUE_FULL, f"{num_waiting} prompts wait already", retry_after_s=1.0)
-        return None
 
     # -- the model thread ------------------------------------------------------------------------------------------
 
@@ -379,7 +352,7 @@ class PrefillService:
         del self._entries[key]
         if self.state is WorkerState.DRAINING and not self._entries:
             self._drained.set()
-        self._blocks.release(owner_of(key))
+        self._blocks.release(sequence_owner(key))
         self.ports.loop.wake()  # a prompt may have waited for these blocks
         assert entry.outcome is not None
         self.ports.send(entry.gateway_id, entry.outcome)

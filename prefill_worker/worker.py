@@ -17,11 +17,12 @@ from kvrelay.engine.metrics import EngineMetrics
 from kvrelay.prefill_worker.links import DecodeLinks, LinkIdentity
 from kvrelay.prefill_worker.model_worker import Command, PrefillModelWorker, Report
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
-from kvrelay.prefill_worker.service import Identity, Ports, PrefillService
+from kvrelay.prefill_worker.service import Ports, PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.control import ControlServer
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
+from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.ticker import every
 from kvrelay.wire.transfers import TransferSettings, TransferTable
 
@@ -55,7 +56,7 @@ class PrefillWorker:
         wire_metrics = WireMetrics(registry)
         self._model_worker = PrefillModelWorker(engine, scheduler, engine_metrics, self._emit)
         self._loop: ModelLoop[Command] = ModelLoop(self._model_worker, "prefill-model")
-        identity = Identity(worker_id, time.time_ns(), card, settings.max_waiting)
+        identity = WorkerIdentity(worker_id, time.time_ns(), card, settings.max_waiting)
         self.service = PrefillService(identity, self.blocks, time.monotonic)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._server = ControlServer(address, self.service, link_settings, metrics=wire_metrics, context=self._context)

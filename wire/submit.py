@@ -1,9 +1,45 @@
-"""Whether a worker can ever compute a request: the checks that both kinds of worker make before anything else."""
+"""Whether a worker takes a request: the checks that both kinds of worker make before anything else."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvrelay.common.model_card import ModelCard
-from kvrelay.wire.messages import Submit
+from kvrelay.wire.messages import Failed, FailureCode, Status, Submit, WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who a worker is, and what it serves."""
+
+    worker_id: str
+    epoch: int  # differs for every start of the process
+    card: ModelCard
+    max_waiting: int  # requests that may wait; one more is refused
+
+
+def submit_refusal(
+    submit: Submit, identity: WorkerIdentity, status: Status, *, is_known: bool, needs_decode: bool = False
+) -> Failed | None:
+    """Why the worker does not take the request now, or ever; None if it does."""
+
+    def failed(code: FailureCode, detail: str, retry_after_s: float | None = None) -> Failed:
+        return Failed(
+            request_id=submit.request_id, attempt=submit.attempt, code=code, detail=detail, retry_after_s=retry_after_s
+        )
+
+    invalid = invalid_submit(submit, identity.card)
+    if needs_decode and submit.decode is None:
+        invalid = "a prefill worker needs a decode worker to hand over to"
+    if is_known:
+        invalid = f"attempt {submit.attempt} of request {submit.request_id} is already here"
+    if invalid is not None:
+        return failed(FailureCode.INVALID, invalid)
+    if status.state is WorkerState.DRAINING:
+        return failed(FailureCode.DRAINING, f"worker {identity.worker_id} is shutting down")
+    if status.num_waiting >= identity.max_waiting:
+        return failed(FailureCode.QUEUE_FULL, f"{status.num_waiting} requests wait already", retry_after_s=1.0)
+    return None
 
 
 def invalid_submit(submit: Submit, card: ModelCard) -> str | None:

@@ -8,9 +8,9 @@ import pytest
 
 from kvrelay.common.block_hash import root_hash
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.decode_worker.scheduler import DecodeScheduler, owner_of
+from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
 from kvrelay.engine.sequence import Sequence, SequenceStatus
 
 ROOT = root_hash(b"model")
@@ -39,7 +39,7 @@ class Rig:
         for row in plan.rows:
             covered = len(row.sequence.block_table) * BLOCK
             assert covered >= row.sequence.num_computed_tokens + row.num_tokens
-            assert row.sequence.block_table == self.blocks.owned_blocks(owner_of(row.sequence.key))
+            assert row.sequence.block_table == self.blocks.owned_blocks(sequence_owner(row.sequence.key))
         sampled = self.scheduler.postprocess(plan.rows, [SampledToken(7) if row.samples else None for row in plan.rows])
         self.finished += [one.request_id for one, _ in sampled if one.finish_reason is not None]
         self.blocks.check_integrity()
@@ -50,7 +50,7 @@ class Rig:
         made = sequence(name, length, arrival_s, max_tokens)
         allocation = self.blocks.allocate(Owner(OwnerKind.LEASE, name), length // BLOCK + 1)
         assert allocation is not None
-        self.blocks.hand_on(Owner(OwnerKind.LEASE, name), owner_of(made.key))
+        self.blocks.hand_on(Owner(OwnerKind.LEASE, name), sequence_owner(made.key))
         made.block_table = allocation.block_ids
         made.num_computed_tokens = length
         made.token_ids.append(7)

@@ -70,12 +70,12 @@ def test_ragged_batches(window: int | None, dtype: torch.dtype) -> None:
     compare(RAGGED, window=window, dtype=dtype)
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (9, 3), (8, 1), (14, 2)])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (9, 3), (8, 2), (8, 1), (14, 2)])
 def test_head_groups(heads: tuple[int, int]) -> None:
     compare([(600, 1), (3, 1), (0, 70), (300, 90)], heads=heads)
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 24, 64, 512])
+@pytest.mark.parametrize("block_size", [1, 4, 8, 24, 32, 64, 512])
 def test_block_sizes(block_size: int) -> None:
     compare([(600, 1), (3, 1), (0, 70), (300, 90)], block_size=block_size)
 
@@ -83,6 +83,37 @@ def test_block_sizes(block_size: int) -> None:
 @pytest.mark.parametrize("rows", [[(0, 1)], [(9, 1)], [(0, 2)], [(1000, 1)], [(0, 700)], [(900, 64)]])
 def test_lone_rows(rows: list[tuple[int, int]]) -> None:
     compare(rows)
+
+
+# A chunk of keys is 256 long, a tile of queries 64: contexts and windows that end just before, at and behind them.
+BORDERS = [15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 319, 320, 321, 511, 512, 513]
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+@pytest.mark.parametrize("window", [None, 64, 65, 256, 257])
+def test_contexts_over_the_borders_of_chunks_and_tiles(window: int | None, block_size: int) -> None:
+    for length in (255, 256, 257, 512, 513):
+        compare([(length - 1, 1)], window=window, block_size=block_size)
+    compare([(length - 1, 1) for length in BORDERS], window=window, block_size=block_size)
+    compare([(0, length) for length in BORDERS[::2]], window=window, block_size=block_size)
+    compare([(length, length % 67 + 2) for length in BORDERS[1::2]], window=window, block_size=block_size)
+
+
+def test_one_long_context_among_many_short_ones() -> None:
+    compare([(2000, 1)] + [(index, 1) for index in range(40)], heads=(8, 2), block_size=32)
+    compare([(3, 1), (1500, 200), (0, 1), (0, 5), (700, 1)], heads=(12, 3), window=100)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches(seed: int) -> None:
+    generator = random.Random(seed)
+    rows = [
+        (generator.choice((0, 1, generator.randrange(700))), generator.choice((1, 1, generator.randrange(1, 150))))
+        for _ in range(generator.randrange(1, 12))
+    ]
+    heads = generator.choice(((2, 2), (6, 2), (4, 1), (16, 2)))
+    window = generator.choice((None, generator.randrange(1, 400)))
+    compare(rows, heads=heads, window=window, block_size=generator.choice((4, 16, 32, 48)))
 
 
 def test_many_sequences() -> None:

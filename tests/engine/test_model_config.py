@@ -45,6 +45,8 @@ def test_what_a_config_leaves_out() -> None:
     assert (config.rope.kind, config.rope.theta) == ("default", 10000.0)
     assert not any((config.has_tied_embeddings, config.has_qkv_bias, config.has_o_bias, config.has_mlp_bias))
     assert config.sliding_windows == (None,) * 4
+    assert parse(num_key_value_heads=None, head_dim=None, rms_norm_eps=None).head_dim == 16
+    assert parse(rope_parameters={"rope_type": "default", "partial_rotary_factor": None}).rope == config.rope
 
 
 def test_rope_of_transformers_4_and_5_is_the_same() -> None:
@@ -116,6 +118,11 @@ def test_biases_by_architecture() -> None:
         ({"hidden_size": None}, "has no 'hidden_size'"),
         ({"num_key_value_heads": 3}, "4 attention heads are no multiple of 3 key/value heads"),
         ({"vocab_size": "many"}, "'vocab_size' is 'many'"),
+        ({"num_key_value_heads": "two"}, "'num_key_value_heads' is 'two'; it must be a positive integer"),
+        ({"num_key_value_heads": -2}, "'num_key_value_heads' is -2"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
+        ({"head_dim": 0}, "'head_dim' is 0"),
+        ({"rms_norm_eps": "small"}, "'rms_norm_eps' is 'small'; it must be a number"),
         ({"head_dim": 15}, "head_dim is 15; it must be even"),
     ],
 )
@@ -142,3 +149,5 @@ def test_the_layout_tells_models_apart() -> None:
     assert ours == parse(rms_norm_eps=1e-6).layout("m", "digest", "bfloat16", 16)
     other = parse(rope_theta=20000.0).layout("m", "digest", "bfloat16", 32)
     assert [line.split(":")[0] for line in ours.differences(other)] == ["block_size", "rope"]
+    nearly = parse(rope_theta=10000.0001).layout("m", "digest", "bfloat16", 16)
+    assert nearly.fingerprint() != ours.fingerprint()

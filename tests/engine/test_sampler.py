@@ -217,6 +217,58 @@ def test_logprobs_only_for_rows_that_ask_and_as_many_as_they_ask_for() -> None:
     assert [value for _, value in results[2].top_logprobs] == pytest.approx(raw[2].topk(3).values.tolist())
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-39, 1e-45, 1e-60])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.randn(len(FILTERS), 300, generator=torch.Generator().manual_seed(8)) * 30
+    results = run(logits, [sequence([0], [], temperature=temperature, seed=7, **filters) for filters in FILTERS])
+    assert [token.token_id for token in results] == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("penalty", [1e-60, 1e-45, 1e-30])
+def test_a_tiny_repetition_penalty_repeats(penalty: float) -> None:
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(9)).abs() + 1
+    sequences = [sequence([5], [], temperature=t, repetition_penalty=penalty) for t in (0.0, 1.0)]
+    assert [token.token_id for token in run(logits, sequences)] == [5, 5]
+
+
+def test_a_row_of_nan_does_not_disturb_the_others() -> None:
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(10))
+    broken = logits.clone()
+    broken[2] = torch.nan
+    for filters in FILTERS:
+        sequences = [sequence([0], [], temperature=1.0, seed=seed, **filters) for seed in range(4)]
+        results = run(broken, sequences)
+        assert 0 <= results[2].token_id < 300
+        expected = run(logits, sequences)
+        assert [results[row] for row in (0, 1, 3)] == [expected[row] for row in (0, 1, 3)]
+
+
+def test_top_k_keeps_all_of_a_tie() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0, 2.0]])
+    sampling = {"temperature": 1.0, "top_k": 2}
+    seen = {run(logits, [sequence([0], [], seed=seed, **sampling)])[0].token_id for seed in range(200)}
+    assert seen == {1, 2, 3, 5}
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 9}, {"temperature": 1.6, "top_p": 0.8, "min_p": 0.05}],
+)
+def test_draws_pass_a_chi_square_test(filters: dict[str, float]) -> None:
+    num_draws = 8000
+    logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(11))
+    kept = kept_tokens(logits[0], sequence([0], [], **filters).sampling)
+    sequences = [sequence([0] * (1 + place % 50), [], seed=place // 50, **filters) for place in range(num_draws)]
+    counts = np.bincount(
+        [token.token_id for token in run(logits.repeat(num_draws, 1), sequences)], minlength=logits.shape[1]
+    )
+    assert counts.sum() == sum(counts[token] for token in kept)
+    statistic = sum((counts[token] - num_draws * p) ** 2 / (num_draws * p) for token, p in kept.items())
+    # Mean k - 1, variance 2 (k - 1): five deviations. The seeds are fixed, so this never flakes.
+    freedom = len(kept) - 1
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom), statistic
+
+
 def _penalized(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """The logits as the draw sees them."""
     seen: list[torch.Tensor] = []

@@ -31,6 +31,10 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 ARCHITECTURES = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "llama-tied": lambda: transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": True}),
+    "llama-mha": lambda: transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 6}),
+    "llama-mqa-tied": lambda: transformers.LlamaConfig(
+        **{**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    ),
     "llama-biases": lambda: transformers.LlamaConfig(**{**SIZES, "attention_bias": True, "mlp_bias": True}),
     "llama3-rope": lambda: transformers.LlamaConfig(**{**SIZES, "rope_parameters": LLAMA3_ROPE}),
     "yarn-rope": lambda: transformers.LlamaConfig(**{**SIZES, "rope_parameters": YARN_ROPE}),
@@ -40,6 +44,12 @@ ARCHITECTURES = {
     "qwen2": lambda: transformers.Qwen2Config(**SIZES),
     "qwen2-window": lambda: transformers.Qwen2Config(
         **SIZES, use_sliding_window=True, sliding_window=13, max_window_layers=1
+    ),
+    "qwen2-layer-types": lambda: transformers.Qwen2Config(
+        **SIZES,
+        use_sliding_window=True,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "qwen3": lambda: transformers.Qwen3Config(**{**SIZES, "head_dim": 32}),
     "qwen3-bias": lambda: transformers.Qwen3Config(**{**SIZES, "attention_bias": True}),
@@ -97,7 +107,7 @@ def drive(engine: TorchEngine, model: Any, tolerance: float) -> None:
             check(model, row, result, tolerance)
     sibling.num_computed_tokens = 32
     rows.append(sibling)
-    for _ in range(4):
+    for _ in range(10):
         step = [(row, min(90, row.num_uncomputed_tokens)) for row in rows]
         for (row, _), result in zip(step, run(engine, step), strict=True):
             if result is not None:
@@ -179,6 +189,24 @@ def test_a_block_table_that_is_too_short_is_refused(llama: tuple[Path, Any]) -> 
         engine.step([StepRow(row, 0)])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_broken_sequence_leaves_nothing_in_its_blocks(dtype: str, llama: tuple[Path, Any]) -> None:
+    engine = load(llama[0], dtype=dtype)
+    poison, clean = 5, [token for token in tokens(2, 40) if token != 5]
+    engine._model._weights.embed[poison] = math.nan
+
+    def outcome(blocks: list[int]) -> list[Any]:
+        row = sequence(clean, blocks, num_logprobs=4)
+        return [run(engine, [(row, row.num_uncomputed_tokens)])[0] for _ in range(3)]
+
+    expected = outcome([10, 11, 12])
+    broken = sequence([poison] * 60, [0, 1, 2, 3])
+    beside = sequence(clean, [20, 21, 22], num_logprobs=4)
+    results = run(engine, [(broken, 60), (beside, len(clean))])
+    assert results[1] == expected[0]
+    assert outcome([3, 2, 1]) == expected
+
+
 def test_an_empty_step_is_no_step(llama: tuple[Path, Any]) -> None:
     assert load(llama[0]).step([]) == []
 
@@ -199,3 +227,16 @@ def test_a_pool_too_small_for_anything_is_refused(llama: tuple[Path, Any]) -> No
         load(llama[0], num_blocks=None, kv_memory_bytes=1000)
     with pytest.raises(ModelError, match="--num-blocks gives a pool of 3 blocks of 16 tokens; at least 64"):
         load(llama[0], num_blocks=3)
+
+
+@pytest.mark.parametrize("num_blocks", [2**34, 2**60])
+def test_a_pool_larger_than_the_memory_is_refused(num_blocks: int, llama: tuple[Path, Any]) -> None:
+    with pytest.raises(ModelError, match=rf"a KV pool of {num_blocks} blocks .* lower --num-blocks or --kv-memory-mb"):
+        load(llama[0], num_blocks=num_blocks)
+
+
+def test_cuda_without_a_gpu_is_refused(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelError, match=r"--device is cuda, but torch finds no GPU; use --device cpu"):
+        load(llama[0], device="cuda")
+    assert load(llama[0], device="auto")._device == torch.device("cpu")

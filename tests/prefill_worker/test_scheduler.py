@@ -6,9 +6,9 @@ import pytest
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
-from kvrelay.engine.block_manager import BlockManager
+from kvrelay.engine.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.sequence import Sequence, SequenceStatus
-from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler, owner_of
+from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 
 ROOT = root_hash(b"model")
@@ -73,7 +73,9 @@ def test_a_cached_prefix_is_skipped_but_the_last_token_is_computed() -> None:
     shares, computed = rig.step()
     assert shares == [("b", 4)]
     assert computed[0].sequence.num_cached_tokens == 12
-    assert rig.blocks.owned_blocks(owner_of(("a", 1)))[:3] == rig.blocks.owned_blocks(owner_of(("b", 1)))[:3]
+    assert (
+        rig.blocks.owned_blocks(sequence_owner(("a", 1)))[:3] == rig.blocks.owned_blocks(sequence_owner(("b", 1)))[:3]
+    )
 
 
 def test_a_prompt_waits_for_room_and_a_computed_one_keeps_its_blocks() -> None:
@@ -82,7 +84,7 @@ def test_a_prompt_waits_for_room_and_a_computed_one_keeps_its_blocks() -> None:
     rig.scheduler.add(sequence("b", [2] * 12))
     assert rig.step()[0] == [("a", 24)]
     assert rig.step() == ([], [])  # "a" is computed, but its hand-off still reads the blocks
-    rig.blocks.release(owner_of(("a", 1)))
+    rig.blocks.release(sequence_owner(("a", 1)))
     assert rig.step()[0] == [("b", 12)]
 
 
@@ -97,7 +99,7 @@ def test_a_removed_prompt_is_gone_and_its_blocks_stay_held(steps: int) -> None:
     assert removed.status is SequenceStatus.FINISHED
     assert rig.scheduler.remove(("a", 1)) is None
     assert rig.step() == ([], [])
-    assert len(rig.blocks.owned_blocks(owner_of(("a", 1)))) == 10 * steps
+    assert len(rig.blocks.owned_blocks(sequence_owner(("a", 1)))) == 10 * steps
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ class Relay:
                 for item in items:
                     output = outputs[item.request_id]
                     assert item.index <= len(output), f"a gap: {item} after {len(output)} tokens"
-                    output[item.index :] = [token.token_id for token in item.tokens]
+                    # The prefill worker's copy of the first token may come behind the decode worker's stream.
+                    output += [token.token_id for token in item.tokens[len(output) - item.index :]]
                     if item.finish_reason is not None:
                         assert item.finish_reason is FinishReason.LENGTH
                         assert item.request_id not in ended, "two terminal replies"

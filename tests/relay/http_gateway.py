@@ -28,6 +28,8 @@ from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.settings import LinkSettings
 
+from .gate import Gate
+
 LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=5.0)
 VOCAB = 320
 CHAT_TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}<|assistant|>"
@@ -59,11 +61,11 @@ class Deployment:
     url: str
     client: httpx.AsyncClient
     prefill: PrefillWorker
-    decodes: list[DecodeWorker]
+    decode: DecodeWorker
 
     async def settled(self) -> None:
         """Wait until no worker knows any request, then check that every block is free or cached."""
-        workers = [self.prefill, *self.decodes]
+        workers = [self.prefill, self.decode]
         async with asyncio.timeout(20):
             while any(worker.service.num_entries for worker in workers):
                 await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
@@ -85,22 +87,19 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def deployment(
-    directory: Path, *, num_decodes: int = 1, num_blocks: int = 128, relay: RelaySettings | None = None
+    directory: Path, *, relay: RelaySettings | None = None, gate: Gate | None = None
 ) -> AsyncIterator[Deployment]:
     """Everything up and ready; stopped afterwards."""
-    card = fake_card(vocab_size=VOCAB, num_blocks=num_blocks)
-    decodes = [
-        DecodeWorker(
-            FakeEngine(card),
-            DecodeSchedulerSettings(),
-            "tcp://127.0.0.1:*",
-            "tcp://127.0.0.1:*",
-            f"decode-{index}",
-            CollectorRegistry(),
-            link_settings=LINKS,
-        )
-        for index in range(num_decodes)
-    ]
+    card = fake_card(vocab_size=VOCAB, num_blocks=128)
+    decode = DecodeWorker(
+        FakeEngine(card, gate or (lambda rows: None)),
+        DecodeSchedulerSettings(),
+        "tcp://127.0.0.1:*",
+        "tcp://127.0.0.1:*",
+        "decode",
+        CollectorRegistry(),
+        link_settings=LINKS,
+    )
     prefill = PrefillWorker(
         FakeEngine(card),
         PrefillSchedulerSettings(),
@@ -109,7 +108,7 @@ async def deployment(
         CollectorRegistry(),
         link_settings=LINKS,
     )
-    workers: Sequence[PrefillWorker | DecodeWorker] = [*decodes, prefill]
+    workers: Sequence[PrefillWorker | DecodeWorker] = [decode, prefill]
     for worker in workers:
         await worker.start()
     settings = GatewaySettings(
@@ -117,7 +116,7 @@ async def deployment(
         model=str(directory),
         served_model_name="tiny",
         prefill_workers=(prefill.address,),
-        decode_workers=tuple(worker.address for worker in decodes),
+        decode_workers=(decode.address,),
         max_body_bytes=100_000,
     )
     listener = socket.socket()
@@ -131,7 +130,7 @@ async def deployment(
             async with asyncio.timeout(20):
                 while not await _is_ready(client):
                     await asyncio.sleep(0.01)  # polls for a state, bounded by the timeout above
-            yield Deployment(url, client, prefill, decodes)
+            yield Deployment(url, client, prefill, decode)
     finally:
         server.should_exit = True
         await serving

@@ -28,6 +28,8 @@ from kvrelay.wire.data_plane import BlockSender, SendTicket
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import TransferSettings
 
+from .gate import Gate
+
 VOCAB = 1000
 LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=5.0)
 
@@ -108,9 +110,9 @@ def prefill_worker(registry: CollectorRegistry) -> PrefillWorker:
     )
 
 
-def decode_worker(registry: CollectorRegistry, model_id: str = "fake") -> DecodeWorker:
+def decode_worker(registry: CollectorRegistry, model_id: str = "fake", gate: Gate | None = None) -> DecodeWorker:
     return DecodeWorker(
-        FakeEngine(fake_card(model_id=model_id)),
+        FakeEngine(fake_card(model_id=model_id), gate or (lambda rows: None)),
         DecodeSchedulerSettings(),
         "tcp://127.0.0.1:*",
         "tcp://127.0.0.1:*",
@@ -216,7 +218,8 @@ async def test_an_offer_with_a_wrong_fingerprint_is_refused_and_survived(monkeyp
 async def test_a_decode_worker_that_dies_is_replaced_without_a_seam() -> None:
     prompt = random.Random(4).choices(range(VOCAB), k=20)
     registries = [CollectorRegistry() for _ in range(3)]
-    decodes = [decode_worker(registries[0]), decode_worker(registries[1])]
+    gate = Gate(num_tokens=10)
+    decodes = [decode_worker(registry, gate=gate) for registry in registries[:2]]
     dead: list[DecodeWorker] = []
     async with gateway([prefill_worker(registries[2])], decodes, dead) as relay:
         request = GenerationRequest("a", prompt, SamplingParams(max_tokens=100, temperature=0.0))
@@ -227,6 +230,8 @@ async def test_a_decode_worker_that_dies_is_replaced_without_a_seam() -> None:
                 if len(output) >= 5 and not dead:
                     dead += [worker for worker in decodes if worker.service.num_entries]
                     # Nothing is said any more, and the sockets are gone: as a killed process looks from outside.
+                    await dead[0]._server.stop()
+                    gate.open()
                     await dead[0].stop()
         assert output == expected_output(prompt, 100, VOCAB)
     assert len(dead) == 1

@@ -15,6 +15,7 @@ import pytest
 from kvrelay.engine.fake import expected_output
 from kvrelay.gateway.tokenizer import Tokenizer
 
+from .gate import Gate
 from .http_gateway import VOCAB, Deployment, deployment, write_model
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -118,18 +119,23 @@ async def test_a_second_turn_finds_its_first(up: Deployment) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_takes_its_request_along(up: Deployment, stream: bool) -> None:
-    body = {**GREEDY, "prompt": [5] * 40, "max_tokens": 400, "stream": stream}
-    if stream:
-        async with up.client.stream("POST", "/v1/completions", json=body) as response:
-            await anext(response.aiter_lines())
-    else:
-        request = asyncio.create_task(up.client.post("/v1/completions", json=body))
-        while not up.decodes[0].service.num_entries:
-            await asyncio.sleep(0.002)  # polls for a state: the request runs
-        request.cancel()
-    await up.settled()
-    assert await up.metric("kvrelay_client_disconnects_total") == 1
+async def test_a_client_that_leaves_takes_its_request_along(model: Path, stream: bool) -> None:
+    gate = Gate(num_tokens=20)
+    async with deployment(model, gate=gate) as up:
+        body = {**GREEDY, "prompt": [5] * 40, "max_tokens": 400, "stream": stream}
+        if stream:
+            async with up.client.stream("POST", "/v1/completions", json=body) as response:
+                await anext(response.aiter_lines())
+        else:
+            request = asyncio.create_task(up.client.post("/v1/completions", json=body))
+            while not up.decode.service.num_entries:
+                await asyncio.sleep(0.002)  # polls for a state: the request runs
+            request.cancel()
+        while await up.metric("kvrelay_client_disconnects_total") == 0:
+            await asyncio.sleep(0.01)  # polls for a state: the gateway has noticed
+        gate.open()
+        await up.settled()
+        assert await up.metric("kvrelay_client_disconnects_total") == 1
 
 
 async def test_equal_request_ids_do_not_mix_requests(up: Deployment) -> None:
@@ -260,7 +266,7 @@ async def test_a_full_pool_is_an_honest_503(model: Path) -> None:
     from kvrelay.gateway.settings import RelaySettings  # noqa: PLC0415
 
     async with deployment(model, relay=RelaySettings(local_prefill_max_tokens=0, room_timeout_s=0.3)) as up:
-        blocks = up.decodes[0].blocks
+        blocks = up.decode.blocks
         hoarder = Owner(OwnerKind.LEASE, "hoarder")
         blocks.allocate(hoarder, blocks.num_allocatable)
         response = await up.client.post(TEXT, json={**GREEDY, "prompt": [5] * 30, "max_tokens": 4})

@@ -1,0 +1,25 @@
+"""Holds a fake engine's model loop at a certain output length, so that no test races against it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvrelay.engine.interface import StepRow
+
+
+class Gate:
+    """Passed as ``on_step``: steps of a sequence with ``num_tokens`` output tokens wait until ``open``."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._is_open = threading.Event()
+
+    def __call__(self, rows: Sequence[StepRow]) -> None:
+        """Called on the model thread before each step."""
+        if any(row.sequence.num_output_tokens >= self._num_tokens for row in rows):
+            assert self._is_open.wait(timeout=60), "the test never opened the gate"
+
+    def open(self) -> None:
+        """Let everything pass from now on."""
+        self._is_open.set()
