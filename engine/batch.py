@@ -31,17 +31,19 @@ class Batch:
 
 
 def build_batch(rows: Seq[StepRow], block_size: int) -> Batch:
-    """Pack ``rows``. Raises ValueError on an empty row, or one whose block table is too short for its tokens."""
+    """Pack ``rows``. Raises ValueError on an empty row, or one with too few tokens or blocks for what it computes."""
     order = sorted(range(len(rows)), key=lambda index: rows[index].num_tokens > 1)
     ordered = [rows[index] for index in order]
     starts = np.array([row.sequence.num_computed_tokens for row in ordered], dtype=np.int64)
     counts = np.array([row.num_tokens for row in ordered], dtype=np.int64)
     table_lens = np.array([len(row.sequence.block_table) for row in ordered], dtype=np.int64)
+    num_tokens = np.array([row.sequence.num_tokens for row in ordered], dtype=np.int64)
     seq_lens = starts + counts
-    for index in np.flatnonzero((counts < 1) | (table_lens * block_size < seq_lens)).tolist():
+    is_wrong = (counts < 1) | (table_lens * block_size < seq_lens) | (num_tokens < seq_lens)
+    for index in np.flatnonzero(is_wrong).tolist():
         raise ValueError(
             f"sequence {ordered[index].sequence.key}: {counts[index]} tokens behind {starts[index]} do not fit "
-            f"{table_lens[index]} blocks of {block_size}"
+            f"{table_lens[index]} blocks of {block_size}, or its {num_tokens[index]} tokens"
         )
     query_start_loc = np.concatenate(([0], np.cumsum(counts)))
     row_of_token = np.repeat(np.arange(len(ordered)), counts)

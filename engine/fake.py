@@ -98,6 +98,8 @@ class FakeEngine:
         sequence = row.sequence
         digests = token_digests(sequence.token_ids)
         end = sequence.num_computed_tokens + row.num_tokens
+        if row.num_tokens < 1 or end > sequence.num_tokens:
+            raise ValueError(f"{sequence.key}: no {row.num_tokens} tokens behind {sequence.num_computed_tokens}")
         if len(sequence.block_table) * self.card.layout.block_size < end:
             raise ValueError(f"{sequence.key}: {len(sequence.block_table)} blocks do not hold {end} tokens")
         for position in range(sequence.num_computed_tokens, end):

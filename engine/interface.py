@@ -79,5 +79,5 @@ class Engine(Protocol):
 
         Side effects: the pool only. Sequences are not changed; the scheduler advances them afterwards. The result
         has one entry per row, None for rows that do not sample. Rows may mix prefill chunks and decode tokens in any
-        order. Raises ValueError on a row whose block table is too short (a scheduler's bug).
+        order. Raises ValueError on a row of no tokens, or of more than its tokens or its block table hold (a scheduler's bug).
         """

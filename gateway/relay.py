@@ -104,8 +104,10 @@ class Relay:
             try:
                 async with aclosing(self._attempt(progress, prefill, decode)) as deltas:
                     async for delta in deltas:
+                        if delta.finish_reason is not None:
+                            # Before the yield: whoever has the last delta need not come back for more.
+                            self._metrics.attempts.labels("finished").inc()
                         yield delta
-                self._metrics.attempts.labels("finished").inc()
                 return
             except _AttemptFailedError as failure:
                 self._on_failure(progress, failure)

@@ -3,7 +3,7 @@
 One program samples one row. The cut of top-k and that of top-p are found by bisection over the
 order-preserving integer image of the logits, so that equal logits are kept or dropped together. The
 uniform number comes from the caller: this module holds no random state. The penalties, which come before,
-live in `penalties` and are re-exported here.
+live in `penalties`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ import triton
 import triton.language as tl
 
 from kvrelay.kernels.checks import next_power_of_2, require_dtype, require_shape, require_unit_stride
-from kvrelay.kernels.penalties import apply_penalties, apply_penalties_reference
-
-__all__ = ["apply_penalties", "apply_penalties_reference", "kept_mask_reference", "sample", "sample_reference"]
 
 _LOG2_E = math.log2(math.e)
 _MAX_BLOCK = 8192

@@ -30,7 +30,10 @@ def device() -> str:
 def faithful_interpreter(device: str) -> Iterator[None]:
     """Closes two gaps of the interpreter: bf16 casts truncate there, and `tl.dot` multiplies bf16's raw bits."""
     if device == "cuda":
-        yield
+        # Triton 3.9 warns where this is unset, and a warning is an error here; 1 is its default.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+            yield
         return
     assert isinstance(norm._rms_norm_kernel, interpreter.InterpretedFunction), (
         "kvrelay.kernels was imported without TRITON_INTERPRET=1, see tests/conftest.py"
@@ -54,6 +57,16 @@ def faithful_interpreter(device: str) -> Iterator[None]:
         patch.setattr(builder, "cast_impl", cast_impl)
         patch.setattr(builder, "create_dot", create_dot)
         yield
+
+
+@pytest.fixture
+def poisoned_empty() -> Iterator[None]:
+    """`torch.empty` gives NaN: an element that a wrapper's result leaves unwritten fails the comparison."""
+    # Its documented side effect, see torch.utils.deterministic.fill_uninitialized_memory.
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import torch
 from kvrelay.kernels.activation import silu_mul, silu_mul_reference
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("num_tokens", "intermediate"), [(3, 96), (2, 1536), (0, 8)])
 def test_silu_mul(
@@ -24,6 +25,23 @@ def test_silu_mul(
     out = silu_mul(gate_up)
     assert out.shape == (num_tokens, intermediate)
     assert_close(out, silu_mul_reference(gate_up.double()))
+
+
+def test_offsets_beyond_31_bits(device: str, randn: Callable[..., torch.Tensor]) -> None:
+    """Three rows 2**30 elements apart: the last starts at 2**31. Pages not touched cost nothing."""
+    far = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device).as_strided((3, 64), (2**30, 1))
+    near = randn(3, 64, dtype=torch.bfloat16)
+    far.copy_(near)
+    assert torch.equal(silu_mul(far), silu_mul(near))
+
+
+def test_wrong_arguments_are_refused(randn: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"gate_up has shape \(8,\), expected \[num_tokens, 2 \* intermediate\]"):
+        silu_mul(randn(8))
+    with pytest.raises(ValueError, match=r"gate_up has dtype torch\.float64, expected torch\.float32"):
+        silu_mul(randn(2, 8).double())
+    with pytest.raises(ValueError, match="gate_up has last stride 2, expected 1"):
+        silu_mul(randn(2, 16)[:, ::2])
 
 
 def test_odd_width_is_refused(randn: Callable[..., torch.Tensor]) -> None:

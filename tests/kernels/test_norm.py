@@ -14,6 +14,7 @@ Randn = Callable[..., torch.Tensor]
 AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 576), (1, 100), (0, 64), (2, 5, 96)])
 def test_rms_norm(randn: Randn, assert_close: AssertClose, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -42,6 +43,7 @@ def test_strided_heads_of_a_fused_qkv(randn: Randn, assert_close: AssertClose) -
     assert torch.equal(qkv, before)
 
 
+@pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_add_rms_norm_keeps_the_rounded_sum(randn: Randn, assert_close: AssertClose, dtype: torch.dtype) -> None:
     x, residual, weight = randn(3, 72, dtype=dtype), randn(3, 72, dtype=dtype), randn(72, dtype=dtype)
@@ -50,6 +52,16 @@ def test_add_rms_norm_keeps_the_rounded_sum(randn: Randn, assert_close: AssertCl
     y = add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(residual, expected_residual)
     assert_close(y, expected)
+
+
+def test_offsets_beyond_31_bits(device: str, randn: Randn) -> None:
+    """Three rows 2**30 elements apart: the last starts at 2**31. Pages not touched cost nothing."""
+    far = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device).as_strided((3, 64), (2**30, 1))
+    near, weight = randn(3, 64, dtype=torch.bfloat16), randn(64, dtype=torch.bfloat16)
+    far.copy_(near)
+    assert torch.equal(rms_norm(far, weight, 1e-5), rms_norm(near, weight, 1e-5))
+    assert torch.equal(add_rms_norm(near, far, weight, 1e-5), rms_norm(near + near, weight, 1e-5))
+    assert torch.equal(far, near + near)
 
 
 def test_wrong_arguments_are_refused(randn: Randn) -> None:

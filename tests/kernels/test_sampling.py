@@ -124,6 +124,20 @@ def test_every_kept_token_has_its_share(
     assert tokens.tolist() == kept[chosen].tolist() * 2
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 9, "temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.85, "min_p": 0.01}]
+)
+def test_many_draws_equal_the_reference(draw: Sample, randn: Randn, options: dict[str, float]) -> None:
+    row = randn(60) * 2
+    _, weights = _kept(row, **options)
+    cumulative = (weights.cumsum(0) / weights.sum()).cpu()
+    uniforms = torch.rand(80, generator=torch.Generator().manual_seed(5))
+    clear = (cumulative - uniforms.double()[:, None]).abs().amin(1) > BOUNDARY
+    chosen = uniforms[clear].tolist()
+    assert len(chosen) > 70
+    assert torch.equal(draw(sample, row, chosen, **options), draw(sample_reference, row, chosen, **options))
+
+
 def test_a_batch_of_different_rows_over_several_tiles(device: str, randn: Randn) -> None:
     logits = (randn(5, 9100) * 2)[:, :9001]
     arguments = (

@@ -55,6 +55,22 @@ async def test_a_completion_is_what_the_engine_says(up: Deployment) -> None:
     assert [token for event in again for token in event["choices"][0]["token_ids"]] == expected
     assert "".join(event["choices"][0]["text"] for event in again) == body["choices"][0]["text"]
     await up.settled()
+    for name, value in COUNTED_FOR_TWO.items():
+        assert await up.metric(name) == value, name
+
+
+# What the gateway counts for two completions of 37 prompt and 20 output tokens, the second of them from the cache.
+COUNTED_FOR_TWO = {
+    "kvrelay_attempts_total": 2,
+    "kvrelay_gateway_prompt_tokens_total": 74,
+    "kvrelay_gateway_output_tokens_total": 40,
+    "kvrelay_time_to_first_token_seconds_count": 2,
+    "kvrelay_request_duration_seconds_count": 2,
+    "kvrelay_ttft_part_seconds_count": 8,  # queue, prefill, transfer, first step
+    "kvrelay_requests_in_flight": 1,  # the one that asks
+    "kvrelay_workers_up": 2,
+    "kvrelay_client_disconnects_total": 0,
+}
 
 
 async def test_the_openai_client_both_ways(up: Deployment) -> None:

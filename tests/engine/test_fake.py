@@ -1,0 +1,130 @@
+"""The fake engine: right tokens for right blocks, an error for any wrong one."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.engine.fake import FakeEngine, KvMismatchError, MemoryStore, expected_output, fake_card, next_token
+from kvrelay.engine.interface import StepRow
+from kvrelay.engine.sequence import Sequence
+from tests.engine.conftest import sequence, tokens
+
+
+def run(engine: FakeEngine, row: Sequence, count: int) -> int | None:
+    (result,) = engine.step([StepRow(row, count)])
+    row.num_computed_tokens += count
+    if result is None:
+        return None
+    row.token_ids.append(result.token_id)
+    return result.token_id
+
+
+def ship(source: FakeEngine, target: FakeEngine, blocks: list[int], places: list[int]) -> None:
+    for ours, theirs in zip(blocks, places, strict=True):
+        target.store.open_write(theirs)[:] = source.store.open_read(ours)
+        source.store.close_read(ours)
+        target.store.close_write(theirs)
+
+
+def test_chunks_and_decode_give_the_expected_output() -> None:
+    engine = FakeEngine(fake_card())
+    prompt = tokens(0, 10)
+    row = sequence(prompt, [9, 3, 5, 7])
+    assert [run(engine, row, 3), run(engine, row, 4)] == [None, None]
+    given = [run(engine, row, row.num_uncomputed_tokens) for _ in range(5)]
+    assert given == expected_output(prompt, 5, engine.card.vocab_size)
+
+
+def test_rows_mix_and_keep_their_order() -> None:
+    engine = FakeEngine(fake_card())
+    decode, prompt, chunk = sequence(tokens(1, 5), [1, 2]), sequence(tokens(2, 6), [3, 4]), sequence([1] * 9, [5, 6])
+    run(engine, decode, 5)
+    results = engine.step([StepRow(prompt, 6), StepRow(chunk, 4), StepRow(decode, 1)])
+    alone = [expected_output(row.token_ids, 1, 1000)[0] for row in (prompt, decode)]
+    assert [result and result.token_id for result in results] == [alone[0], None, alone[1]]
+    assert (decode.num_computed_tokens, len(decode.token_ids)) == (5, 6)  # the scheduler's to change
+    assert engine.step([]) == []
+
+
+def test_random_sampling_depends_on_the_seed_alone() -> None:
+    def first(**sampling: float) -> int | None:
+        return run(FakeEngine(fake_card()), sequence([4, 5], [8], **sampling), 2)
+
+    assert first(temperature=1.0, seed=1) == first(temperature=0.5, seed=1)
+    assert first(temperature=1.0, seed=1) != first(temperature=1.0, seed=2)
+    assert first(seed=1) == first(seed=2)
+
+
+def test_blocks_that_were_shipped_continue_the_sequence() -> None:
+    source, target = FakeEngine(fake_card()), FakeEngine(fake_card())
+    row = sequence(tokens(3, 7), [0, 1])
+    run(source, row, 7)
+    moved = sequence(row.token_ids, [40, 41])
+    moved.num_computed_tokens = 7
+    ship(source, target, [0, 1], [40, 41])
+    assert run(target, moved, 1) == run(source, row, 1)
+
+
+def test_every_kind_of_wrong_block_is_found() -> None:
+    source = FakeEngine(fake_card())
+    row = sequence(tokens(4, 12), [0, 1, 2])
+    run(source, row, 12)
+
+    def decode(target: FakeEngine, position: int) -> None:
+        moved = sequence(row.token_ids, [10, 11, 12, 13])
+        moved.num_computed_tokens = 12
+        with pytest.raises(KvMismatchError, match=f"K/V of position {position} "):
+            run(target, moved, 1)
+
+    missing = FakeEngine(fake_card())
+    ship(source, missing, [0, 2], [10, 12])
+    decode(missing, 4)
+    swapped = FakeEngine(fake_card())
+    ship(source, swapped, [0, 1, 2], [10, 12, 11])
+    decode(swapped, 4)
+    stale = FakeEngine(fake_card())
+    run(stale, sequence(tokens(5, 12), [10, 11, 12]), 12)
+    ship(source, stale, [0, 1], [10, 11])
+    decode(stale, 8)
+    flipped = FakeEngine(fake_card())
+    ship(source, flipped, [0, 1, 2], [10, 11, 12])
+    flipped.store.open_write(12)[-1] ^= 1
+    decode(flipped, 11)
+
+
+def test_a_chunk_that_does_not_sample_is_not_read_back() -> None:
+    engine = FakeEngine(fake_card())
+    row = sequence(tokens(6, 8), [1, 2])
+    row.num_computed_tokens = 4  # a lie
+    assert run(engine, row, 2) is None
+    with pytest.raises(KvMismatchError, match="position 0"):
+        run(engine, row, 2)
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    engine = FakeEngine(fake_card())
+    with pytest.raises(ValueError, match="2 blocks do not hold 9 tokens"):
+        engine.step([StepRow(sequence([1] * 9, [1, 2]), 9)])
+    for count in (0, 5):
+        with pytest.raises(ValueError, match=f"no {count} tokens behind 0"):
+            engine.step([StepRow(sequence([1] * 4, [1, 2]), count)])
+
+
+def test_the_callback_sees_every_step() -> None:
+    seen: list[int] = []
+    engine = FakeEngine(fake_card(), lambda rows: seen.append(len(rows)))
+    run(engine, sequence([1, 2], [0]), 2)
+    engine.step([])
+    assert seen == [1, 0]
+
+
+def test_cards_and_stores() -> None:
+    card = fake_card(num_blocks=3, block_size=8, token_nbytes=24)
+    assert (card.max_model_len, card.block_nbytes) == (24, 192)
+    assert card.layout.fingerprint() == fake_card(num_blocks=9, block_size=8, token_nbytes=24).layout.fingerprint()
+    assert card.layout.fingerprint() != fake_card(block_size=4, token_nbytes=24).layout.fingerprint()
+    store = MemoryStore(3, 4)
+    store.open_write(1)[:] = b"abcd"
+    read = store.open_read(1)
+    assert (bytes(read), read.readonly, bytes(store.open_read(2))) == (b"abcd", True, bytes(4))
+    assert next_token(sequence([1], []), b"digest", 7) in range(7)
