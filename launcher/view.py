@@ -62,7 +62,8 @@ def describe(status: Status) -> str:
     if status.state is State.READY and status.load_s is not None:
         parts.append(f"after {status.load_s:.1f} s")
     if status.state is State.DIED:
-        parts.append(f"({status.detail}); it is started again")
+        # One that was never ready ends the deployment: its next start would fail the same way.
+        parts.append(f"({status.detail})" + ("; it is started again" if status.load_s is not None else ""))
     if status.rss_bytes is not None and status.state is State.READY:
         parts.append(f"({status.rss_bytes / 2**20:.0f} MiB)")
     return " ".join(parts)

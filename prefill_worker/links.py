@@ -6,7 +6,9 @@ the decode worker (it restarted) gets a new sender: frames queued for the old pr
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +23,8 @@ from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import DecodeLink
 
 logger = logging.getLogger(__name__)
+
+_FORGET_S = 60.0
 
 
 class LinkHandler(Protocol):
@@ -58,6 +62,8 @@ class _Peer:
     ) -> None:
         self.address = address
         self.link: DecodeLink | None = None
+        self.asked_s = 0.0  # when a request last named this address
+        self._told = ""  # the last problem that was logged
         self._handler = handler
         self._metrics = metrics
         self._context = context
@@ -75,6 +81,7 @@ class _Peer:
             data_address(self.address, welcome.data_address), metrics=self._metrics, context=self._context
         )
         self.link = DecodeLink(self.client, self._sender)
+        self._told = ""
         logger.info("connected to decode worker %s at %s", welcome.worker_id, self.address)
         self._handler.on_link_up(self.address, self.link)
 
@@ -97,7 +104,9 @@ class _Peer:
         await self.client.stop()
 
     def _fail(self, code: FailureCode, detail: str) -> None:
-        logger.warning("%s", detail)
+        if detail != self._told:  # a worker that refuses us says so at every try
+            logger.warning("%s", detail)
+        self._told = detail
         link, self.link = self.link, None
         # Closing fences the peer off: no send in flight reads our blocks any more.
         self._close_sender()
@@ -124,6 +133,7 @@ class DecodeLinks:
         self._metrics = metrics
         self._context = context
         self._peers: dict[str, _Peer] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
 
     def link_to(self, address: str) -> DecodeLink | None:
         """The link to ``address`` if it is up; else None, and ``on_link_up`` or ``on_link_down`` will follow."""
@@ -132,12 +142,22 @@ class DecodeLinks:
             peer = _Peer(address, self._identity, self._handler, self._metrics, self._context)
             self._peers[address] = peer
             peer.client.start()
+        peer.asked_s = time.monotonic()
         return peer.link
+
+    def sweep(self) -> None:
+        """Forget workers that are down and that no gateway has named for a while: pods come and go under new addresses."""
+        for address, peer in list(self._peers.items()):
+            if peer.link is None and time.monotonic() - peer.asked_s > _FORGET_S:
+                logger.info("forgetting decode worker %s: down, and no longer asked for", address)
+                del self._peers[address]
+                task = asyncio.create_task(peer.stop())
+                self._stopping.add(task)
+                task.add_done_callback(self._stopping.discard)
 
     async def stop(self) -> None:
         """Close all links."""
-        for peer in self._peers.values():
-            await peer.stop()
+        await asyncio.gather(*self._stopping, *(peer.stop() for peer in self._peers.values()))
         self._peers.clear()
 
 

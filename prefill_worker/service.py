@@ -297,8 +297,9 @@ class PrefillService:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Give up on entries whose decode worker never answered; called once a second."""
+        """Let time pass for transfers and links; give up on entries whose decode worker never answered."""
         self.ports.transfers.tick()
+        self.ports.links.sweep()
         now_s = self._clock()
         for address, entries in list(self._linkless.items()):
             for entry in list(entries):

@@ -37,11 +37,12 @@ class Scripted:
 
     def step(self) -> bool:
         self.threads.add(threading.get_ident())
+        has_room = self.has_room  # read before anybody hears of the step and changes it
         self.events.put("step")
         assert self.may_step.wait(WAIT_S)
         if self.error is not None:
             raise self.error
-        if not self.has_room:
+        if not has_room:
             return False
         self.num_left -= 1
         return True
@@ -89,7 +90,6 @@ def test_commands_that_come_during_a_step_are_handled_before_the_next(worker: Sc
     worker.expect("handle 2", "step")
     loop.post(3)
     loop.post(4)
-    worker.num_left = 2
     worker.may_step.set()
     worker.expect("handle 3", "handle 4", *["step"] * 8)
 

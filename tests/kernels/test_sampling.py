@@ -174,6 +174,7 @@ def test_extreme_rows_give_an_allowed_token(draw: Sample, implementation: Sample
         ([0.0, inf, -inf, inf], {"top_p": 0.9}, {1, 3}),
         ([3.0, 3.0, 3.0], {"top_k": 1}, {0, 1, 2}),
         ([-0.0, 0.0, -1.0], {"top_k": 1}, {int(uniform >= 0.5)}),
+        ([3.0, 3.0, 1.0], {"min_p": 1.0}, {int(uniform >= 0.5)}),
         ([1.0, 2.0, 1.5], {"temperature": 1e-42}, {1}),
         ([1e30, -1e30, 1e30], {"temperature": 1e-20}, {0, 2}),
         ([-3e38, 3e38], {"top_p": 0.5}, {1}),
