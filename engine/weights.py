@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.model_config import ModelConfig
 
 Progress = Callable[[int, int], None]
+_SAMPLE_NBYTES = 4096  # of the digest
 
 
 @dataclass(slots=True)
@@ -114,20 +114,29 @@ def checkpoint_files(directory: Path) -> list[Path]:
 def weights_digest(directory: Path) -> str:
     """A digest that tells checkpoints apart without reading all of them.
 
-    It covers config.json, every file's size and safetensors header (names, shapes, types), and 64 samples of 4 KiB spread over
-    each file. Two checkpoints of one shape that differ in a few single weights could share it; a fine-tune, another
-    quantization or another training step does not.
+    It covers config.json but the version that wrote it, every file's size and safetensors header (names, shapes, types), the
+    first 4 KiB of every tensor, and 64 samples of 4 KiB spread over each file. Two checkpoints of one shape that differ in a few
+    single weights could share it; a fine-tune, even of norms alone, another quantization or another training step does not.
+    The files must be whole, as they are once they were loaded.
     """
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config.pop("transformers_version", None)  # workers of two releases may have converted one model each
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for path in checkpoint_files(directory):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            header_nbytes = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(min(header_nbytes, size)))
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            digest.update(header)
+            data_start = 8 + len(header)
+            for name, tensor in sorted(json.loads(header).items()):
+                if name != "__metadata__":
+                    start, end = tensor["data_offsets"]
+                    file.seek(data_start + start)
+                    digest.update(file.read(min(_SAMPLE_NBYTES, end - start)))
             for sample in range(64):
-                file.seek(size * sample // 64, os.SEEK_SET)
-                digest.update(file.read(4096))
+                file.seek(size * sample // 64)
+                digest.update(file.read(_SAMPLE_NBYTES))
     return digest.hexdigest()
 
 

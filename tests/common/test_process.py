@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -125,3 +126,70 @@ async def test_a_taken_port_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(SettingsError, match=rf"127\.0\.0\.1:{port}"):
             await AdminServer("127.0.0.1", port, Played(), CollectorRegistry()).start()
+
+
+def once_ready(played: Played, act: Callable[[], None]) -> Callable[[], Awaitable[None]]:
+    """``Played.start`` that also does something on the loop as soon as it may."""
+    start = played.start
+
+    async def started() -> None:
+        await start()
+        asyncio.get_running_loop().call_soon(act)
+
+    return started
+
+
+async def run_until_signal(played: Played, drain_s: float = 30.0) -> int:
+    """Load, start, and end by SIGTERM as soon as the component is up."""
+    played.start = once_ready(played, lambda: os.kill(os.getpid(), signal.SIGTERM))  # type: ignore[method-assign]
+    settings = ProcessSettings("127.0.0.1", 0, drain_s)
+    return await run_process(lambda: played, settings, CollectorRegistry(), "played")
+
+
+@pytest.mark.timeout(60)
+async def test_a_drain_that_takes_too_long_is_cut_off() -> None:
+    played = Played()
+    assert await run_until_signal(played, drain_s=0.01) == 0
+    assert played.calls == ["start", "drain", "stop"]
+
+
+@pytest.mark.timeout(60)
+async def test_a_drain_that_fails_still_stops_the_component() -> None:
+    class Failing(Played):
+        async def drain(self) -> None:
+            raise RuntimeError("cannot drain")
+
+    played = Failing()
+    with pytest.raises(RuntimeError, match="cannot drain"):
+        await run_until_signal(played)
+    assert played.calls == ["start", "stop"]
+
+
+@pytest.mark.timeout(60)
+async def test_a_start_that_fails_stops_the_component_and_the_admin_server() -> None:
+    class Failing(Played):
+        async def start(self) -> None:
+            raise SettingsError("the KV port is taken")
+
+    port, played = free_port(), Failing()
+    with pytest.raises(SettingsError, match="the KV port is taken"):
+        await run_process(lambda: played, ProcessSettings("127.0.0.1", port, 1.0), CollectorRegistry(), "played")
+    assert played.calls == ["stop"]
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+@pytest.mark.timeout(60)
+async def test_a_signal_while_loading_ends_the_process_without_starting() -> None:
+    played, may_load, loop = Played(), threading.Event(), asyncio.get_running_loop()
+
+    def load() -> Played:
+        loop.call_soon_threadsafe(os.kill, os.getpid(), signal.SIGTERM)
+        may_load.wait()
+        return played
+
+    try:
+        assert await run_process(load, ProcessSettings("127.0.0.1", 0, 1.0), CollectorRegistry(), "played") == 0
+    finally:
+        may_load.set()
+    assert played.calls == []

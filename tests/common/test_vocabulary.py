@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.common.block_hash import block_hash, chain_hashes, root_hash
-from kvrelay.common.logs import JsonFormatter, TextFormatter
+from kvrelay.common.block_hash import HASH_NBYTES, block_hash, chain_hashes, root_hash
+from kvrelay.common.logs import JsonFormatter, TextFormatter, configure_logs
 from kvrelay.common.model_card import KvLayout
 from kvrelay.common.sampling import SamplingParams
 
@@ -84,3 +85,70 @@ def test_log_lines_carry_the_request() -> None:
     assert line.endswith("WARNING lost request_id=r attempt=2")
     parsed = json.loads(JsonFormatter().format(record("lost", request_id="r", attempt=2)))
     assert (parsed["level"], parsed["message"], parsed["request_id"], parsed["attempt"]) == ("warning", "lost", "r", 2)
+
+
+def test_log_lines_carry_exceptions_and_only_known_fields() -> None:
+    try:
+        raise ValueError("bad, wörse")
+    except ValueError:
+        made = record("failed", secret="s", peer_id=b"\xff")
+        made.exc_info = sys.exc_info()
+    text = TextFormatter().format(made).splitlines()
+    assert text[0].endswith("WARNING failed peer_id=b'\\xff'")
+    assert (text[1], text[-1]) == ("Traceback (most recent call last):", "ValueError: bad, wörse")
+    (line,) = JsonFormatter().format(made).splitlines()
+    parsed = json.loads(line)
+    assert parsed["exception"].endswith("ValueError: bad, wörse")
+    assert (parsed["logger"], parsed["peer_id"]) == ("kvrelay.x", "b'\\xff'")
+    assert "secret" not in parsed
+
+
+def test_json_log_lines_carry_the_time_in_utc() -> None:
+    made = record("x")
+    made.created, made.msecs = 1_700_000_000.0625, 62.5
+    assert json.loads(JsonFormatter().format(made))["time"] == "2023-11-14T22:13:20.062Z"
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_logs_go_to_stderr_at_their_level(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    root, uvicorn = logging.getLogger(), logging.getLogger("uvicorn")
+    before = root.handlers[:], root.level, uvicorn.level
+    root.handlers.clear()  # pytest's own, which configure_logs would close
+    try:
+        configure_logs("info", log_format)
+        logging.getLogger("kvrelay.x").info("told", extra={"request_id": "r"})
+        logging.getLogger("kvrelay.x").debug("not told")
+        logging.getLogger("uvicorn.error").info("not told")
+        configure_logs("warning", log_format)
+        logging.getLogger("kvrelay.x").info("not told")
+    finally:
+        root.handlers[:] = before[0]
+        root.setLevel(before[1])
+        uvicorn.setLevel(before[2])
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    if log_format == "json":
+        assert json.loads(line)["request_id"] == "r"
+    else:
+        assert line.endswith("INFO    told request_id=r")
+
+
+def test_a_partial_block_has_a_hash_of_its_own() -> None:
+    hashes = chain_hashes(ROOT, [1, 2, 3], 2)
+    assert hashes == [block_hash(ROOT, [1, 2]), block_hash(hashes[0], [3])]
+    assert hashes[1] != chain_hashes(ROOT, [1, 2, 3, 4], 2)[1]
+    assert chain_hashes(ROOT, [], 2) == []
+    assert {len(one) for one in hashes} == {HASH_NBYTES}
+
+
+def test_extra_keys_change_every_hash_of_a_chain() -> None:
+    plain, adapted = chain_hashes(ROOT, [1, 2, 3, 4], 2), chain_hashes(ROOT, [1, 2, 3, 4], 2, b"lora-7")
+    assert not set(plain) & set(adapted)
+    assert chain_hashes(ROOT, [1, 2, 3, 4], 2, b"lora-7", known=adapted[:1]) == adapted
+
+
+def test_hashes_are_fixed_for_ever() -> None:
+    # Workers of different versions exchange blocks by them: these may never change.
+    assert block_hash(root_hash(b"model"), [1, 2, 3]).hex() == "75cdfdd101b605b872a40ae20cf38211"
+    assert LAYOUT.fingerprint().hex() == "a14f20dcb74d1bbfc1f57229864e021a"

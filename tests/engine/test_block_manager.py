@@ -88,6 +88,21 @@ def test_the_tail_of_the_oldest_prefix_is_evicted_first() -> None:
     blocks.check_integrity()
 
 
+def test_extending_evicts_what_is_cached() -> None:
+    blocks = BlockManager(4, BLOCK)
+    blocks.allocate(owner("a"), 3)
+    publish_all(blocks, owner("a"), hashes(1, 2, 3))
+    blocks.release(owner("a"))
+    blocks.allocate(owner("b"), 1)
+    fresh = blocks.extend(owner("b"), 2)
+    assert fresh is not None
+    assert blocks.num_cached_prefix(hashes(1, 2, 3)) == 1
+    blocks.check_integrity()
+    assert blocks.extend(owner("b"), 2) is None
+    assert blocks.num_cached_prefix(hashes(1, 2, 3)) == 1
+    blocks.check_integrity()
+
+
 def test_a_lease_becomes_a_sequence() -> None:
     blocks = BlockManager(4, BLOCK)
     lease = owner("1", OwnerKind.LEASE)

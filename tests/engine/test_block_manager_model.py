@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvrelay.common.block_hash import chain_hashes
 from kvrelay.engine.block_manager import BlockManager, Ledger, Owner, OwnerKind
 
-NUM_BLOCKS = 9
+NUM_BLOCKS = 7
 CHAINS = st.lists(st.integers(0, 1), max_size=6)  # few different tokens: many common prefixes
 SOME = st.integers(0, 50)
 
@@ -104,16 +104,16 @@ class AgainstModel(RuleBasedStateMachine):
             self.model.take(block_id)
             self.model.owned[owner].append(block_id)
 
-    @rule(number=SOME, index=SOME)
-    def publish(self, number: int, index: int) -> None:
+    @rule(number=SOME, end=st.integers(1, 6))
+    def publish(self, number: int, end: int) -> None:
         owner = self.pick(number)
-        if owner is None or not self.chains[owner]:
+        if owner is None:
             return
-        index %= len(self.chains[owner])
-        block_hash, block_id = self.chains[owner][index], self.model.owned[owner][index]
-        self.blocks.publish(owner, index, block_hash)
-        if block_id not in self.model.published.values():
-            self.model.published.setdefault(block_hash, block_id)
+        for index, block_hash in enumerate(self.chains[owner][:end]):
+            self.blocks.publish(owner, index, block_hash)
+            block_id = self.model.owned[owner][index]
+            if block_id not in self.model.published.values():
+                self.model.published.setdefault(block_hash, block_id)
 
     @rule(number=SOME)
     def release(self, number: int) -> None:

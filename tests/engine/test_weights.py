@@ -124,12 +124,20 @@ def test_a_tensor_the_model_would_ignore_is_refused(copy: Path) -> None:
 
 
 def test_the_digest_tells_checkpoints_apart(llama: tuple[Path, Any], copy: Path) -> None:
-    digest = weights_digest(llama[0])
-    assert weights_digest(copy) == digest
-    weight = load_file(copy / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
-    edit(copy, model__layers__0__self_attn__q_proj__weight=weight + 1e-4)
+    assert weights_digest(copy) == weights_digest(llama[0])
+    edit(copy)  # the same tensors, with another header than transformers'
+    digest = weights_digest(copy)
+    for name in ("lm_head.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"):
+        weight = load_file(copy / "model.safetensors")[name]
+        edit(copy, **{name.replace(".", "__"): weight + 1e-4})
+        assert weights_digest(copy) != digest
+        edit(copy, **{name.replace(".", "__"): weight})
+        assert weights_digest(copy) == digest
+    edit(copy, extra=torch.ones(1))
     assert weights_digest(copy) != digest
-    edit(copy, model__layers__0__self_attn__q_proj__weight=weight)
+    edit(copy, extra=None)
     config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "transformers_version": "4.1.0"}, indent=4))
+    assert weights_digest(copy) == digest
     (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     assert weights_digest(copy) != digest

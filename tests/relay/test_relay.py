@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from collections.abc import Sequence
 
 import pytest
 
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.fake import expected_output, fake_card
+from kvrelay.engine.interface import StepRow
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode
 
@@ -160,4 +163,25 @@ async def test_a_prompt_that_cannot_fit_is_invalid(num_tokens: int) -> None:
         assert isinstance(outcome, Failed)
         assert outcome.code is FailureCode.INVALID
         assert "256" in outcome.detail
+        await r.settled()
+
+
+async def test_blocks_are_shipped_while_the_next_chunk_computes() -> None:
+    """The prefill worker stands still in its third chunk; the blocks of the first two are with the decode worker by then."""
+    is_open = threading.Event()
+
+    def stop_in_third_chunk(rows: Sequence[StepRow]) -> None:
+        if rows[0].sequence.num_computed_tokens >= 32:
+            assert is_open.wait(timeout=60)
+
+    settings = PrefillSchedulerSettings(max_batched_tokens=16)
+    async with relay(prefill_settings=settings, on_prefill_step=stop_in_third_chunk) as r:
+        r.submit("a", prompt(9, 60), 8)
+        async with asyncio.timeout(20):
+            while not any(lease["received"] == 8 for lease in r.decode.leases.snapshot()):
+                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+        assert [lease["state"] for lease in r.decode.leases.snapshot()] == ["shipping"]
+        assert r.decode.blocks.ledger().num_leased == 16  # 60 tokens and the first one behind them
+        is_open.set()
+        assert (await r.outcome("a"))["a"] == expected_output(prompt(9, 60), 8, VOCAB)
         await r.settled()

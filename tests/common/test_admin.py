@@ -1,0 +1,108 @@
+"""The admin endpoints: verdicts, metrics, the ledger; and the server around them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from kvrelay.common.admin import AdminServer, admin_app
+from kvrelay.common.errors import SettingsError
+
+
+class Probe:
+    """Says what the test tells it to."""
+
+    def __init__(self) -> None:
+        self.live_reasons: list[str] = []
+        self.ready_reasons: list[str] = []
+
+    def not_live(self) -> list[str]:
+        return self.live_reasons
+
+    def not_ready(self) -> list[str]:
+        return self.ready_reasons
+
+    def debug_kv(self) -> dict[str, Any]:
+        return {"num_blocks": 3, "owners": {"lease 1": 2}}
+
+
+@pytest.fixture
+def probe() -> Probe:
+    return Probe()
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+async def client(probe: Probe, registry: CollectorRegistry) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(admin_app(probe, registry))
+    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as made:
+        yield made
+
+
+@pytest.mark.parametrize("path", ["/health/live", "/health/ready"])
+async def test_a_verdict_is_200_or_503_with_all_reasons(path: str, client: httpx.AsyncClient, probe: Probe) -> None:
+    answer = await client.get(path)
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+    reasons = ["draining", "the KV port is dead"]
+    probe.live_reasons, probe.ready_reasons = (reasons, []) if path.endswith("live") else ([], reasons)
+    answer = await client.get(path)
+    assert (answer.status_code, answer.json()) == (503, {"status": "unavailable", "reasons": reasons})
+    other = "/health/ready" if path.endswith("live") else "/health/live"
+    assert (await client.get(other)).status_code == 200
+
+
+async def test_metrics_are_prometheus_text_of_this_registry(
+    client: httpx.AsyncClient, registry: CollectorRegistry
+) -> None:
+    Counter("kvrelay_things", "Things", ["kind"], registry=registry).labels("odd").inc(2)
+    Gauge("vllm:waiting", "Waiting", registry=registry).set_function(lambda: 4)
+    answer = await client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    lines = answer.text.splitlines()
+    assert 'kvrelay_things_total{kind="odd"} 2.0' in lines
+    assert "vllm:waiting 4.0" in lines
+    assert not any(line.startswith("python_") for line in lines)
+
+
+async def test_the_ledger_is_shown_and_nothing_else_exists(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/debug/kv")).json() == {"num_blocks": 3, "owners": {"lease 1": 2}}
+    assert (await client.get("/v1/models")).status_code == 404
+    assert (await client.post("/health/ready")).status_code == 405
+
+
+async def test_a_started_server_listens_at_once(probe: Probe, registry: CollectorRegistry) -> None:
+    server = AdminServer("127.0.0.1", 0, probe, registry)
+    port = await server.start()
+    with socket.create_connection(("127.0.0.1", port)):  # no await: uvicorn's task did not run yet
+        pass
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        assert (await client.get("/health/live")).status_code == 200
+        with pytest.raises(SettingsError, match=rf"--admin-port: cannot listen on 127\.0\.0\.1:{port} \("):
+            await AdminServer("127.0.0.1", port, probe, registry).start()
+    await server.stop()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_a_server_may_stop_at_once_or_without_a_start(probe: Probe, registry: CollectorRegistry) -> None:
+    server = AdminServer("127.0.0.1", 0, probe, registry)
+    await server.stop()
+    port = await server.start()
+    await server.stop()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_an_address_that_is_not_ours_is_named(probe: Probe, registry: CollectorRegistry) -> None:
+    with pytest.raises(SettingsError, match=r"cannot listen on 203\.0\.113\.1:7007 \(.*\); choose another port"):
+        await AdminServer("203.0.113.1", 7007, probe, registry).start()
