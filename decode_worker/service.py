@@ -240,6 +240,7 @@ class DecodeService:
         self.ports.send(lease.peer_id, Verified(lease_id=lease.lease_id, epoch=self._identity.epoch))
         if entry.phase is Phase.CLOSING:  # cancelled while the last block was on its way
             self._blocks.release(lease_owner(lease.lease_key))
+            self.ports.loop.wake()  # a sequence may have waited for these blocks
             self._tell_and_forget(entry)
             return
         entry.advance(Phase.RUNNING)
