@@ -19,7 +19,7 @@ from kvrelay.gateway.streaming import Format, Job, Responder
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool
 
-_LONG_TEXT = 20_000  # characters from which encoding goes to a thread, so that no stream waits for it
+_LONG_TEXT = 4_000  # characters (about 1 ms) from which encoding goes to a thread, so that no stream waits for it
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
@@ -49,6 +49,8 @@ class OpenAIRoutes:
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a chat."""
         self._check(body)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
         text = self._template.render([message.for_template() for message in body.messages])
         prompt = await self._encode(text, "messages", add_special_tokens=False)
         max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -114,6 +116,8 @@ class OpenAIRoutes:
         else:
             ids = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
         # A model cannot continue nothing; like other servers we let it continue an end of text.
+        if not ids and not self._tokenizer.eos_ids:
+            raise InvalidRequestError(f"{param} is empty: give at least one character", param=param)
         return ids or list(self._tokenizer.eos_ids[:1])
 
     def _generation(
@@ -126,6 +130,7 @@ class OpenAIRoutes:
             num_prompt_tokens=len(prompt),
             limit_tokens=limit_tokens(self._pool.cards()),
             eos_ids=self._tokenizer.eos_ids,
+            prompt_param="messages" if isinstance(body, ChatBody) else "prompt",
         )
         return Generation(request_id, prompt, sampling, body.stop_strings)
 

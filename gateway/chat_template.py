@@ -13,11 +13,25 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 
 from kvrelay.common.errors import ModelError
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.tokenizer import read_json
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}``: marks the assistant's text for training; here it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it this way
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The body, in a scope of its own as in transformers."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [jinja2.nodes.Scope(body).set_lineno(line)]
 
 
 class ChatTemplate:
@@ -29,7 +43,7 @@ class ChatTemplate:
         if source is None:
             return
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
@@ -58,17 +72,26 @@ class ChatTemplate:
                 param="messages",
             )
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+            # Templates ask whether tools are none: undefined would not be.
+            return self._template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+            )
         except jinja2.TemplateError as error:
             raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise InvalidRequestError(
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,8 +1,8 @@
 """Token ids to text as they come: never half a character, and the pieces add up to the text of the whole.
 
-A token's text can depend on the tokens before it (leading spaces, bytes of one character spread over tokens), so a piece is the
-difference of two decodes: of a short window behind the last safe place, with and without the new tokens. A window that ends
-in an unfinished character waits for its rest.
+A token's text can depend on the tokens before it (leading spaces, bytes of one character spread over tokens), so a piece is
+what a short window of ids decodes to, less what was sent of it. A window that ends in an unfinished character waits for its rest,
+but only as long as a character can be: bytes that never become one are sent as U+FFFD, and no window grows with the text.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 _REPLACEMENT = "\ufffd"
+_MAX_HELD_TOKENS = 4  # a character has at most four bytes, and a token at least one
 
 
 class Decoder(Protocol):
     """What turns ids into text (kvrelay.gateway.tokenizer.Tokenizer)."""
+
+    @property
+    def skipped_ids(self) -> frozenset[int]:
+        """Ids that ``decode`` leaves out."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``."""
@@ -25,23 +30,35 @@ class Detokenizer:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._ids: list[int] = []
-        self._window = 0  # decoding starts here; everything before it is settled
-        self._emitted = 0  # ids up to here are emitted
+        self._skipped_ids = decoder.skipped_ids
+        self._window: list[int] = []  # what the next piece's text depends on
+        self._num_sent_chars = 0  # of the window's text
+        self._num_held = 0  # tokens since the last piece that ended in a whole character
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that ``token_ids`` add, as far as it is certain."""
-        self._ids.extend(token_ids)
-        before = self._decoder.decode(self._ids[self._window : self._emitted])
-        now = self._decoder.decode(self._ids[self._window :])
-        if now.endswith(_REPLACEMENT) or len(now) <= len(before):
-            return ""
-        self._window, self._emitted = self._emitted, len(self._ids)
-        return now[len(before) :]
+        return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._skipped_ids])
 
     def finish(self) -> str:
         """What is left at the end; a character that stayed unfinished is dropped."""
-        before = self._decoder.decode(self._ids[self._window : self._emitted])
-        now = self._decoder.decode(self._ids[self._window :]).rstrip(_REPLACEMENT)
-        self._window = self._emitted = len(self._ids)
-        return now[len(before) :]
+        text = self._decoder.decode(self._window).rstrip(_REPLACEMENT)[self._num_sent_chars :]
+        self._window, self._num_sent_chars, self._num_held = [], 0, 0
+        return text
+
+    def _push_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        self._num_held += 1
+        text = self._decoder.decode(self._window)
+        is_unfinished = text.endswith(_REPLACEMENT)
+        if is_unfinished:
+            text = text[:-1]
+        has_waited = self._num_held > _MAX_HELD_TOKENS
+        if not has_waited and (is_unfinished or len(text) <= self._num_sent_chars):
+            return ""
+        piece = text[self._num_sent_chars :]
+        # The tokens behind this piece are context for the next one; older ones no longer matter.
+        del self._window[: -min(self._num_held, _MAX_HELD_TOKENS)]
+        self._num_sent_chars = len(self._decoder.decode(self._window)) - is_unfinished
+        if not is_unfinished:
+            self._num_held = 0
+        return piece

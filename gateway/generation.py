@@ -82,8 +82,9 @@ class _Clock:
                 self.metrics.itl_s.observe(now_s - self.last_s)
             self.last_s = now_s
             self.metrics.output_tokens.inc(len(delta.tokens))
-        if delta.finish_reason is not None:
-            self.metrics.e2e_s.observe(now_s - self.accepted_s)
+
+    def on_end(self) -> None:
+        self.metrics.e2e_s.observe(time.monotonic() - self.accepted_s)
 
 
 class Generator:
@@ -108,17 +109,19 @@ class Generator:
                 clock.on_delta(delta)
                 if delta.num_cached_tokens is not None:
                     usage.num_cached_tokens = max(usage.num_cached_tokens, delta.num_cached_tokens)
-                taken = _until_stop(delta.tokens, detokenizer, stop)
-                text, num_taken = taken
+                text, num_taken = _until_stop(delta.tokens, detokenizer, stop)
                 usage.num_output_tokens += num_taken
                 tokens = delta.tokens[:num_taken]
                 if stop.matched is not None:
+                    clock.on_end()
+                    self._metrics.stop_strings.inc()
                     yield TextDelta(text, tokens, FinishReason.STOP)
                     return
                 if delta.finish_reason is not None:
                     text += stop.push(detokenizer.finish())
                     text += stop.finish()
                     reason = FinishReason.STOP if stop.matched is not None else delta.finish_reason
+                    clock.on_end()
                     yield TextDelta(text, tokens, reason)
                     return
                 if text or tokens:

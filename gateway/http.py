@@ -57,6 +57,8 @@ class Edge:
                 await error_response(error)(scope, receive, send_named)
                 return
             await self._app(scope, receive, send_named)
+        except ClientLeftError:
+            self._metrics.disconnects.inc()
         except Exception:
             # Starlette raises again what the handler below has logged and answered; uvicorn would log it once more.
             if status == 0:
@@ -68,7 +70,10 @@ class Edge:
             self._metrics.requests.labels(path, str(status) if status else "client_left").inc()
 
     async def _read_body(self, request: Request) -> Receive:
-        """A receive that gives the whole body, then what the connection says. Raises BodyTooLargeError."""
+        """A receive that gives the whole body, then what the connection says.
+
+        Raises BodyTooLargeError, and ClientLeftError if only a part of the body came.
+        """
         limit = self._max_body_bytes
         announced = request.headers.get("content-length", "0")
         if announced.isdigit() and int(announced) > limit:
@@ -77,7 +82,7 @@ class Edge:
         while True:
             message = await request.receive()
             if message["type"] != "http.request":
-                break
+                raise ClientLeftError
             body += message.get("body", b"")
             if len(body) > limit:
                 raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
@@ -113,7 +118,9 @@ def install_error_handlers(app: FastAPI) -> None:
         api_error = InvalidRequestError(str(error.detail))
         api_error.status = error.status_code
         api_error.code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-        return error_response(api_error)
+        response = error_response(api_error)
+        response.headers.update(error.headers or {})  # such as Allow
+        return response
 
     async def on_client_left(_: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
@@ -135,6 +142,8 @@ def _validation_error(error: RequestValidationError) -> InvalidRequestError:
     if complaints[0]["type"] == "json_invalid":
         reason = complaints[0].get("ctx", {}).get("error", complaints[0]["msg"])
         return InvalidRequestError(f"the body is not valid JSON: {reason}")
+    if isinstance(complaints[0].get("input"), bytes):
+        return InvalidRequestError("the body is not JSON by its header; send content-type: application/json")
     # A field of several types complains once per type; the type that fits best got the furthest into the value.
     deepest = max(len(complaint["loc"]) for complaint in complaints)
     chosen = [complaint for complaint in complaints if len(complaint["loc"]) == deepest]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import signal
 import socket
+from collections.abc import Iterator
+from types import FrameType
 
 import uvicorn
 
@@ -15,11 +19,35 @@ from kvrelay.gateway.settings import GatewaySettings
 logger = logging.getLogger(__name__)
 
 
+class _Server(uvicorn.Server):
+    """A uvicorn server whose ``run`` returns after a signal: uvicorn raises it again, and the process would die of it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop gracefully at the first SIGTERM or SIGINT, and at once at the second."""
+
+        def on_signal(_number: int, _frame: FrameType | None) -> None:
+            self.force_exit = self.should_exit
+            self.should_exit = True
+
+        previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
 def serve(settings: GatewaySettings) -> int:
     """Serve HTTP until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
     configure_logs(settings.log_level, settings.log_format)
+    # The port first: that it is taken is told before the tokenizer is loaded.
     listener = _listen(settings.host, settings.port)
-    app = create_app(settings)
+    try:
+        app = create_app(settings)
+    except BaseException:
+        listener.close()
+        raise
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -30,7 +58,7 @@ def serve(settings: GatewaySettings) -> int:
     )
     host, port = listener.getsockname()[:2]
     logger.info("gateway: http://%s:%d", host, port)
-    uvicorn.Server(config).run(sockets=[listener])
+    _Server(config).run(sockets=[listener])
     logger.info("gateway: stopped")
     return 0
 

@@ -17,6 +17,9 @@ class GatewayMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"kvrelay_{name}_seconds", text, labels, buckets=buckets, registry=registry)
 
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"kvrelay_{name}_total", text, registry=registry)
+
         self.requests = Counter(
             "kvrelay_requests_total", "Requests by route and HTTP outcome", ["route", "outcome"], registry=registry
         )
@@ -25,6 +28,7 @@ class GatewayMetrics:
         self.output_tokens = Counter("kvrelay_gateway_output_tokens_total", "Tokens generated", registry=registry)
         self.attempts = Counter("kvrelay_attempts_total", "Attempts by how they ended", ["outcome"], registry=registry)
         self.disconnects = Counter("kvrelay_client_disconnects_total", "Clients that left early", registry=registry)
+        self.stop_strings = counter("stop_string_matches", "Generations that a stop string ended")
         self.workers_up = Gauge("kvrelay_workers_up", "Connected workers by role", ["role"], registry=registry)
         self.ttft_s = histogram("time_to_first_token", "Request accepted until its first token", _LATENCY)
         self.itl_s = histogram("inter_token_latency", "Time between two deliveries of tokens of a request", _ITL)

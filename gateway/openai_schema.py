@@ -15,7 +15,8 @@ from kvrelay.gateway.errors import InvalidRequestError
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# Fails at the first bad id: a complaint about each of a million would keep the loop busy for seconds.
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -63,6 +64,20 @@ class SamplingBody(BaseModel):
             "min_tokens": (0,),
             "audio": (),
             "prompt_logprobs": (),
+            "stop_token_ids": ([],),
+            "bad_words": ([],),
+            "allowed_token_ids": (),
+            "include_stop_str_in_output": (False,),
+            "truncate_prompt_tokens": (),
+            "structured_outputs": (),
+            "guided_json": (),
+            "guided_regex": (),
+            "guided_choice": (),
+            "guided_grammar": (),
+            "chat_template": (),
+            "chat_template_kwargs": ({},),
+            "add_generation_prompt": (True,),
+            "continue_final_message": (False,),
         }
         for name, value in (self.model_extra or {}).items():
             if name in harmless and value is not None and value not in harmless[name]:
@@ -114,8 +129,8 @@ class CompletionBody(SamplingBody):
 
     prompt: (
         str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=128)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=128, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=128, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

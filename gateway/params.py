@@ -18,8 +18,9 @@ def sampling_params(
     num_prompt_tokens: int,
     limit_tokens: int,
     eos_ids: tuple[int, ...],
+    prompt_param: str,
 ) -> SamplingParams:
-    """The parameters of one choice; ``max_tokens`` None means as much as fits.
+    """The parameters of one choice; ``max_tokens`` None means as much as fits. ``prompt_param``: where its prompt came from.
 
     Raises ContextLengthError naming tokens and limit if prompt and output cannot fit ``limit_tokens``.
     """
@@ -28,7 +29,7 @@ def sampling_params(
         raise ContextLengthError(
             f"the prompt has {num_prompt_tokens} tokens; at most {limit_tokens - 1} leave room for an answer within "
             f"this deployment's {limit_tokens} tokens of prompt and output: shorten the prompt",
-            param="prompt",
+            param=prompt_param,
         )
     if max_tokens is not None and max_tokens > room:
         raise ContextLengthError(
@@ -60,8 +61,8 @@ def limit_tokens(cards: list[ModelCard]) -> int:
 
 def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
     """Raises InvalidRequestError on an id that the model does not have."""
-    for token_id in token_ids:
-        if token_id >= vocab_size:
-            raise InvalidRequestError(
-                f"prompt holds token id {token_id}; this model's ids are 0 to {vocab_size - 1}", param="prompt"
-            )
+    largest = max(token_ids)
+    if largest >= vocab_size:
+        raise InvalidRequestError(
+            f"prompt holds token id {largest}; this model's ids are 0 to {vocab_size - 1}", param="prompt"
+        )

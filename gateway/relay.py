@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -23,17 +23,28 @@ from kvrelay.gateway.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
+from kvrelay.gateway.failover import Avoidance, blamed_roles
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.routing import POLICIES
 from kvrelay.gateway.settings import RelaySettings
-from kvrelay.gateway.workers import AttemptEvent, DeadlinePassed, Inbox, Worker, WorkerLost, WorkerPool, decode_target
+from kvrelay.gateway.workers import (
+    AttemptEvent,
+    DeadlinePassed,
+    GaveUp,
+    Inbox,
+    Worker,
+    WorkerLost,
+    WorkerPool,
+    decode_target,
+)
 from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode, HandedOver, Role, Submit, Timings, TokenDelta
 
 logger = logging.getLogger(__name__)
 
-_EXCLUDE_S = 2.0  # how long a worker that failed an attempt is not asked again, if there is another
+_AVOID_S = 2.0  # how long a request avoids what failed it: also the pause before the only worker is tried again
 _DEFAULT_RETRY_S = 0.5
 _RETRY_AFTER_S = 1.0
+_SHORTAGES = (FailureCode.NO_ROOM, FailureCode.QUEUE_FULL, FailureCode.DRAINING)  # waiting helps; nothing is broken
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +75,8 @@ class _Progress:
     output: list[int] = field(default_factory=list)
     attempt: int = 0
     num_failures: int = 0
-    last_failure: str = ""
-    excluded: dict[str, float] = field(default_factory=dict)  # address -> until when
+    avoidance: Avoidance = field(default_factory=Avoidance)
+    waits_since_s: float | None = None  # when room was first missing; None once an attempt gets further than that
 
     @property
     def is_complete(self) -> bool:
@@ -75,10 +86,12 @@ class _Progress:
 class _AttemptFailedError(Exception):
     """An attempt is over without a finish reason; another may follow."""
 
-    def __init__(self, code: FailureCode, detail: str, blamed: str | None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, code: FailureCode, detail: str, blamed: Sequence[str] = (), retry_after_s: float | None = None
+    ) -> None:
         super().__init__(detail)
         self.code = code
-        self.blamed = blamed  # address of the worker that should not be asked again at once
+        self.blamed = blamed  # address of the worker, or addresses of the pair, that should not be asked again at once
         self.retry_after_s = retry_after_s
 
 
@@ -110,24 +123,35 @@ class Relay:
                         yield delta
                 return
             except _AttemptFailedError as failure:
-                self._on_failure(progress, failure)
-            if progress.is_complete:
-                # The worker died between the last token and saying so.
-                yield OutputDelta([], FinishReason.LENGTH, None, None)
-                return
+                if not progress.is_complete:
+                    self._on_failure(progress, failure)
+                    continue
+                # Nothing is missing but the word that it is over.
+                self._metrics.attempts.labels("finished").inc()
+            is_stopped = progress.output[-1] in request.sampling.stop_token_ids
+            yield OutputDelta([], FinishReason.STOP if is_stopped else FinishReason.LENGTH, None, None)
+            return
 
     def _on_failure(self, progress: _Progress, failure: _AttemptFailedError) -> None:
         self._metrics.attempts.labels(failure.code.value).inc()
         extra = {"request_id": progress.request.request_id, "attempt": progress.attempt}
-        logger.warning("an attempt failed (%s): %s", failure.code.value, failure, extra=extra)
-        if not failure.code.is_retryable:
-            raise InvalidRequestError(str(failure)) from failure
-        if failure.blamed is not None:
-            pause_s = _EXCLUDE_S if failure.retry_after_s is None else failure.retry_after_s
-            progress.excluded[failure.blamed] = time.monotonic() + pause_s
-        progress.last_failure = str(failure)
-        if failure.code not in (FailureCode.NO_ROOM, FailureCode.QUEUE_FULL, FailureCode.DRAINING):
+        # Refused for want of room, many requests ask again twice a second: the counter tells that better than a log.
+        level = logging.DEBUG if failure.code in _SHORTAGES else logging.WARNING
+        logger.log(level, "an attempt failed (%s): %s", failure.code.value, failure, extra=extra)
+        match failure.code:
+            case FailureCode.INVALID:
+                raise InvalidRequestError(str(failure)) from failure
+            case FailureCode.DEADLINE:
+                raise self._timed_out() from failure
+            case _:
+                pass  # another attempt may succeed, also after a cancellation: it was not ours
+        pause_s = _AVOID_S if failure.retry_after_s is None else failure.retry_after_s
+        progress.avoidance.blame(failure.blamed, time.monotonic() + pause_s)
+        if failure.code not in _SHORTAGES:
             progress.num_failures += 1
+            progress.waits_since_s = None
+        elif progress.waits_since_s is None:
+            progress.waits_since_s = asyncio.get_running_loop().time()
         if progress.num_failures >= self._settings.max_attempts:
             raise AttemptsFailedError(
                 f"{progress.num_failures} attempts failed, the last one: {failure.code.value}; try again",
@@ -137,20 +161,31 @@ class Relay:
     # -- routing ---------------------------------------------------------------------------------------------------
 
     async def _find_workers(self, progress: _Progress) -> tuple[Worker | None, Worker]:
-        """A pair of workers, waiting for one if need be. Raises UnavailableError when that takes too long."""
+        """A pair of workers, waiting for one if need be. Raises UnavailableError when that takes too long.
+
+        Waits add up over attempts that are refused one after the other.
+        """
         loop = asyncio.get_running_loop()
-        give_up_s = min(loop.time() + self._settings.room_timeout_s, progress.deadline_s)
         while True:
+            if loop.time() >= progress.deadline_s:
+                raise self._timed_out()
+            give_up_s = progress.deadline_s
+            if progress.waits_since_s is not None:
+                give_up_s = min(give_up_s, progress.waits_since_s + self._settings.room_timeout_s)
+            remaining_s = give_up_s - loop.time()
+            if remaining_s <= 0:
+                raise self._unavailable()
             route = self._route(progress)
             if route is not None:
                 return route
-            remaining_s = give_up_s - loop.time()
-            if loop.time() >= progress.deadline_s:
-                raise self._timed_out()
-            if remaining_s <= 0:
-                raise self._unavailable()
+            if progress.waits_since_s is None:
+                progress.waits_since_s = loop.time()
+                continue
             self._pool.changed.clear()
             wait_s = min(remaining_s, _DEFAULT_RETRY_S)
+            now_s = time.monotonic()
+            if (change_s := progress.avoidance.next_change_s(now_s)) is not None:
+                wait_s = min(wait_s, change_s - now_s)
             try:
                 await asyncio.wait_for(self._pool.changed.wait(), wait_s)
             except TimeoutError:
@@ -169,20 +204,23 @@ class Relay:
         now_s = time.monotonic()
         num_tokens = len(progress.request.prompt_token_ids) + len(progress.output)
         is_local = not self._pool.prefills or num_tokens <= self._settings.local_prefill_max_tokens
-
-        def usable(workers: dict[str, Worker]) -> list[Worker]:
-            return [worker for worker in workers.values() if progress.excluded.get(worker.address, 0.0) <= now_s]
-
-        prefills = [] if is_local else [view for worker in usable(self._pool.prefills) if (view := worker.view())]
-        decodes = [view for worker in usable(self._pool.decodes) if (view := worker.view())]
+        prefills = [] if is_local else [view for worker in self._pool.prefills.values() if (view := worker.view())]
+        decodes = [view for worker in self._pool.decodes.values() if (view := worker.view())]
         if not is_local and not prefills:
             return None
         self._sequence_number += 1
-        route = self._policy(prefills, decodes, num_tokens + 1, self._sequence_number)
-        if route is None:
-            return None
-        prefill = None if route.prefill is None else self._pool.prefills[route.prefill]
-        return prefill, self._pool.decodes[route.decode]
+        addresses = [[view.address for view in views] for views in (prefills, decodes)]
+        for allowed_prefills, allowed_decodes in progress.avoidance.choices(addresses[0], addresses[1], now_s):
+            route = self._policy(
+                [view for view in prefills if view.address in allowed_prefills],
+                [view for view in decodes if view.address in allowed_decodes],
+                num_tokens + 1,
+                self._sequence_number,
+            )
+            if route is not None:
+                prefill = None if route.prefill is None else self._pool.prefills[route.prefill]
+                return prefill, self._pool.decodes[route.decode]
+        return None
 
     # -- one attempt -----------------------------------------------------------------------------------------------
 
@@ -207,8 +245,8 @@ class Relay:
                 decode=None if prefill is None else decode_target(decode),
             )
             if not first.client.send(submit):
-                raise _AttemptFailedError(FailureCode.PEER_LOST, "the worker's link just went down", first.address)
-            async with aclosing(self._take_tokens(progress, inbox, decode)) as deltas:
+                raise _AttemptFailedError(FailureCode.PEER_LOST, "the worker's link just went down", (first.address,))
+            async with aclosing(self._take_tokens(progress, inbox, involved)) as deltas:
                 async for delta in deltas:
                     is_over = delta.finish_reason is not None
                     yield delta
@@ -219,7 +257,9 @@ class Relay:
                 for worker in involved:
                     worker.client.send(Cancel(request_id=key[0], attempt=key[1]))
 
-    async def _take_tokens(self, progress: _Progress, inbox: Inbox, decode: Worker) -> AsyncGenerator[OutputDelta]:
+    async def _take_tokens(
+        self, progress: _Progress, inbox: Inbox, involved: Sequence[Worker]
+    ) -> AsyncGenerator[OutputDelta]:
         is_handed_over = False
         while True:
             event = await inbox.get()
@@ -239,30 +279,32 @@ class Relay:
                 case WorkerLost(role=Role.PREFILL) if is_handed_over:
                     pass  # the decode worker owns the request; the prefill worker's death does not concern it
                 case _:
-                    raise _failure(event, decode.address)
+                    raise _failure(event, involved)
 
     def _accept(self, progress: _Progress, item: TokenDelta) -> OutputDelta | None:
         """The part of ``item`` that is new; None if nothing is."""
         num_known = len(progress.output)
         if item.index > num_known:
             raise _AttemptFailedError(
-                FailureCode.INTERNAL, f"tokens from position {item.index} on came after {num_known} tokens", None
+                FailureCode.INTERNAL, f"tokens from position {item.index} on came after {num_known} tokens"
             )
         tokens = item.tokens[num_known - item.index :]
         progress.output.extend(token.token_id for token in tokens)
+        if tokens:
+            progress.waits_since_s = None
         if not tokens and item.finish_reason is None and item.timings is None:
             return None
         return OutputDelta(tokens, item.finish_reason, item.num_cached_tokens, item.timings)
 
 
-def _failure(event: AttemptEvent, decode_address: str) -> _AttemptFailedError:
+def _failure(event: AttemptEvent, involved: Sequence[Worker]) -> _AttemptFailedError:
     match event:
-        case Failed(code=code, detail=detail, retry_after_s=retry_after_s):
-            # What a prefill worker reports about the hand-off is mostly the decode worker's doing.
-            return _AttemptFailedError(code, detail, decode_address, retry_after_s)
+        case GaveUp(role=role, answer=Failed(code=code, detail=detail, retry_after_s=retry_after_s)):
+            blamed = blamed_roles(code, role)
+            return _AttemptFailedError(code, detail, [w.address for w in involved if w.role in blamed], retry_after_s)
+        case GaveUp(answer=Cancelled()):
+            return _AttemptFailedError(FailureCode.PEER_LOST, "the worker gave the request up")
         case WorkerLost(address=address, reason=reason):
-            return _AttemptFailedError(FailureCode.PEER_LOST, reason, address)
-        case Cancelled():
-            return _AttemptFailedError(FailureCode.PEER_LOST, "the worker gave the request up", None)
+            return _AttemptFailedError(FailureCode.PEER_LOST, reason, (address,))
         case _:
             raise AssertionError(f"unexpected {event}")

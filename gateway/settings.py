@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import setting
+
+_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})|(ipc|inproc)://\S+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +48,16 @@ class GatewaySettings:
     drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
     log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("text", "shape of log lines", choices=("text", "json"))
+
+    def __post_init__(self) -> None:
+        """Raises SettingsError on an address that no worker can have, and without any decode worker."""
+        if not self.decode_workers:
+            raise SettingsError("--decode-workers is empty: nobody could generate; name at least one, tcp://HOST:PORT")
+        for name, addresses in (("prefill", self.prefill_workers), ("decode", self.decode_workers)):
+            for address in addresses:
+                match = _ADDRESS.fullmatch(address)
+                if match is None or (match["port"] is not None and not 1 <= int(match["port"]) <= 65535):
+                    raise SettingsError(
+                        f"--{name}-workers: {address!r} is no worker's address; write tcp://HOST:PORT (port 1 to 65535), "
+                        "such as tcp://10.0.0.8:7200, or ipc://PATH"
+                    )

@@ -1,4 +1,4 @@
-"""Stop strings: the text ends in front of the first one, and no part of one is ever sent."""
+"""Stop strings: the text ends in front of the first one that is complete, and no part of one is ever sent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches one sequence's text for stop strings. What may be the beginning of one is held back."""
+    """Watches one sequence's text for stop strings. What may be the beginning of one is held back.
+
+    Of several stop strings the one that ends first counts (of those that end together, the longest), so the
+    outcome depends on the text only and not on the pieces it came in.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -20,9 +24,9 @@ class StopMatcher:
         if not self._stops:
             return text
         self._held += text
-        found = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        found = [(place + len(stop), place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
-            place, self.matched = min(found, key=lambda match: match[0])
+            _, place, self.matched = min(found)
             safe, self._held = self._held[:place], ""
             return safe
         keep = max(self._overlap(stop) for stop in self._stops)

@@ -74,7 +74,7 @@ class Responder:
         try:
             first = await unless_disconnected(request.receive, anext(deltas))
             if job.is_stream:
-                return EventStream(self._events(job, first, deltas, usages), self._on_disconnect)
+                return EventStream(self._events(job, first, deltas, usages), deltas, self._on_disconnect)
             return await unless_disconnected(request.receive, self._whole(job, first, deltas, usages))
         except BaseException as error:
             await deltas.aclose()
@@ -122,25 +122,32 @@ class Responder:
 
 
 class EventStream(Response):
-    """Server-sent events from a generator, which is closed when the client leaves."""
+    """Server-sent events from a generator, which is closed when the client leaves.
+
+    ``source`` is closed too: a generator that was never started does not close what it would have read.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], on_disconnect: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes], source: AsyncGenerator[Any], on_disconnect: Callable[[], None]
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._source = source
         self._on_disconnect = on_disconnect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, or stop at a disconnect."""
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await unless_disconnected(receive, self._send_all(send))
         except ClientLeftError:
             self._on_disconnect()
         finally:
             await self._events.aclose()
+            await self._source.aclose()
 
     async def _send_all(self, send: Send) -> None:
         async for event in self._events:

@@ -16,7 +16,13 @@ class Tokenizer:
     """A model's tokenizer and what belongs to it: special tokens and end-of-text ids. Immutable, thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], eos_ids: tuple[int, ...]) -> None:
+        # A file may ask for truncation or padding, which is for training: a prompt must never be cut in silence.
+        backend.no_truncation()
+        backend.no_padding()
         self._backend = backend
+        self.skipped_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )  # left out by ``decode``
         self.special_tokens = special_tokens  # such as {"bos_token": "<s>"}
         self.eos_ids = eos_ids
 
@@ -34,7 +40,9 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             raise ModelError(f"{path} cannot be read: {error}") from error
         config = read_json(directory / "tokenizer_config.json")
-        special = {name: _content(value) for name, value in config.items() if name.endswith("_token") and value}
+        special = {
+            name: text for name, value in config.items() if name.endswith("_token") and (text := _content(value))
+        }
         eos_ids: list[int] = []
         for source in (read_json(directory / "generation_config.json"), read_json(directory / "config.json")):
             value = source.get("eos_token_id")
@@ -76,4 +84,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, dict) else str(token)
+    """A special token's text; empty for what is none, such as the switch ``add_bos_token``."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""

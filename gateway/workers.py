@@ -46,11 +46,19 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class GaveUp:
+    """A worker's last word on an attempt that it did not finish, and which worker it was."""
+
+    role: Role
+    answer: Failed | Cancelled
+
+
+@dataclass(frozen=True, slots=True)
 class DeadlinePassed:
     """Put into an attempt's inbox when the request's time is up."""
 
 
-AttemptEvent = TokenDelta | HandedOver | Failed | Cancelled | WorkerLost | DeadlinePassed
+AttemptEvent = TokenDelta | HandedOver | GaveUp | WorkerLost | DeadlinePassed
 Inbox = asyncio.Queue[AttemptEvent]
 
 
@@ -85,11 +93,14 @@ class Worker:
             return
         self.welcome = welcome
         self.status = None
+        self.pending_requests = self.pending_tokens = 0
         card = welcome.card
         logger.info(
             "%s worker %s at %s: up, %s, %d KV blocks",
             self.role, welcome.worker_id, self.address, card.layout.model_id, card.num_blocks,
         )  # fmt: skip
+        for misfit in self._pool.misfits(self):
+            logger.error("%s worker at %s is never paired with %s", self.role, self.address, misfit)
         self._pool.on_worker_changed(self)
 
     def on_message(self, message: Message) -> None:
@@ -102,8 +113,10 @@ class Worker:
             case Tokens(items=items):
                 for item in items:
                     self._pool.deliver((item.request_id, item.attempt), item)
-            case HandedOver() | Failed() | Cancelled():
+            case HandedOver():
                 self._pool.deliver((message.request_id, message.attempt), message)
+            case Failed() | Cancelled():
+                self._pool.deliver((message.request_id, message.attempt), GaveUp(self.role, message))
             case _:
                 logger.warning("unexpected %s from %s", type(message).__name__, self.address)
 
@@ -224,6 +237,19 @@ class WorkerPool:
                 problems = "; ".join(sorted({worker.problem for worker in workers.values()}))
                 reasons.append(f"no {role} worker is up ({problems})")
         return reasons or self._layout_conflict()
+
+    def misfits(self, worker: Worker) -> list[str]:
+        """The workers of the other role whose KV does not fit that of ``worker``, each with the differences."""
+        if worker.welcome is None:
+            return []
+        layout = worker.welcome.card.layout
+        return [
+            f"{other.address} ({'; '.join(differences)})"
+            for other in self.workers
+            if other.role is not worker.role
+            and other.welcome is not None
+            and (differences := layout.differences(other.welcome.card.layout))
+        ]
 
     def _layout_conflict(self) -> list[str]:
         """Why no prefill worker's KV fits any decode worker, if that is so."""

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
 
 import pytest
-import zmq
-from prometheus_client import CollectorRegistry
 
-from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
-from kvrelay.engine.fake import fake_card
+from kvrelay.common.sampling import FinishReason, SamplingParams
 from kvrelay.gateway.errors import (
     ApiError,
     AttemptsFailedError,
@@ -19,182 +14,10 @@ from kvrelay.gateway.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.relay import GenerationRequest, Relay
-from kvrelay.gateway.settings import RelaySettings
-from kvrelay.gateway.workers import WorkerPool
-from kvrelay.wire.control import ControlServer
-from kvrelay.wire.messages import (
-    Cancel,
-    Cancelled,
-    Failed,
-    FailureCode,
-    HandedOver,
-    Hello,
-    HelloRefused,
-    Message,
-    Role,
-    Status,
-    Submit,
-    Timings,
-    TokenDelta,
-    Tokens,
-    Welcome,
-    WorkerState,
-)
-from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.settings import LinkSettings
+from kvrelay.gateway.relay import GenerationRequest
+from kvrelay.wire.messages import Cancelled, FailureCode, HandedOver, Submit, Timings, WorkerState
 
-LINKS = LinkSettings(ping_interval_s=0.05, peer_timeout_s=5.0)
-PROMPT = [1, 2, 3]
-
-Script = Callable[["Player", Submit], None]
-
-
-class Player:
-    """A worker that plays ``script`` on every Submit. Implements ServerHandler."""
-
-    def __init__(self, role: Role, script: Script, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.role = role
-        self.script = script
-        self.submits: list[Submit] = []
-        self.cancelled: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
-        self.state = WorkerState.READY
-        self.gateway_id = ""
-        metrics = WireMetrics(CollectorRegistry())
-        self.server = ControlServer("tcp://127.0.0.1:*", self, LINKS, metrics=metrics, context=context)
-        self.address = ""
-
-    def welcome(self, hello: Hello) -> Welcome | HelloRefused:
-        return Welcome(role=self.role, worker_id="w", epoch=1, protocol=1, card=fake_card())
-
-    def status(self) -> Status:
-        return Status(
-            state=self.state, num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=64, num_blocks=64
-        )
-
-    def on_message(self, peer_id: str, role: Role, message: Message) -> None:
-        self.gateway_id = peer_id
-        match message:
-            case Submit():
-                self.submits.append(message)
-                self.script(self, message)
-            case Cancel(request_id=request_id, attempt=attempt):
-                self.cancelled.put_nowait((request_id, attempt))
-                self.say(Cancelled(request_id=request_id, attempt=attempt))
-
-    def on_peer_lost(self, peer_id: str, role: Role) -> None:
-        pass
-
-    def say(self, message: Message) -> None:
-        assert self.server.send(self.gateway_id, message)
-
-    def tokens(
-        self,
-        submit: Submit,
-        index: int,
-        ids: list[int],
-        finish: FinishReason | None = None,
-        attempt: int | None = None,
-        timings: Timings | None = None,
-    ) -> None:
-        item = TokenDelta(
-            request_id=submit.request_id,
-            attempt=submit.attempt if attempt is None else attempt,
-            index=index,
-            tokens=[SampledToken(token_id) for token_id in ids],
-            finish_reason=finish,
-            timings=timings,
-        )
-        self.say(Tokens(items=[item]))
-
-    def fail(self, submit: Submit, code: FailureCode, retry_after_s: float | None = None) -> None:
-        failed = Failed(
-            request_id=submit.request_id,
-            attempt=submit.attempt,
-            code=code,
-            detail="scripted",
-            retry_after_s=retry_after_s,
-        )
-        self.say(failed)
-
-
-class Stage:
-    """A relay over players."""
-
-    def __init__(self, relay: Relay, pool: WorkerPool, players: list[Player], metrics: GatewayMetrics) -> None:
-        self.relay = relay
-        self.pool = pool
-        self.players = players
-        self.metrics = metrics
-
-    def attempts(self, outcome: str) -> float:
-        value = self.metrics.registry.get_sample_value("kvrelay_attempts_total", {"outcome": outcome})
-        return value or 0.0
-
-    async def run(self, max_tokens: int = 4) -> tuple[list[int], FinishReason | None]:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=9)
-        output: list[int] = []
-        reason: FinishReason | None = None
-        async with asyncio.timeout(20):
-            async with aclosing(self.relay.generate(GenerationRequest("r", PROMPT, sampling))) as deltas:
-                async for delta in deltas:
-                    assert reason is None, "tokens behind the end"
-                    output += [token.token_id for token in delta.tokens]
-                    reason = delta.finish_reason
-        return output, reason
-
-
-@asynccontextmanager
-async def stage(*scripts: Script, prefill: Script | None = None, **settings: float) -> AsyncIterator[Stage]:
-    """One decode player per script, and a prefill player if there is one; all connected."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    prefills = [] if prefill is None else [Player(Role.PREFILL, prefill, context)]
-    decodes = [Player(Role.DECODE, script, context) for script in scripts]
-    players = [*prefills, *decodes]
-    for player in players:
-        player.address = await player.server.start()
-    metrics = GatewayMetrics(CollectorRegistry())
-    addresses = [[player.address for player in group] for group in (prefills, decodes)]
-    pool = WorkerPool(addresses[0], addresses[1], "gateway", metrics, LINKS)
-    pool.start()
-    try:
-        while not all(worker.is_usable for worker in pool.workers):
-            pool.changed.clear()
-            await pool.changed.wait()
-        chosen = RelaySettings(local_prefill_max_tokens=0, **settings)  # type: ignore[arg-type]
-        yield Stage(Relay(pool, chosen, metrics), pool, players, metrics)
-    finally:
-        await pool.stop()
-        for player in players:
-            await player.server.stop()
-        await asyncio.to_thread(context.term)
-
-
-def good(player: Player, submit: Submit) -> None:
-    """Counts on from what is there: token i is 100 + i."""
-    done = len(submit.token_ids) - submit.num_prompt_tokens
-    rest = list(range(100 + done, 100 + submit.sampling.max_tokens))
-    player.tokens(submit, done, rest[:1])
-    player.tokens(submit, done + 1, rest[1:], FinishReason.LENGTH)
-
-
-def failing(code: FailureCode, after: int = 0, times: int = 1000, retry_after_s: float | None = None) -> Script:
-    """Sends ``after`` tokens, then fails; ``times`` times, then plays well."""
-    left = iter(range(times))
-
-    def script(player: Player, submit: Submit) -> None:
-        if next(left, None) is None:
-            good(player, submit)
-            return
-        done = len(submit.token_ids) - submit.num_prompt_tokens
-        player.tokens(submit, done, list(range(100 + done, 100 + done + after)))
-        player.fail(submit, code, retry_after_s)
-
-    return script
-
-
-ALL = ([100, 101, 102, 103], FinishReason.LENGTH)
+from .players import ALL, PROMPT, Player, failing, good, stage
 
 
 async def test_another_attempt_goes_on_where_the_last_one_ended() -> None:
@@ -336,3 +159,68 @@ async def test_a_lost_prefill_worker_matters_until_the_hand_off(handed_over: boo
         else:
             with pytest.raises(ApiError, match="no prefill worker is up"):
                 await outcome
+
+
+@pytest.mark.parametrize("code", [FailureCode.INTERNAL, FailureCode.QUEUE_FULL, FailureCode.INTEGRITY])
+async def test_a_broken_prefill_worker_costs_one_attempt(code: FailureCode) -> None:
+    """Idle because it fails, it looks like the best choice again and again."""
+    async with stage(good, prefill=[failing(code), good], max_attempts=2) as s:
+        broken, healthy, _ = s.players
+        healthy.num_waiting_tokens = 500
+        while (status := s.pool.prefills[healthy.address].status) is None or not status.num_waiting_tokens:
+            s.pool.changed.clear()
+            await s.pool.changed.wait()
+        assert await s.run() == ALL
+        assert (len(broken.submits), len(healthy.submits)) == (1, 1)
+
+
+async def test_a_prefill_worker_is_not_blamed_for_a_full_decode_worker() -> None:
+    """It speaks for the decode worker that refused; the next attempt goes to the other one, through the same prefill worker."""
+
+    def refused(player: Player, submit: Submit) -> None:
+        if len(player.submits) == 1:
+            player.fail(submit, FailureCode.NO_ROOM, retry_after_s=60.0)
+        else:
+            good(player, submit)
+
+    async with stage(good, good, prefill=refused) as s:
+        assert await s.run() == ALL
+        first, second = s.players[0].submits
+        assert first.decode is not None
+        assert second.decode is not None
+        assert first.decode.address != second.decode.address
+
+
+async def test_waiting_is_bounded_also_if_every_attempt_is_refused_soon() -> None:
+    async with stage(failing(FailureCode.NO_ROOM, retry_after_s=0.01), room_timeout_s=0.3) as s:
+        with pytest.raises(UnavailableError, match="no worker has room"):
+            await s.run()
+        assert len(s.players[0].submits) > 1
+
+
+async def test_a_worker_out_of_time_is_a_timeout_not_the_clients_fault() -> None:
+    async with stage(failing(FailureCode.DEADLINE)) as s:
+        with pytest.raises(RequestTimeoutError):
+            await s.run()
+
+
+async def test_a_request_that_a_worker_gave_up_goes_on() -> None:
+    """Cancelled, but not by us: once by a plain answer, once by a failure."""
+
+    def script(player: Player, submit: Submit) -> None:
+        if len(player.submits) == 1:
+            player.say(Cancelled(request_id=submit.request_id, attempt=submit.attempt))
+        elif len(player.submits) == 2:
+            player.fail(submit, FailureCode.CANCELLED, retry_after_s=0.0)
+        else:
+            good(player, submit)
+
+    async with stage(script) as s:
+        assert await s.run() == ALL
+        assert [submit.attempt for submit in s.players[0].submits] == [1, 2, 3]
+
+
+async def test_the_last_attempts_last_token_is_enough_too() -> None:
+    async with stage(failing(FailureCode.INTERNAL, after=4), max_attempts=1) as s:
+        assert await s.run() == ALL
+        assert s.attempts("finished") == 1

@@ -61,9 +61,41 @@ def test_an_unfinished_character_at_the_end_is_dropped(text: str) -> None:
     assert "".join(pieces_of(ids[:-1], [1] * 20)) == text[:-1]
 
 
+@given(token_ids=st.lists(st.integers(0, 255), max_size=60))
+def test_bytes_that_are_no_text_come_out_as_the_whole_decodes_them(token_ids: list[int]) -> None:
+    pieces = pieces_of(token_ids, [1] * len(token_ids))
+    whole = BYTES.decode(token_ids)
+    sent = "".join(pieces)
+    assert whole.startswith(sent)
+    assert not whole[len(sent) :].strip("\ufffd"), "only an unfinished end may be missing"
+    assert len(whole) - len(sent) <= 4
+
+
+def test_no_window_grows_with_the_text() -> None:
+    """Neither by tokens without text, nor by bytes that never become a character."""
+    seen: list[int] = []
+
+    class Counting:
+        skipped_ids = frozenset({999})
+
+        def decode(self, token_ids: Sequence[int]) -> str:
+            seen.append(len(token_ids))
+            return BYTES.decode(token_ids)
+
+    detokenizer = Detokenizer(Counting())
+    continuation = BYTES.encode("é", add_special_tokens=False)[1]
+    pieces = [detokenizer.push([token_id]) for token_id in [999] * 100 + [continuation] * 100]
+    assert max(seen) <= 8
+    assert 95 <= len("".join(pieces)) <= 100
+
+
 def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    places = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return (text[: min(places)], True) if places else (text, False)
+    """Reads the text character by character until it ends in a stop string."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(len(stop) for stop in complete)], True
+    return text, False
 
 
 @given(
@@ -82,9 +114,7 @@ def test_no_part_of_a_stop_string_is_sent(text: str, stops: list[str], cuts: lis
         assert len(sent) <= len(cut_at_stop(text, stops)[0])
         if matcher.matched is not None or start >= len(text):
             break
-    # The stream may stop at a match that a longer look would have found to begin earlier only if both end together.
-    seen = text[:start]
-    assert (sent + matcher.finish(), matcher.matched is not None) == cut_at_stop(seen, stops)
+    assert (sent + matcher.finish(), matcher.matched is not None) == cut_at_stop(text[:start], stops)
 
 
 def test_the_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
@@ -106,6 +136,28 @@ def test_end_of_text_ids_come_from_every_file(tmp_path: Path) -> None:
     assert tokenizer.special_tokens == {"eos_token": "<e>"}
 
 
+def test_a_prompt_is_never_cut_or_padded(tmp_path: Path) -> None:
+    """Training scripts leave both in tokenizer.json."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0, "[PAD]": 1}, "x"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8, pad_token="[PAD]", pad_id=1)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).encode("x x x x x", add_special_tokens=False) == [0] * 5
+
+
+def test_switches_are_no_special_tokens(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "x": 1}, "x"))
+    backend.add_special_tokens(["<s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"add_bos_token": True, "bos_token": "<s>", "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.special_tokens == {"bos_token": "<s>"}
+    assert tokenizer.skipped_ids == {0}
+    assert tokenizer.decode([0, 1, 0]) == "x"
+
+
 TEMPLATE = """{%- if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif -%}
 {{ bos_token }}
 {% for message in messages %}
@@ -116,14 +168,24 @@ TEMPLATE = """{%- if messages[0].role == 'tool' %}{{ raise_exception('no tools h
 """
 
 
-def test_a_template_renders_as_transformers_renders_it() -> None:
+@pytest.mark.parametrize(
+    "source",
+    [
+        TEMPLATE,
+        "{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents{% endif %}",
+        "{% for m in messages %}{% generation %}\n  {% set x = 1 %}{{ m.content }}{% endgeneration %}{{ x }}\n{% endfor %}",
+        "{{ messages | tojson(indent=2, sort_keys=True) }}{{ messages | tojson(separators=(',', ':')) }}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    ],
+)
+def test_a_template_renders_as_transformers_renders_it(source: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415 - the reference, slow to import
 
     messages = [{"role": "system", "content": " be brief "}, {"role": "user", "content": "<b> & 'quotes' ü\n"}]
     rendered, _ = render_jinja_template(
-        conversations=[messages], chat_template=TEMPLATE, add_generation_prompt=True, bos_token="<s>"
+        conversations=[messages], chat_template=source, add_generation_prompt=True, bos_token="<s>"
     )
-    assert ChatTemplate(TEMPLATE, {"bos_token": "<s>"}).render(messages) == rendered[0]
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(messages) == rendered[0]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +194,8 @@ def test_a_template_renders_as_transformers_renders_it() -> None:
         (TEMPLATE, [{"role": "tool", "content": ""}], "no tools here"),
         (None, [{"role": "user", "content": ""}], "no chat template"),
         ("{{ messages[0].content + 1 }}", [{"role": "user", "content": "x"}], "cannot render"),
+        ("{{ 1 / 0 }}", [{"role": "user", "content": "x"}], "division by zero"),
+        ("{% for i in range(9999999) %}{% endfor %}", [{"role": "user", "content": "x"}], "cannot render"),
         ("{{ messages.append(1) }}", [{"role": "user", "content": "x"}], "refuses"),
         ("{{ ''.__class__.__mro__ }}", [{"role": "user", "content": "x"}], "refuses"),
     ],

@@ -1,0 +1,123 @@
+"""The gateway's application in this process, in front of players: no real worker, no TCP port for HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import zmq
+from starlette.types import ASGIApp, Message
+
+from kvrelay.common.sampling import FinishReason, SampledToken
+from kvrelay.engine.fake import fake_card
+from kvrelay.gateway.app import create_app
+from kvrelay.gateway.settings import GatewaySettings, RelaySettings
+from kvrelay.gateway.tokenizer import Tokenizer
+from kvrelay.wire.messages import Role, Submit, Timings
+
+from .players import LINKS, Player, Script
+
+CHAT_TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}\n{% endfor %}"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+@dataclass
+class App:
+    """What a test talks to."""
+
+    asgi: ASGIApp
+    client: httpx.AsyncClient
+    player: Player
+    tokenizer: Tokenizer
+
+    async def post(self, path: str, status: int = 200, **body: Any) -> Any:
+        """The JSON answer, its status checked."""
+        response = await self.client.post(path, json=body)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    async def events(self, path: str, **body: Any) -> list[Any]:
+        """A stream's events without [DONE], which is checked."""
+        response = await self.client.post(path, json={**body, "stream": True})
+        assert response.status_code == 200, response.text
+        lines = [line for line in response.text.split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    async def metrics(self) -> dict[str, float]:
+        """All samples that are not zero, by name and labels."""
+        text = (await self.client.get("/metrics")).text
+        samples = [line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")]
+        return {name: float(value) for name, value in samples if float(value)}
+
+
+@asynccontextmanager
+async def app_for(directory: Path, script: Script, **settings: Any) -> AsyncIterator[App]:
+    """The app in front of one decode player; connected."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    player = Player(Role.DECODE, script, context, fake_card(vocab_size=300, num_blocks=128))
+    player.address = await player.server.start()
+    relay = RelaySettings(**{"room_timeout_s": 0.2, **settings.pop("relay", {})})
+    chosen = GatewaySettings(
+        relay=relay, model=str(directory), served_model_name="tiny", decode_workers=(player.address,), **settings
+    )
+    app = create_app(chosen, link_settings=LINKS)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    try:
+        async with lifespan(app), httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            async with asyncio.timeout(20):
+                while (await client.get("/health/ready")).status_code != 200:
+                    await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+            yield App(app, client, player, Tokenizer.load(directory))
+    finally:
+        await player.server.stop()
+        await asyncio.to_thread(context.term)
+
+
+@asynccontextmanager
+async def lifespan(app: ASGIApp) -> AsyncIterator[None]:
+    """Start and stop an application as a server does."""
+    to_app: asyncio.Queue[Message] = asyncio.Queue()
+    from_app: asyncio.Queue[Message] = asyncio.Queue()
+    task = asyncio.create_task(_run(app, to_app, from_app))
+    to_app.put_nowait({"type": "lifespan.startup"})
+    assert (await from_app.get())["type"] == "lifespan.startup.complete"
+    try:
+        yield
+    finally:
+        to_app.put_nowait({"type": "lifespan.shutdown"})
+        assert (await from_app.get())["type"] == "lifespan.shutdown.complete"
+        await task
+
+
+async def _run(app: ASGIApp, to_app: asyncio.Queue[Message], from_app: asyncio.Queue[Message]) -> None:
+    await app({"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}, to_app.get, from_app.put)
+
+
+def saying(
+    tokenizer: Callable[[], Tokenizer], text: str, *, per_message: int = 1, end: FinishReason | None = FinishReason.STOP
+) -> Script:
+    """Generates ``text``, ``per_message`` tokens at a time, then ``end`` (None: stays silent)."""
+
+    def script(player: Player, submit: Submit) -> None:
+        sampled = tokens_of(tokenizer(), text)
+        for index in range(0, len(sampled), per_message):
+            part = sampled[index : index + per_message]
+            is_last = index + per_message >= len(sampled)
+            timings = None if index else Timings(queue_s=0.01, prefill_s=0.02, transfer_s=0.03, first_step_s=0.04)
+            player.tokens(submit, index, part, end if is_last else None, timings=timings)
+
+    return script
+
+
+def tokens_of(tokenizer: Tokenizer, text: str) -> Sequence[SampledToken]:
+    """The tokens of a text, with log probabilities."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return [SampledToken(token_id, -0.5, ((token_id, -0.5), (5, -2.0))) for token_id in ids]

@@ -1,0 +1,203 @@
+"""Workers that play a script on real control sockets, and a relay over them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.model_card import ModelCard
+from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.engine.fake import fake_card
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.relay import GenerationRequest, Relay
+from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.workers import WorkerPool
+from kvrelay.wire.control import ControlServer
+from kvrelay.wire.messages import (
+    Cancel,
+    Cancelled,
+    Failed,
+    FailureCode,
+    Hello,
+    HelloRefused,
+    Message,
+    Role,
+    Status,
+    Submit,
+    Timings,
+    TokenDelta,
+    Tokens,
+    Welcome,
+    WorkerState,
+)
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.settings import LinkSettings
+
+LINKS = LinkSettings(ping_interval_s=0.05, peer_timeout_s=5.0)
+PROMPT = [1, 2, 3]
+
+Script = Callable[["Player", Submit], None]
+
+
+class Player:
+    """A worker that plays ``script`` on every Submit. Implements ServerHandler."""
+
+    def __init__(
+        self,
+        role: Role,
+        script: Script,
+        context: zmq.Context[zmq.Socket[bytes]],
+        card: ModelCard | None = None,
+    ) -> None:
+        self.role = role
+        self.card = card or fake_card()
+        self.num_waiting_tokens = 0
+        self.script = script
+        self.submits: list[Submit] = []
+        self.cancelled: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+        self.state = WorkerState.READY
+        self.gateway_id = ""
+        metrics = WireMetrics(CollectorRegistry())
+        self.server = ControlServer("tcp://127.0.0.1:*", self, LINKS, metrics=metrics, context=context)
+        self.address = ""
+
+    def welcome(self, hello: Hello) -> Welcome | HelloRefused:
+        return Welcome(role=self.role, worker_id="w", epoch=1, protocol=1, card=self.card)
+
+    def status(self) -> Status:
+        return Status(
+            state=self.state,
+            num_running=0,
+            num_waiting=0,
+            num_waiting_tokens=self.num_waiting_tokens,
+            num_free_blocks=64,
+            num_blocks=64,
+        )
+
+    def on_message(self, peer_id: str, role: Role, message: Message) -> None:
+        self.gateway_id = peer_id
+        match message:
+            case Submit():
+                self.submits.append(message)
+                self.script(self, message)
+            case Cancel(request_id=request_id, attempt=attempt):
+                self.cancelled.put_nowait((request_id, attempt))
+                self.say(Cancelled(request_id=request_id, attempt=attempt))
+
+    def on_peer_lost(self, peer_id: str, role: Role) -> None:
+        pass
+
+    def say(self, message: Message) -> None:
+        assert self.server.send(self.gateway_id, message)
+
+    def tokens(
+        self,
+        submit: Submit,
+        index: int,
+        ids: Sequence[int | SampledToken],
+        finish: FinishReason | None = None,
+        attempt: int | None = None,
+        timings: Timings | None = None,
+    ) -> None:
+        item = TokenDelta(
+            request_id=submit.request_id,
+            attempt=submit.attempt if attempt is None else attempt,
+            index=index,
+            tokens=[SampledToken(token) if isinstance(token, int) else token for token in ids],
+            finish_reason=finish,
+            timings=timings,
+        )
+        self.say(Tokens(items=[item]))
+
+    def fail(self, submit: Submit, code: FailureCode, retry_after_s: float | None = None) -> None:
+        failed = Failed(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            code=code,
+            detail="scripted",
+            retry_after_s=retry_after_s,
+        )
+        self.say(failed)
+
+
+class Stage:
+    """A relay over players."""
+
+    def __init__(self, relay: Relay, pool: WorkerPool, players: list[Player], metrics: GatewayMetrics) -> None:
+        self.relay = relay
+        self.pool = pool
+        self.players = players
+        self.metrics = metrics
+
+    def attempts(self, outcome: str) -> float:
+        value = self.metrics.registry.get_sample_value("kvrelay_attempts_total", {"outcome": outcome})
+        return value or 0.0
+
+    async def run(self, max_tokens: int = 4) -> tuple[list[int], FinishReason | None]:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=9)
+        output: list[int] = []
+        reason: FinishReason | None = None
+        async with asyncio.timeout(20):
+            async with aclosing(self.relay.generate(GenerationRequest("r", PROMPT, sampling))) as deltas:
+                async for delta in deltas:
+                    assert reason is None, "tokens behind the end"
+                    output += [token.token_id for token in delta.tokens]
+                    reason = delta.finish_reason
+        return output, reason
+
+
+@asynccontextmanager
+async def stage(*scripts: Script, prefill: Script | Sequence[Script] = (), **settings: float) -> AsyncIterator[Stage]:
+    """One decode player per script, and the prefill players there are in front of them; all connected."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    prefill_scripts = [prefill] if callable(prefill) else prefill
+    prefills = [Player(Role.PREFILL, script, context) for script in prefill_scripts]
+    decodes = [Player(Role.DECODE, script, context) for script in scripts]
+    players = [*prefills, *decodes]
+    for player in players:
+        player.address = await player.server.start()
+    metrics = GatewayMetrics(CollectorRegistry())
+    addresses = [[player.address for player in group] for group in (prefills, decodes)]
+    pool = WorkerPool(addresses[0], addresses[1], "gateway", metrics, LINKS)
+    pool.start()
+    try:
+        while not all(worker.is_usable for worker in pool.workers):
+            pool.changed.clear()
+            await pool.changed.wait()
+        chosen = RelaySettings(local_prefill_max_tokens=0, **settings)  # type: ignore[arg-type]
+        yield Stage(Relay(pool, chosen, metrics), pool, players, metrics)
+    finally:
+        await pool.stop()
+        for player in players:
+            await player.server.stop()
+        await asyncio.to_thread(context.term)
+
+
+def good(player: Player, submit: Submit) -> None:
+    """Counts on from what is there: token i is 100 + i."""
+    done = len(submit.token_ids) - submit.num_prompt_tokens
+    rest = list(range(100 + done, 100 + submit.sampling.max_tokens))
+    player.tokens(submit, done, rest[:1])
+    player.tokens(submit, done + 1, rest[1:], FinishReason.LENGTH)
+
+
+def failing(code: FailureCode, after: int = 0, times: int = 1000, retry_after_s: float | None = None) -> Script:
+    """Sends ``after`` tokens, then fails; ``times`` times, then plays well."""
+    left = iter(range(times))
+
+    def script(player: Player, submit: Submit) -> None:
+        if next(left, None) is None:
+            good(player, submit)
+            return
+        done = len(submit.token_ids) - submit.num_prompt_tokens
+        player.tokens(submit, done, list(range(100 + done, 100 + done + after)))
+        player.fail(submit, code, retry_after_s)
+
+    return script
+
+
+ALL = ([100, 101, 102, 103], FinishReason.LENGTH)

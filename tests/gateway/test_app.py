@@ -1,0 +1,418 @@
+"""HTTP in, OpenAI objects out: shapes, limits, errors, metrics; the worker behind it plays a script."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pydantic import ValidationError
+from starlette.types import Message
+
+from kvrelay.common.sampling import FinishReason
+from kvrelay.gateway.errors import ApiError
+from kvrelay.gateway.generation import TextDelta
+from kvrelay.gateway.openai_schema import CompletionBody
+from kvrelay.gateway.streaming import ClientLeftError, EventStream, merged, unless_disconnected
+from kvrelay.gateway.tokenizer import Tokenizer
+from kvrelay.wire.messages import FailureCode, Submit
+
+from .http_app import CHAT, TEXT, app_for, lifespan, saying
+from .players import Player, failing
+
+USER = [{"role": "user", "content": "hand over"}]
+SAID = "the baton, née 🏃 here"
+
+
+@pytest.fixture
+def tokenizer(model_directory: Path) -> Callable[[], Tokenizer]:
+    return lambda: Tokenizer.load(model_directory)
+
+
+# -- shapes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_message", [1, 3, 100])
+async def test_text_is_whole_and_the_same_however_it_comes(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer], per_message: int
+) -> None:
+    async with app_for(model_directory, saying(tokenizer, SAID, per_message=per_message)) as app:
+        num_tokens = len(app.tokenizer.encode(SAID, add_special_tokens=False))
+        whole = await app.post(CHAT, messages=USER)
+        assert whole["object"] == "chat.completion"
+        assert whole["choices"][0]["message"] == {"role": "assistant", "content": SAID}
+        assert whole["choices"][0]["finish_reason"] == "stop"
+        assert whole["usage"]["completion_tokens"] == num_tokens
+        assert whole["usage"]["prompt_tokens"] == len(app.player.submits[0].token_ids)
+        assert app.tokenizer.decode(app.player.submits[0].token_ids) == "hand over\n"
+        events = await app.events(CHAT, messages=USER, stream_options={"include_usage": True})
+        assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+        assert events[-1]["choices"] == []
+        assert events[-1]["usage"] == whole["usage"]
+        pieces = [event["choices"][0]["delta"].get("content", "") for event in events[:-1]]
+        assert "".join(pieces) == SAID
+        assert not any("\ufffd" in piece for piece in pieces)
+        texts = [event["choices"][0]["text"] for event in await app.events(TEXT, prompt="x", max_tokens=99)]
+        assert "".join(texts) == SAID
+
+
+async def test_log_probabilities(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    async with app_for(model_directory, saying(tokenizer, "one relay")) as app:
+        ids = app.tokenizer.encode("one relay", add_special_tokens=False)
+        texts = [app.tokenizer.token_text(token_id) for token_id in ids]
+        chat = (await app.post(CHAT, messages=USER, logprobs=True, top_logprobs=2))["choices"][0]["logprobs"]["content"]
+        assert [entry["token"] for entry in chat] == texts
+        assert all(entry["logprob"] == -0.5 and len(entry["top_logprobs"]) == 2 for entry in chat)
+        assert [bytes(entry["bytes"]).decode() for entry in chat] == texts
+        assert app.player.submits[-1].sampling.num_logprobs == 2
+        text = (await app.post(TEXT, prompt="x", logprobs=1))["choices"][0]["logprobs"]
+        assert text["tokens"] == texts
+        assert text["token_logprobs"] == [-0.5] * len(ids)
+        assert text["text_offset"] == [len("".join(texts[:index])) for index in range(len(texts))]
+        streamed = await app.events(TEXT, prompt="x", logprobs=1)
+        assert [o for event in streamed for o in event["choices"][0]["logprobs"]["text_offset"]] == text["text_offset"]
+        await app.post(TEXT, prompt="x")
+        assert app.player.submits[-1].sampling.num_logprobs is None
+
+
+async def test_the_openai_client(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    async with (
+        app_for(model_directory, saying(tokenizer, SAID)) as app,
+        openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="x", max_retries=0, http_client=app.client) as client,
+    ):
+        messages: Any = USER
+        stream = await client.chat.completions.create(model="tiny", messages=messages, stream=True)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert text == SAID
+        with pytest.raises(openai.NotFoundError, match="'tiny'"):
+            await client.chat.completions.create(model="other", messages=messages)
+        with pytest.raises(openai.BadRequestError, match="512"):
+            await client.completions.create(model="tiny", prompt=[5] * 600)
+
+
+async def test_a_stop_string_over_tokens_ends_the_work(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer]
+) -> None:
+    """The worker would say more; it is told to stop, and nothing of the stop string is seen."""
+    async with app_for(model_directory, saying(tokenizer, SAID, end=None)) as app:
+        for run in (1, 2):
+            if run == 1:
+                text = (await app.post(CHAT, messages=USER, stop=["n, n", "zzz"]))["choices"][0]["message"]["content"]
+            else:
+                events = await app.events(CHAT, messages=USER, stop="n, n")
+                assert events[-1]["choices"][0]["finish_reason"] == "stop"
+                text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+            assert text == "the bato"
+            submit = app.player.submits[-1]
+            assert await app.player.cancelled.get() == (submit.request_id, 1)
+        metrics = await app.metrics()
+        assert metrics["kvrelay_stop_string_matches_total"] == 2
+        assert metrics["kvrelay_request_duration_seconds_count"] == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "max_tokens"),
+    [
+        (CHAT, {"messages": USER, "max_completion_tokens": 7, "max_tokens": 9}, 7),
+        (CHAT, {"messages": USER, "max_tokens": 9}, 9),
+        (CHAT, {"messages": USER}, None),  # what fits
+        (TEXT, {"prompt": [5, 6]}, 16),
+    ],
+)
+async def test_defaults_are_openais(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer], path: str, body: dict[str, Any], max_tokens: int | None
+) -> None:
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        await app.post(path, **body)
+        await app.post(path, **body, seed=-3, ignore_eos=True)
+        first, second = app.player.submits
+        assert first.sampling.max_tokens == (max_tokens or 512 - len(first.token_ids))
+        assert (first.sampling.temperature, first.sampling.top_p, first.sampling.top_k) == (1.0, 1.0, 0)
+        assert 0 <= first.sampling.seed < 2**63
+        assert first.sampling.stop_token_ids == app.tokenizer.eos_ids
+        assert second.sampling.seed == 2**64 - 3
+        assert second.sampling.stop_token_ids == ()
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "top_logprobs alone": (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
+    "a long chat": (CHAT, {"messages": [{"role": "user", "content": "relay " * 900}]}, "messages", "512"),
+    "a million bad ids": (TEXT, {"prompt": [-1] * 1_000_000}, "prompt", "greater than or equal to 0"),
+    "a large id": (TEXT, {"prompt": [1, 300]}, "prompt", "0 to 299"),
+    **{
+        name: (TEXT, {"prompt": "x", name: value}, name, "not supported")
+        for name, value in {
+            "n": 2,
+            "best_of": 2,
+            "echo": True,
+            "suffix": "x",
+            "logit_bias": {"5": 1},
+            "tools": [{}],
+            "response_format": {"type": "json_object"},
+            "stop_token_ids": [3],
+            "structured_outputs": {"json": {}},
+            "include_stop_str_in_output": True,
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_cannot_be_served_is_refused_by_name(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer], name: str
+) -> None:
+    path, body, param, text = REFUSED[name]
+    async with app_for(model_directory, saying(tokenizer, "x"), max_body_bytes=8_000_000) as app:
+        async with asyncio.timeout(5):
+            error = (await app.post(path, 400, **body))["error"]
+        assert (error["param"], error["type"]) == (param, "invalid_request_error")
+        assert text in error["message"]
+        assert len(error["message"]) < 400
+        assert not app.player.submits
+
+
+@pytest.mark.parametrize("prompt", [[-1] * 1000, [[-1] * 1000], [7.5] * 1000, ["x", *[1] * 1000]])
+def test_a_long_bad_list_is_not_complained_about_item_by_item(prompt: Any) -> None:
+    """Each complaint costs microseconds on the loop that all streams share; a body holds millions of items."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionBody.model_validate({"prompt": prompt})
+    assert caught.value.error_count() < 10
+
+
+async def test_fields_that_ask_for_nothing_are_no_trouble(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer]
+) -> None:
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        harmless = {
+            "n": 1,
+            "tools": [],
+            "logit_bias": None,
+            "response_format": {"type": "text"},
+            "user": "me",
+            "zzz": 1,
+        }
+        await app.post(CHAT, messages=USER, **harmless)
+
+
+async def test_bodies(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    async def chunked(size: int) -> AsyncIterator[bytes]:
+        for _ in range(size // 500):
+            yield b" " * 500
+
+    async with app_for(model_directory, saying(tokenizer, "x"), max_body_bytes=2000) as app:
+        for content in (b" " * 2001, chunked(3000)):
+            response = await app.client.post(TEXT, content=content)
+            assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+            assert "2000" in response.text
+        response = await app.client.post(TEXT, content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
+        assert response.status_code == 400
+        assert "content-type: application/json" in response.text
+        response = await app.client.get(CHAT)
+        assert (response.status_code, response.headers["allow"]) == (405, "POST")
+        assert response.json()["error"]["code"] == "method_not_allowed"
+        assert (await app.client.get("/nowhere")).json()["error"]["code"] == "not_found"
+
+
+async def test_request_ids(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        for given, is_taken in (("trace-1.a:b_c", True), ("x" * 129, False), ("a b", False), ("", False)):
+            response = await app.client.post(TEXT, json={"prompt": "x"}, headers={"x-request-id": given})
+            answered = response.headers["x-request-id"]
+            assert (answered == given) is is_taken
+            assert answered
+            assert app.player.submits[-1].request_id.startswith(answered)
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+
+
+async def test_without_workers_every_request_gets_503_at_once(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer]
+) -> None:
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        await app.player.server.stop()
+        async with asyncio.timeout(20):
+            while (await app.client.get("/health/ready")).status_code == 200:
+                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+        assert "no decode worker is up" in (await app.client.get("/health/ready")).json()["reasons"][0]
+        assert (await app.client.get("/health/live")).status_code == 200
+        response = await app.client.post(TEXT, json={"prompt": "x"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+        assert int(response.headers["retry-after"]) >= 1
+        assert "tcp://" not in response.text
+
+
+async def test_a_failure_before_the_first_token_is_a_status(model_directory: Path) -> None:
+    async with app_for(model_directory, failing(FailureCode.INTERNAL), relay={"max_attempts": 1}) as app:
+        for stream in (True, False):
+            error = (await app.post(TEXT, 502, prompt="x", stream=stream))["error"]
+            assert (error["type"], error["code"]) == ("server_error", "attempts_failed")
+
+
+async def test_a_failure_in_the_middle_is_one_event(model_directory: Path) -> None:
+    async with app_for(model_directory, failing(FailureCode.INTERNAL, after=2), relay={"max_attempts": 1}) as app:
+        events = await app.events(TEXT, prompt="x", max_tokens=9)
+        assert [event for event in events if "error" in event] == [events[-1]]
+        assert events[-1]["error"]["code"] == "attempts_failed"
+        metrics = await app.metrics()
+        assert metrics[f'kvrelay_requests_total{{outcome="failed_mid_stream",route="{TEXT}"}}'] == 1
+        assert metrics['kvrelay_attempts_total{outcome="internal"}'] == 1
+
+
+async def test_an_unexpected_error_is_logged_and_not_told(
+    model_directory: Path,
+    tokenizer: Callable[[], Tokenizer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("a secret")
+
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        monkeypatch.setattr(Tokenizer, "encode", broken)
+        with caplog.at_level(logging.ERROR, "kvrelay.gateway"):
+            response = await app.client.post(TEXT, json={"prompt": "x"}, headers={"x-request-id": "mine"})
+        assert response.status_code == 500
+        assert "secret" not in response.text
+        assert response.json()["error"]["code"] == "internal_error"
+        assert response.headers["x-request-id"] == "mine"
+        record = caplog.records[0]
+        assert record.__dict__["request_id"] == "mine"
+        assert record.exc_info is not None
+
+
+async def test_a_client_that_leaves_while_it_sends(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    """Half a body is not a request."""
+    incoming: list[Message] = [
+        {"type": "http.request", "body": b'{"prompt": "x"}', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return incoming.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": TEXT, "headers": headers, "query_string": b""}
+        await app.asgi(scope, receive, send)
+        assert not sent
+        assert not app.player.submits
+        metrics = await app.metrics()
+        assert metrics["kvrelay_client_disconnects_total"] == 1
+        assert metrics['kvrelay_requests_total{outcome="client_left",route="other"}'] == 1
+
+
+# -- streams -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_that_never_began_is_closed_all_the_same() -> None:
+    closed: list[str] = []
+
+    async def source() -> AsyncIterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            closed.append("source")
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"never"
+
+    async def send(_: Message) -> None:
+        raise OSError("the connection is gone")
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    deltas: Any = source()
+    assert await anext(deltas) == 1
+    stream = EventStream(events(), deltas, lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="gone"):
+        await stream({"type": "http"}, receive, send)
+    assert closed == ["source"]
+
+
+async def test_the_first_error_of_several_choices_ends_all() -> None:
+    closed: list[str] = []
+
+    async def endless() -> Any:
+        try:
+            yield TextDelta("x", [], None)
+            await asyncio.Event().wait()
+        finally:
+            closed.append("endless")
+
+    async def broken() -> Any:
+        yield TextDelta("y", [], None)
+        raise ApiError("broken")
+
+    with pytest.raises(ApiError, match="broken"):
+        async for _ in merged([endless(), broken()]):
+            pass
+    assert closed == ["endless"]
+
+
+async def test_work_ends_with_the_client() -> None:
+    was_cancelled = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            was_cancelled.set()
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientLeftError):
+        await unless_disconnected(receive, work())
+    assert was_cancelled.is_set()
+
+
+async def test_the_lifespan_ends_with_workers_that_never_came(model_directory: Path) -> None:
+    from kvrelay.gateway.app import create_app  # noqa: PLC0415
+    from kvrelay.gateway.settings import GatewaySettings, RelaySettings  # noqa: PLC0415
+
+    settings = GatewaySettings(relay=RelaySettings(), model=str(model_directory), decode_workers=("inproc://nobody",))
+    app = create_app(settings)
+    async with lifespan(app), httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        assert (await client.get("/health/ready")).status_code == 503
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == model_directory.name
+
+
+async def test_every_metric_of_the_gateway_moves(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    def script(player: Player, submit: Submit) -> None:
+        say = saying(tokenizer, "one relay", end=FinishReason.LENGTH)
+        (failing(FailureCode.INTERNAL) if len(player.submits) == 1 else say)(player, submit)
+
+    async with app_for(model_directory, script, relay={"max_attempts": 1}) as app:
+        await app.post(TEXT, 502, prompt="x")
+        await app.post(TEXT, prompt="x")
+        await app.post(TEXT, prompt="x", stop="relay")
+        metrics = await app.metrics()
+        for part in ("queue", "prefill", "transfer", "first_step"):
+            assert metrics[f'kvrelay_ttft_part_seconds_count{{part="{part}"}}'] == 2
+        moved = {name.split("{")[0] for name in metrics}
+        assert moved >= {
+            "kvrelay_requests_total",
+            "kvrelay_requests_in_flight",  # the request for the metrics itself
+            "kvrelay_gateway_prompt_tokens_total",
+            "kvrelay_gateway_output_tokens_total",
+            "kvrelay_attempts_total",
+            "kvrelay_stop_string_matches_total",
+            "kvrelay_workers_up",
+            "kvrelay_time_to_first_token_seconds_count",
+            "kvrelay_inter_token_latency_seconds_count",
+            "kvrelay_request_duration_seconds_count",
+        }
