@@ -189,7 +189,9 @@ class PrefillService:
         entry.advance(Phase.COMPUTING)
         entry.started_s = self._clock()
         assert entry.submit.decode is not None
-        if sequence.num_output_tokens + 1 >= sequence.sampling.max_tokens:
+        # Counted from the message: the model thread may have appended the first token to the sequence already.
+        num_output_tokens = len(entry.submit.token_ids) - entry.submit.num_prompt_tokens
+        if num_output_tokens + 1 >= sequence.sampling.max_tokens:
             return  # the first token will be the last: nothing to hand over
         link = self.ports.links.link_to(entry.submit.decode.address)
         if link is None:

@@ -48,6 +48,17 @@ async def test_single_token_needs_no_hand_off() -> None:
         assert r.decode_registry.get_sample_value("kvrelay_handoffs_total", {"outcome": "verified"}) is None
 
 
+@pytest.mark.parametrize("max_tokens", [2, 3])
+async def test_the_shortest_hand_offs(max_tokens: int) -> None:
+    """One token from the prefill worker and one or two from the decode worker, however fast the model thread is."""
+    async with relay() as r:
+        for index in range(20):
+            r.submit(f"r{index}", prompt(index, 9), max_tokens)
+            outcome = (await r.outcome(f"r{index}"))[f"r{index}"]
+            assert outcome == expected_output(prompt(index, 9), max_tokens, VOCAB)
+        await r.settled()
+
+
 async def test_chunks_and_shared_prefixes() -> None:
     shared = prompt(3, 40)
     prompts = {f"r{i}": shared + prompt(i, 1 + 7 * i) for i in range(6)}
