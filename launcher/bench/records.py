@@ -1,0 +1,100 @@
+"""What a benchmark run leaves behind: one record per request, everything else is computed from them.
+
+The file that ``kvrelay bench --output`` writes is a :class:`RunResult` as JSON; ``kvrelay bench compare`` and the plots read it
+back. All times are seconds since the start of the run (``RunResult.started_at`` on the wall clock), on one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from kvrelay.common.errors import KvrelayError
+
+FORMAT = 1
+
+
+class ResultFileError(KvrelayError):
+    """A file is not the result of a benchmark run that this version reads."""
+
+
+class TtftParts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where kvrelay says the time went, up to the second token; None is unknown or did not happen (local prefill)."""
+
+    accept_s: float | None = None  # gateway: request read until it was sent to a worker
+    queue_s: float | None = None  # worker: arrival until its first chunk started
+    prefill_s: float | None = None  # worker: first chunk until the first token was sampled
+    transfer_s: float | None = None  # decode worker: commit received until every block was verified
+    first_step_s: float | None = None  # decode worker: verified until the first decode step's token
+    ttft_s: float | None = None  # gateway: request read until the first token was written to the client
+    second_token_s: float | None = None  # gateway: request read until the second token was written
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One request: when it was due, when it was sent, when every chunk with new text or tokens came."""
+
+    index: int
+    stream: str  # the name of the part of the load: "main" or "burst"
+    is_warmup: bool = False
+    due_s: float  # when the plan wanted it sent
+    sent_s: float  # when it was sent; lateness is the generator's fault, not the server's
+    finished_s: float
+    prompt_tokens: int  # as the server counted them, else as planned
+    planned_output_tokens: int
+    output_tokens: int  # as the server counted them, else the number of chunks
+    chunk_s: list[
+        float
+    ] = []  # arrival of every chunk with content; the first is TTFT, differences are inter-token latencies
+    error: str | None = (
+        None  # kind, one word or two: "http 503", "timeout", "connection", "broken stream", "short answer"
+    )
+    error_text: str | None = None  # first 200 characters of what was said
+    parts: TtftParts | None = None
+
+
+class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What the machine that ran the generator did meanwhile, in cores (1.0 = one core busy all the time)."""
+
+    num_cores: int
+    generator: float  # this process and its helpers
+    server: float | None  # the deployment's processes, if bench started them
+    others: float  # everything else
+    stolen: float  # taken by the hypervisor
+    generator_max_lag_s: float  # longest that the generator's event loop was late
+
+
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole run."""
+
+    format: int = FORMAT
+    name: str  # what the run is called in tables and plots
+    started_at: str  # ISO 8601, UTC
+    duration_s: float  # from the first counted request's due time until the last answer ended
+    url: str
+    model: str
+    settings: dict[str, str]  # every setting of the run, as given
+    environment: dict[str, str]  # machine, cores, kernel, versions of Python, kvrelay, torch
+    slo: dict[str, float] = {}  # "ttft", "itl", "e2e" → seconds
+    requests: list[RequestRecord]
+    cpu: CpuUse | None
+    warnings: list[str] = []  # what makes the figures doubtful: the generator was late, others used the CPU
+
+
+def write_result(path: Path, result: RunResult) -> None:
+    """Write ``result`` as JSON (indented). Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+
+
+def read_result(path: Path) -> RunResult:
+    """Read what ``write_result`` wrote. Raises ResultFileError."""
+    try:
+        result = msgspec.json.decode(path.read_bytes(), type=RunResult)
+    except OSError as error:
+        raise ResultFileError(f"{path}: {error.strerror or error}") from error
+    except msgspec.DecodeError as error:
+        raise ResultFileError(f"{path} is not the result of a benchmark run: {error}") from error
+    if result.format != FORMAT:
+        raise ResultFileError(f"{path} has format {result.format}; this version reads format {FORMAT}")
+    return result
