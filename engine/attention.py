@@ -7,7 +7,8 @@ and bound the memory; partial results of one tile are combined by their log-sum-
 calculation for softmax", 2018; Dao, "Flash-Decoding", 2023).
 
 Why not ``scaled_dot_product_attention``: measured on Zen 4, its flash kernel takes five times as long as two ``bmm`` for bf16
-decode and twice as long for bf16 prefill; for fp32 prefill they are equal.
+decode and twice as long for bf16 prefill; for fp32 prefill they are equal. Only a lone sequence's decode step is faster
+with it: there the number of calls counts most.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from kvrelay.engine.batch import Batch, Ints
 
 # Half the lowest fp32: a row that sees no key of an item gets a vanishing weight, and no difference overflows to -inf.
 _MASKED = torch.finfo(torch.float32).min / 2
 _CHUNK = 256  # keys per item
+_CHUNK_STEP = 64  # granularity of shorter ones
 _MAX_TILE = 64  # queries per item
 _PIECE_KV_BYTES = 2**22  # keys and values of one piece
 _MAX_PIECE_ITEMS = 24
@@ -53,6 +56,14 @@ class _Piece:
     end_tile: int
     num_unmasked: int
     mask: torch.Tensor  # [n - num_unmasked, 1, 1, tile, chunk] fp32, additive
+
+
+@dataclass(frozen=True, slots=True)
+class _LoneQuery:
+    """One sequence's decode step, alone in the batch."""
+
+    pool_rows: torch.Tensor  # [2 * num_kv_heads * blocks] rows of the flat pool, layer 0: keys, then values
+    seq_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +99,10 @@ class AttentionPlan:
         self._scratch = scratch
         split, end = batch.num_decode_rows, len(batch.rows)
         self._groups = []
-        if split > 0:
+        self._lone_query: _LoneQuery | None = None
+        if split == 1 and end == 1 and (sliding_window is None or batch.seq_lens[0] <= sliding_window):
+            self._lone_query = self._plan_lone_query(batch)
+        elif split > 0:
             self._groups.append(self._plan(batch, 0, split, 1))
         if split < end:
             self._groups.append(self._plan(batch, split, end, _tile_for(batch.max_query_len)))
@@ -191,7 +205,8 @@ class AttentionPlan:
 
         oneDNN compiles a kernel for every new shape, which takes a millisecond or two.
         """
-        wanted = min(_CHUNK, 1 << (longest - 1).bit_length())
+        step = min(_CHUNK_STEP, 1 << (longest - 1).bit_length())
+        wanted = min(_CHUNK, -(-longest // step) * step)
         return max(1, wanted // self._block_size) * self._block_size
 
     def _items_per_piece(self, tile: int, chunk: int) -> int:
@@ -205,8 +220,26 @@ class AttentionPlan:
         Writes every row of ``out``, of the same shape. Scores are rounded to the model's dtype once, as ``bmm`` gives
         them; softmax and the combination of items run in fp32.
         """
+        if self._lone_query is not None:
+            self._run_lone_query(self._lone_query, query, layer, out)
         for group in self._groups:
             self._run_group(group, query, layer, out)
+
+    def _plan_lone_query(self, batch: Batch) -> _LoneQuery:
+        seq_len = int(batch.seq_lens[0])
+        block_ids = batch.block_tables[0, : -(-seq_len // self._block_size)]
+        rows_per_block = self._num_layers * 2 * self._num_kv_heads
+        rows = block_ids[None, :] * rows_per_block + np.arange(2 * self._num_kv_heads)[:, None]
+        return _LoneQuery(torch.from_numpy(rows.reshape(-1)), seq_len)
+
+    def _run_lone_query(self, lone: _LoneQuery, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
+        heads, head_dim = self._num_kv_heads, self._head_dim
+        gathered = self._scratch.rows(len(lone.pool_rows), self._flat_pool.shape[1])
+        torch.index_select(self._flat_pool, 0, lone.pool_rows + layer * 2 * heads, out=gathered)
+        kv = gathered.view(2, 1, heads, -1, head_dim)[:, :, :, : lone.seq_len]
+        # The query heads of one KV head are the rows of one matrix.
+        attended = F.scaled_dot_product_attention(query.view(1, heads, self._group_size, head_dim), kv[0], kv[1])
+        out.copy_(attended.view_as(out))
 
     def _run_group(self, group: _Group, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         heads, per_head, head_dim = self._num_kv_heads, self._group_size, self._head_dim

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.sampler import SamplingRows
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""``[n, in]`` -> ``[n, out]``"""
 
 
 class StepContext(Protocol):
@@ -29,11 +33,8 @@ class Ops(Protocol):
     def begin_step(self, batch: Batch) -> StepContext:
         """Prepare one step's indices on the device."""
 
-    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
-        """``[out, in]`` in whatever layout ``linear`` is fastest with; only ``linear`` can read the result."""
-
-    def linear(self, hidden: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``hidden`` ``[n, in]`` times a weight from ``pack_linear``, plus bias: ``[n, out]``."""
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """The product with ``weight`` ``[out, in]``, plus ``bias`` ``[out]``, in whatever layout is fastest here."""
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Root-mean-square norm over the last dimension, computed in fp32."""

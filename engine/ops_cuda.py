@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.model_config import ModelConfig
+from kvrelay.engine.ops import Linear
 from kvrelay.engine.rope import cos_sin_tables
 from kvrelay.engine.sampler import SamplingRows
 from kvrelay.kernels.activation import silu_mul
@@ -97,13 +98,9 @@ class CudaOps:
             max_num_seqs, config.num_q_heads, config.head_dim, _MAX_SPLITS, pool.device
         )
 
-    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See Ops. cuBLAS reads ``[out, in]`` as it is."""
-        return weight
-
-    def linear(self, hidden: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """See Ops."""
-        return F.linear(hidden, packed, bias)
+        return lambda hidden: F.linear(hidden, weight, bias)
 
     def begin_step(self, batch: Batch) -> CudaStep:
         """See Ops."""

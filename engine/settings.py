@@ -16,6 +16,11 @@ class ModelSettings:
     device: str = setting(
         "auto", "where the model runs; auto takes CUDA if there is a GPU", choices=("auto", "cpu", "cuda")
     )
+    weight_format: str = setting(
+        "full",
+        "weights as --dtype has them, or rounded to 8 bits: fewer bytes per step of few streams, on a CPU in bf16",
+        choices=("full", "int8"),
+    )
     max_model_len: int | None = setting(
         None,
         "longest prompt and output together; default: the model's own, bounded by the pool",

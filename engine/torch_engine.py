@@ -15,8 +15,9 @@ from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.batch import build_batch
 from kvrelay.engine.interface import BlockStore, StepRow
 from kvrelay.engine.kv_pool import KvPool
+from kvrelay.engine.linear_cpu import has_packed_linear
 from kvrelay.engine.model import DecoderModel
-from kvrelay.engine.model_config import ModelConfig, load_config
+from kvrelay.engine.model_config import load_config
 from kvrelay.engine.ops import Ops
 from kvrelay.engine.ops_cpu import CpuOps
 from kvrelay.engine.sampler import sample
@@ -35,6 +36,7 @@ class EngineOptions:
     model_id: str
     dtype: str = "auto"
     device: str = "auto"
+    weight_format: str = "full"  # or "int8"
     block_size: int = 16
     num_blocks: int | None = None  # instead of kv_memory_bytes
     kv_memory_bytes: int | None = None  # None: 1 GiB on CPU, 60 % of what is free on a GPU
@@ -61,6 +63,7 @@ class TorchEngine:
         device = _device(options.device)
         dtype_name = config.dtype if options.dtype == "auto" else options.dtype
         dtype: torch.dtype = getattr(torch, dtype_name)
+        has_int8_weights = _has_int8_weights(options.weight_format, device, dtype)
         torch.set_num_threads(options.num_threads)
         weights = load_weights(options.model_dir, config, dtype, device, progress)
         block_nbytes = 2 * config.num_layers * config.kv_size * options.block_size * dtype.itemsize
@@ -77,7 +80,7 @@ class TorchEngine:
                 f"a KV pool of {num_blocks} blocks of {block_nbytes / 2**20:.2f} MiB does not fit the memory ({error}): "
                 "lower --num-blocks or --kv-memory-mb"
             ) from error
-        digest = weights_digest(options.model_dir)
+        digest = weights_digest(options.model_dir) + ("-int8" if has_int8_weights else "")
         card = ModelCard(
             layout=config.layout(options.model_id, digest, dtype_name, options.block_size),
             vocab_size=config.vocab_size,
@@ -85,7 +88,12 @@ class TorchEngine:
             num_blocks=num_blocks,
             block_nbytes=block_nbytes,
         )
-        ops = _ops(config, pool.tensor, max_model_len, options.max_num_seqs)
+        if device.type == "cpu":
+            ops: Ops = CpuOps(config, pool.tensor, max_model_len, has_int8_weights=has_int8_weights)
+        else:
+            from kvrelay.engine.ops_cuda import CudaOps  # noqa: PLC0415 - needs Triton, which a CPU worker may lack
+
+            ops = CudaOps(config, pool.tensor, max_model_len, options.max_num_seqs)
         return cls(card, DecoderModel(config, weights, ops), ops, pool, options.num_threads)
 
     @property
@@ -129,6 +137,18 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def _has_int8_weights(weight_format: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether to round the weights. Raises ModelError where there are no kernels for that."""
+    if weight_format != "int8":
+        return False
+    if device.type != "cpu" or dtype != torch.bfloat16 or not has_packed_linear(dtype):
+        raise ModelError(
+            f"--weight-format is int8, which runs on CPUs with bf16 and --dtype bfloat16, not with {dtype} on {device}; "
+            "leave it at full"
+        )
+    return True
+
+
 def _num_blocks(options: EngineOptions, block_nbytes: int, device: torch.device) -> int:
     if options.num_blocks is not None:
         num_blocks, source = options.num_blocks, "--num-blocks"
@@ -143,11 +163,3 @@ def _num_blocks(options: EngineOptions, block_nbytes: int, device: torch.device)
             f"tokens are needed, and a block takes {block_nbytes / 2**20:.2f} MiB: raise {source}"
         )
     return num_blocks
-
-
-def _ops(config: ModelConfig, pool: torch.Tensor, max_model_len: int, max_num_seqs: int) -> Ops:
-    if pool.device.type == "cpu":
-        return CpuOps(config, pool, max_model_len)
-    from kvrelay.engine.ops_cuda import CudaOps  # noqa: PLC0415 - needs Triton, which a CPU worker may lack
-
-    return CudaOps(config, pool, max_model_len, max_num_seqs)

@@ -60,6 +60,7 @@ def plan_deployment(
         "model": str(model_directory),
         "dtype": settings.dtype,
         "device": settings.device,
+        "weight_format": settings.weight_format,
         "threads": threads,
         "max_model_len": settings.max_model_len,
         "kv_memory_mb": settings.kv_memory_mb,

@@ -22,6 +22,11 @@ class LocalSettings:
         "auto", "where the model runs; auto takes CUDA if there is a GPU", choices=("auto", "cpu", "cuda")
     )
     dtype: str = setting("auto", "number format of weights and KV", choices=("auto", "bfloat16", "float16", "float32"))
+    weight_format: str = setting(
+        "full",
+        "weights as --dtype has them, or rounded to 8 bits: fewer bytes per step of few streams, on a CPU in bf16",
+        choices=("full", "int8"),
+    )
     threads: int | None = setting(
         None, "CPU threads of each worker; default: the cores divided by the workers", minimum=1, maximum=1024
     )

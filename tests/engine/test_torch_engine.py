@@ -193,7 +193,7 @@ def test_a_block_table_that_is_too_short_is_refused(llama: tuple[Path, Any]) -> 
 def test_a_broken_sequence_leaves_nothing_in_its_blocks(dtype: str, llama: tuple[Path, Any]) -> None:
     engine = load(llama[0], dtype=dtype)
     poison, clean = 5, [token for token in tokens(2, 40) if token != 5]
-    engine._model._weights.embed[poison] = math.nan
+    engine._model._embed[poison] = math.nan
 
     def outcome(blocks: list[int]) -> list[Any]:
         row = sequence(clean, blocks, num_logprobs=4)
@@ -240,3 +240,22 @@ def test_cuda_without_a_gpu_is_refused(llama: tuple[Path, Any], monkeypatch: pyt
     with pytest.raises(ModelError, match=r"--device is cuda, but torch finds no GPU; use --device cpu"):
         load(llama[0], device="cuda")
     assert load(llama[0], device="auto")._device == torch.device("cpu")
+
+
+def test_int8_weights_stay_near_the_model_and_are_told_apart_from_it(llama: tuple[Path, Any]) -> None:
+    full, engine = load(llama[0], dtype="bfloat16"), load(llama[0], dtype="bfloat16", weight_format="int8")
+    prompt = tokens(3, 40)
+
+    def first(engine: TorchEngine) -> Any:
+        row = sequence(prompt, [0, 1, 2], num_logprobs=4)
+        return run(engine, [(row, len(prompt))])[0]
+
+    exact, rounded = first(full), first(engine)
+    assert rounded.logprob != exact.logprob
+    assert rounded.logprob == pytest.approx(exact.logprob, abs=0.2)
+    assert engine.card.layout.weights_digest != full.card.layout.weights_digest
+
+
+def test_int8_weights_need_bf16(llama: tuple[Path, Any]) -> None:
+    with pytest.raises(ModelError, match=r"--weight-format is int8.*float32 on cpu"):
+        load(llama[0], dtype="float32", weight_format="int8")
