@@ -29,7 +29,26 @@ class CommandEntry:
     details: str
     settings: str
     run: str  # called with the settings; returns the exit code
+    subcommands: tuple[str, ...] = ()  # click commands, as ``module:attribute``; without one of them ``run`` runs
 
+
+_BENCH_DETAILS = """Sends requests and notes when every chunk of every answer came. Lengths are in tokens. Needs
+'kvrelay[bench]'.
+
+\b
+Examples:
+  kvrelay bench --self-serve --concurrency 4 --duration-s 20
+      start the demo deployment, measure it, stop it
+  kvrelay bench --url http://HOST:8000 --rate 2 --input-len 512 --output-len 128 --slo ttft=1s,itl=100ms
+      2 requests a second at a server that runs, in random gaps; how many answers were good enough
+  kvrelay bench --serve prefill=0,decode=2 --rate 1 --burst every=5s,n=4,input=1500,output=16 --output colocated.json
+      a deployment without prefill workers; what long prompts do to the answers under way
+  kvrelay bench --input-len lognormal:600,400 --prefix-tokens 512 --prefix-groups 8 --warmup 5s
+      lengths as in real traffic, 8 shared beginnings, the first 5 seconds not counted
+  kvrelay bench --trace conversation_trace.jsonl --trace-speed 2 --duration-s 60
+      the first minute of a Mooncake trace at twice its speed
+  kvrelay bench compare colocated.json disaggregated.json --plots plots
+      two runs side by side"""
 
 COMMANDS: dict[str, CommandEntry] = {
     "local": CommandEntry(
@@ -63,6 +82,13 @@ COMMANDS: dict[str, CommandEntry] = {
         "--url. Every prompt runs alone and then among others. Exit code 1 if a single token differs.",
         "kvrelay.launcher.settings:VerifySettings",
         "kvrelay.launcher.verify:run",
+    ),
+    "bench": CommandEntry(
+        "Measure latency and throughput of any OpenAI-compatible server.",
+        _BENCH_DETAILS,
+        "kvrelay.launcher.bench.settings:BenchSettings",
+        "kvrelay.launcher.bench.run:run",
+        ("kvrelay.launcher.bench.commands:compare",),
     ),
 }
 
@@ -131,7 +157,8 @@ def run(arguments: list[str]) -> int:
             raise
         click.echo(
             f"kvrelay: this command needs the package {error.name!r}, which is not installed; install "
-            "'kvrelay[gateway]' for gateways, 'kvrelay[worker]' for workers, 'kvrelay[local]' for everything",
+            "'kvrelay[gateway]' for gateways, 'kvrelay[worker]' for workers, 'kvrelay[bench]' for bench, 'kvrelay[local]' "
+            "for everything else",
             err=True,
         )
         return 1
@@ -142,16 +169,23 @@ def _settings_command(name: str, entry: CommandEntry) -> click.Command:
     settings_class: type = _load(entry.settings)
 
     def callback(**flags: Any) -> int:
+        if click.get_current_context().invoked_subcommand is not None:
+            return 0  # it runs next
         settings: Any = load_settings(settings_class, flags, os.environ)
         runner: Callable[[Any], int] = _load(entry.run)
         return runner(settings)
 
-    return click.Command(
-        name,
-        callback=callback,
-        params=options_of(settings_class),
-        help=f"{entry.summary}\n\n{entry.details}",
-        short_help=entry.summary,
+    common: dict[str, Any] = {
+        "callback": callback,
+        "params": options_of(settings_class),
+        "help": f"{entry.summary}\n\n{entry.details}",
+        "short_help": entry.summary,
+    }
+    if not entry.subcommands:
+        return click.Command(name, **common)
+    subcommands: list[click.Command] = [_load(path) for path in entry.subcommands]
+    return click.Group(
+        name, invoke_without_command=True, commands=subcommands, subcommand_metavar="[COMMAND …]", **common
     )
 
 

@@ -1,0 +1,232 @@
+"""One request to an OpenAI-compatible server: streams the answer, notes when each chunk with content came, says what failed.
+
+Speaks ``/v1/completions`` and ``/v1/chat/completions``. A chunk counts if it brings text, or, without text, a token: incomplete
+characters and special tokens have no text of their own. The chunk that opens a chat (a role) and the one that carries
+usage only do not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvrelay.launcher.bench.http_stream import Connection, HttpStreams
+from kvrelay.launcher.bench.records import TtftParts
+from kvrelay.launcher.bench.sse import EventSplitter, EventTooLongError
+
+TIMINGS_HEADER = "x-kvrelay-timings"  # asks a kvrelay gateway where the time went; others ignore it
+_MAX_ERROR_BYTES = 100_000
+_MAX_ERROR_TEXT = 200  # characters, as records say
+
+ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def has_content(self) -> bool:
+        delta = self.delta
+        if delta is None:
+            return bool(self.text) or (self.text is not None and self.finish_reason is None)
+        if delta.content or delta.reasoning_content or delta.reasoning:
+            return True
+        return delta.content is not None and self.finish_reason is None and delta.role is None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    kvrelay: TtftParts | None = None
+    error: Any = None
+    object: str | None = None
+    message: Any = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of one request. Times are on the clock that the client was given."""
+
+    sent_s: float
+    finished_s: float = 0.0
+    chunk_s: list[float] = field(default_factory=list)
+    prompt_tokens: int | None = None  # as the server counted them
+    output_tokens: int | None = None
+    finish_reason: str | None = None
+    parts: TtftParts | None = None
+    error: str | None = None
+    error_text: str | None = None
+
+
+class StreamingClient:
+    """Sends bodies to one route of one server."""
+
+    def __init__(self, streams: HttpStreams, api: str, *, timeout_s: float, clock: Callable[[], float]) -> None:
+        """``clock`` gives the seconds that answers are noted in."""
+        self._streams = streams
+        self._path = ROUTES[api]
+        self._timeout_s = timeout_s
+        self._clock = clock
+
+    async def ask(self, body: bytes, *, exact_tokens: int | None = None, on_chunk: Callable[[], None]) -> Answer:
+        """Send ``body`` and read all of the answer; never raises for what the server does.
+
+        ``exact_tokens``: a whole answer with another count of tokens is a "short answer". ``on_chunk`` is called once for each
+        chunk that counts. Cancelling closes the connection.
+        """
+        loop = asyncio.get_running_loop()
+        sent_s = self._clock()
+        for is_last_try in (False, True):
+            exchange = _Exchange(sent_s, self._clock, loop.create_future(), on_chunk)
+            connection: Connection | None = None
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    connection = await self._streams.post(self._path, body, exchange)
+                    await exchange.done
+            except TimeoutError:
+                exchange.fail("timeout", f"no complete answer after {self._timeout_s:g} s")
+            except OSError as error:
+                exchange.fail("connection", str(error) or type(error).__name__)
+            finally:
+                if connection is not None:
+                    connection.abandon(exchange)
+            # A connection that was idle may have been closed while the request was on its way: nobody has read it.
+            was_stale = connection is not None and connection.is_reused and not connection.has_answered
+            if is_last_try or not (was_stale and exchange.was_lost):
+                break
+        answer = exchange.answer
+        if answer.error is None and exact_tokens is not None:
+            _check_length(answer, exact_tokens)
+        return answer
+
+
+class _Exchange:
+    """Hears one answer."""
+
+    def __init__(
+        self, sent_s: float, clock: Callable[[], float], done: asyncio.Future[None], on_chunk: Callable[[], None]
+    ) -> None:
+        self.answer = Answer(sent_s=sent_s)
+        self.done = done
+        self.was_lost = False
+        self._clock = clock
+        self._on_chunk = on_chunk
+        self._status = 0
+        self._splitter = EventSplitter()
+        self._decoder = msgspec.json.Decoder(_Chunk)
+        self._error_body = b""
+        self._is_done = False  # [DONE] came
+        self._is_over = False  # nothing more is expected; ``done`` itself may have been cancelled by a timeout
+
+    def fail(self, kind: str, text: str) -> None:
+        """The first failure counts. Ends the exchange."""
+        if self.answer.error is None and not self._is_over:
+            self.answer.error, self.answer.error_text = kind, text[:_MAX_ERROR_TEXT]
+        self._end()
+
+    # -- StreamHandler ---------------------------------------------------------------------------------------------
+
+    def on_status(self, status: int) -> None:
+        self._status = status
+
+    def on_body(self, data: bytes) -> None:
+        if self._status != 200:
+            if len(self._error_body) < _MAX_ERROR_BYTES:
+                self._error_body += data
+            return
+        now_s = self._clock()
+        try:
+            for event in self._splitter.feed(data):
+                self._on_event(event, now_s)
+        except (msgspec.DecodeError, EventTooLongError, UnicodeDecodeError) as error:
+            self.fail("broken stream", f"a chunk is not what it should be: {error}")
+
+    def on_end(self) -> None:
+        if self._status != 200:
+            self.fail(f"http {self._status}", _message(self._error_body))
+        elif self.answer.error is None and not self._is_done and self.answer.finish_reason is None:
+            self.fail("broken stream", "the answer ended without [DONE] and without a finish reason")
+        else:
+            self._end()
+
+    def on_lost(self, reason: str) -> None:
+        self.was_lost = True
+        if self._is_done:  # all was said
+            self._end()
+        else:
+            self.fail("broken stream" if self._status == 200 else "connection", reason)
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: bytes, now_s: float) -> None:
+        if event == b"[DONE]":
+            self._is_done = True
+            self.answer.finished_s = now_s
+            return
+        chunk = self._decoder.decode(event)
+        if chunk.choices:
+            choice = chunk.choices[0]
+            if choice.has_content:
+                self.answer.chunk_s.append(now_s)
+                self._on_chunk()
+            if choice.finish_reason is not None:
+                self.answer.finish_reason = choice.finish_reason
+        if chunk.usage is not None:
+            self.answer.prompt_tokens = chunk.usage.prompt_tokens
+            self.answer.output_tokens = chunk.usage.completion_tokens
+        if chunk.kvrelay is not None:
+            self.answer.parts = chunk.kvrelay
+        if chunk.error is not None or chunk.object == "error":
+            self.fail("broken stream", _message(event))
+
+    def _end(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self.answer.finished_s = self.answer.finished_s or self._clock()
+            if not self.done.done():
+                self.done.set_result(None)
+
+
+def _check_length(answer: Answer, exact_tokens: int) -> None:
+    num_tokens = len(answer.chunk_s) if answer.output_tokens is None else answer.output_tokens
+    # Without usage chunks are all we have, and one may bring several tokens.
+    is_short = num_tokens != exact_tokens if answer.output_tokens is not None else num_tokens == 0
+    if is_short:
+        answer.error = "short answer"
+        answer.error_text = (
+            f"{num_tokens} tokens instead of {exact_tokens} (finish reason: {answer.finish_reason}); "
+            "a server that does not know ignore_eos needs --no-ignore-eos"
+        )[:_MAX_ERROR_TEXT]
+
+
+def _message(body: bytes) -> str:
+    """What an error body says, in the formats of OpenAI, vLLM and FastAPI; else the body itself."""
+    text = body.decode(errors="replace").strip()
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    for _ in range(3):
+        if not isinstance(value, dict):
+            break
+        value = next((value[key] for key in ("error", "message", "detail") if value.get(key)), text)
+    return value if isinstance(value, str) else text

@@ -1,0 +1,144 @@
+"""``kvrelay bench compare``: results of several runs side by side, as ratios to the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from kvrelay.launcher.bench.records import ResultFileError, RunResult, read_result
+from kvrelay.launcher.bench.report import time_text
+from kvrelay.launcher.bench.summary import Distribution, StreamSummary, Summary, summarize
+
+# What makes two runs different measurements; the rest (url, name, output …) does not.
+_LOAD_SETTINGS = (
+    "api", "rate", "arrival", "concurrency", "trace", "trace_speed", "burst", "duration_s", "requests", "input_len", "output_len",
+    "prefix_tokens", "prefix_groups", "seed", "ignore_eos", "temperature",
+)  # fmt: skip
+_MAX_CPU_DIFFERENCE = 0.2  # cores that others took, between two runs
+_NOISE = 0.05  # ratios nearer to 1 are no difference
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line of the comparison."""
+
+    name: str
+    get: Callable[[StreamSummary], float | None]
+    is_time: bool  # a time (less is better) or a rate (more is better)
+
+
+def run_compare(paths: Sequence[Path], plots: Path | None) -> int:
+    """Print the comparison and write plots if a directory is given; 0. Raises ResultFileError."""
+    if len(paths) < 2:
+        raise ResultFileError(f"{len(paths)} result file is given; a comparison needs two or more")
+    results = [read_result(path) for path in paths]
+    console = Console()
+    for doubt in comparison_doubts(results):
+        console.print(f"warning: {doubt}", style="yellow", highlight=False, markup=False)
+    console.print(comparison_table(results))
+    if plots is not None:
+        from kvrelay.launcher.bench.plots import write_plots  # noqa: PLC0415 - only if there is something to draw
+
+        for path in write_plots(results, plots):
+            console.print(f"plot: {path}", highlight=False)
+    return 0
+
+
+def comparison_table(results: Sequence[RunResult]) -> Table:
+    """Every figure of every run, and its ratio to the first run's."""
+    summaries = [summarize(result) for result in results]
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("")
+    table.add_column(results[0].name, justify="right")
+    for result in results[1:]:
+        table.add_column(result.name, justify="right")
+        table.add_column("ratio", justify="right")
+    names = [stream.name for stream in summaries[0].streams]
+    for name in names:
+        for figure in _figures():
+            _add_row(table, name, figure, summaries)
+        table.add_section()
+    return table
+
+
+def comparison_doubts(results: Sequence[RunResult]) -> list[str]:
+    """Why the runs may not be comparable."""
+    first, doubts = results[0], []
+    for other in results[1:]:
+        different = [
+            f"{name} {first.settings.get(name, 'unset')} and {other.settings.get(name, 'unset')}"
+            for name in _LOAD_SETTINGS
+            if first.settings.get(name) != other.settings.get(name)
+        ]
+        if different:
+            doubts.append(f"{first.name} and {other.name} are different loads: {', '.join(different)}")
+        for name in ("machine", "cpu", "cores"):
+            if first.environment.get(name) != other.environment.get(name):
+                doubts.append(
+                    f"{first.name} and {other.name} ran on different machines: "
+                    f"{first.environment.get(name)} and {other.environment.get(name)}"
+                )
+        if first.cpu is not None and other.cpu is not None:
+            shares = [cpu.others + cpu.stolen for cpu in (first.cpu, other.cpu)]
+            if abs(shares[0] - shares[1]) > _MAX_CPU_DIFFERENCE:
+                doubts.append(
+                    f"others took {shares[0]:.2f} cores during {first.name} and {shares[1]:.2f} during {other.name}; "
+                    "measure again, alternating"
+                )
+    return doubts
+
+
+def ratio_text(ratio: float, *, is_time: bool) -> str:
+    """The ratio to the first run's, and whether that is better."""
+    if abs(ratio - 1) < _NOISE:
+        return f"{ratio:.2f}x"
+    is_better = ratio < 1 if is_time else ratio > 1
+    return f"[{'green' if is_better else 'red'}]{ratio:.2f}x {'better' if is_better else 'worse'}[/]"
+
+
+def _add_row(table: Table, stream_name: str, figure: Figure, summaries: Sequence[Summary]) -> None:
+    values = [None if (stream := summary.stream(stream_name)) is None else figure.get(stream) for summary in summaries]
+    if all(value is None for value in values):
+        return
+    row = [f"{stream_name}: {figure.name}", _value_text(figure, values[0])]
+    base = values[0]
+    for value in values[1:]:
+        row.append(_value_text(figure, value))
+        row.append("-" if not base or value is None else ratio_text(value / base, is_time=figure.is_time))
+    table.add_row(*row)
+
+
+def _value_text(figure: Figure, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return time_text(value) if figure.is_time else f"{value:.2f}"
+
+
+def _figures() -> list[Figure]:
+    def quantile(
+        get: Callable[[StreamSummary], Distribution | None], name: str
+    ) -> Callable[[StreamSummary], float | None]:
+        def value(stream: StreamSummary) -> float | None:
+            found = get(stream)
+            return None if found is None else {"p50": found.p50, "p99": found.p99, "max": found.max}[name]
+
+        return value
+
+    figures = [
+        Figure("requests/s", lambda stream: stream.requests_per_s, is_time=False),
+        Figure("output tok/s", lambda stream: stream.output_tokens_per_s, is_time=False),
+        Figure("total tok/s", lambda stream: stream.total_tokens_per_s, is_time=False),
+        Figure("goodput req/s", lambda stream: stream.goodput_per_s, is_time=False),
+    ]
+    for name, get in (
+        ("first token", lambda stream: stream.ttft),
+        ("inter-token", lambda stream: stream.itl),
+        ("end to end", lambda stream: stream.e2e),
+    ):
+        figures += [Figure(f"{name} {q}", quantile(get, q), is_time=True) for q in ("p50", "p99", "max")]
+    return figures

@@ -1,0 +1,193 @@
+"""A small HTTP/1.1 client for many long streams: answers go to a callback in the very call that read them from the socket.
+
+General clients wake a task for every chunk; at twenty thousand chunks a second that costs more than a core. Here a chunk
+costs a C parser and one callback. No redirects, cookies, proxies or compression. Connections are used again while they are fresh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from kvrelay.common.errors import SettingsError
+
+_FRESH_S = 2.0  # servers close idle connections, uvicorn after 5 s; a younger one is not about to be closed
+
+
+class StreamHandler(Protocol):
+    """Hears one answer. Called from the event loop; the last call is always exactly one of on_end and on_lost."""
+
+    def on_status(self, status: int) -> None:
+        """The status line and the headers have come."""
+
+    def on_body(self, data: bytes) -> None:
+        """A part of the body, without chunked framing."""
+
+    def on_end(self) -> None:
+        """The answer is complete."""
+
+    def on_lost(self, reason: str) -> None:
+        """The connection ended, or was no HTTP, before the answer was complete."""
+
+
+class ServerAddress:
+    """Where a URL points: host, port, TLS, and the path in front of all routes."""
+
+    def __init__(self, url: str) -> None:
+        """Raises SettingsError."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise SettingsError(f"--url is {url!r}: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise SettingsError(f"--url is {url!r}; write http://HOST:PORT or https://HOST")
+        self.host = parts.hostname
+        self.is_tls = parts.scheme == "https"
+        self.port = port or (443 if self.is_tls else 80)
+        # Users paste what their client library calls the base URL.
+        self.base_path = parts.path.rstrip("/").removesuffix("/v1")
+        self.authority = parts.netloc.rpartition("@")[2]
+
+    @property
+    def url(self) -> str:
+        """Without a path at its end."""
+        return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.base_path}"
+
+
+class Connection(asyncio.Protocol):
+    """One connection; at most one request at a time."""
+
+    def __init__(self, on_idle: Callable[[Connection], None]) -> None:
+        self._on_idle = on_idle
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._handler: StreamHandler | None = None
+        self._is_complete = False
+        self._keeps_alive = False
+        self.has_answered = False  # bytes came for the current request
+        self.is_reused = False  # the current request is not the first
+        self.is_open = False
+        self.idle_since_s = 0.0
+
+    def send(self, request: bytes, handler: StreamHandler) -> None:
+        """Send; ``handler`` hears the answer."""
+        assert self._transport is not None
+        assert self._handler is None, "one request at a time"
+        self._handler, self.has_answered, self._is_complete = handler, False, False
+        self._transport.write(request)
+
+    def abandon(self, handler: StreamHandler) -> None:
+        """Close, if the answer that ``handler`` hears is still under way; the connection may serve another one by now."""
+        if self._handler is handler:
+            self.close()
+
+    def close(self) -> None:
+        """Close without another word to the handler."""
+        self._handler = None
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- asyncio.Protocol ------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        self.has_answered = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._lose(f"the answer is not HTTP: {error or type(error).__name__}")
+            return
+        if self._is_complete:
+            self._finish()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        self._lose(str(exc) if exc is not None and str(exc) else "the server closed the connection")
+
+    # -- httptools -------------------------------------------------------------------------------------------------
+
+    def on_headers_complete(self) -> None:
+        if self._handler is not None:
+            self._handler.on_status(self._parser.get_status_code())
+
+    def on_body(self, body: bytes) -> None:
+        if self._handler is not None:
+            self._handler.on_body(body)
+
+    def on_message_complete(self) -> None:
+        # An interim answer (100, 103) is not the answer.
+        self._is_complete = self._parser.get_status_code() >= 200
+        self._keeps_alive = self._parser.should_keep_alive()  # later the parser has forgotten
+
+    def _finish(self) -> None:
+        handler, self._handler = self._handler, None
+        if self._keeps_alive and self.is_open:
+            self._parser = httptools.HttpResponseParser(self)
+            self.idle_since_s = time.monotonic()
+            self._on_idle(self)
+        else:
+            self.close()
+        if handler is not None:
+            handler.on_end()
+
+    def _lose(self, reason: str) -> None:
+        handler, self._handler = self._handler, None
+        self.close()
+        if handler is not None:
+            handler.on_lost(reason)
+
+
+class HttpStreams:
+    """POSTs to one server. Belongs to the running loop; ``close`` it."""
+
+    def __init__(self, address: ServerAddress, headers: dict[str, str]) -> None:
+        self._address = address
+        fixed = {"host": address.authority, "user-agent": "kvrelay-bench", **headers}
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in fixed.items()).encode()
+        self._tls = ssl.create_default_context() if address.is_tls else None
+        self._idle: list[Connection] = []
+
+    async def post(self, path: str, body: bytes, handler: StreamHandler) -> Connection:
+        """Send ``body`` (JSON); returns when it is under way. ``abandon`` what is returned to cancel. Raises OSError."""
+        request = b"POST %s HTTP/1.1\r\n%scontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (
+            (self._address.base_path + path).encode(),
+            self._head,
+            len(body),
+        )
+        connection = self._fresh() or await self._connect()
+        connection.send(request + body, handler)
+        return connection
+
+    async def close(self) -> None:
+        """Close the idle connections; others were closed by who used them."""
+        while self._idle:
+            self._idle.pop().close()
+        await asyncio.sleep(0)  # transports close at the loop's next turn
+
+    def _fresh(self) -> Connection | None:
+        oldest_s = time.monotonic() - _FRESH_S
+        while self._idle:
+            connection = self._idle.pop()  # the one used last
+            if connection.is_open and connection.idle_since_s >= oldest_s:
+                connection.is_reused = True
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: Connection(self._idle.append), self._address.host, self._address.port, ssl=self._tls
+        )
+        return connection

@@ -1,0 +1,156 @@
+"""Sends a planned load and keeps what came of each request.
+
+The open loop sends at the due times whatever the server does, and never waits for an answer; the closed loop sends when an answer
+has ended. After the last request the answers that are still under way are waited for; ``stop`` gives them up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.launcher.bench.bodies import BodyWriter
+from kvrelay.launcher.bench.client import Answer, StreamingClient
+from kvrelay.launcher.bench.records import RequestRecord
+from kvrelay.launcher.bench.workload import ClosedLoop, PlannedRequest, Workload
+
+_LAG_TICK_S = 0.02
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened so far; for progress bars."""
+
+    sent: int = 0
+    answered: int = 0
+    failed: int = 0
+    chunks: int = 0
+
+
+class LoadRunner:
+    """Runs one workload, once."""
+
+    def __init__(
+        self,
+        client: StreamingClient,
+        writer: BodyWriter,
+        workload: Workload,
+        *,
+        clock: Callable[[], float],
+        exact_output: bool,
+    ) -> None:
+        """``clock`` gives seconds since the start of the run. ``exact_output``: an answer of another length has failed."""
+        self.counts = Counts()
+        self.max_lag_s = 0.0  # longest that the event loop was late
+        self._client = client
+        self._writer = writer
+        self._workload = workload
+        self._clock = clock
+        self._exact_output = exact_output
+        self._records: list[RequestRecord] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sending: asyncio.Future[Any] | None = None
+        self._is_stopped = False
+        self._failure: BaseException | None = None  # ours: what a server does wrong is in a record
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether ``stop`` cut the run short."""
+        return self._is_stopped
+
+    async def run(self) -> list[RequestRecord]:
+        """Send everything and wait for the answers; records of those that ended. Their index is to be given by the caller."""
+        lag = asyncio.create_task(self._measure_lag())
+        closed = self._workload.closed
+        places = [self._place(closed) for _ in range(closed.concurrency)] if closed is not None else []
+        sending = asyncio.gather(self._send_timed(), *places)
+        self._sending = sending
+        try:
+            if not self._is_stopped:
+                await sending
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
+        except asyncio.CancelledError:
+            if not self._is_stopped:
+                raise
+        finally:
+            await _cancelled(lag, sending, *self._tasks)
+        if self._failure is not None:
+            raise self._failure
+        return self._records
+
+    def stop(self) -> None:
+        """Send nothing more and give up what is under way; ``run`` then returns soon."""
+        self._is_stopped = True
+        for task in self._tasks:
+            task.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+
+    async def _send_timed(self) -> None:
+        for request in self._workload.timed:
+            assert request.due_s is not None, "only a closed loop has no due times"
+            body = self._writer.body(request)  # before it is due: making it must not make it late
+            # A timer may ring a little early.
+            while (wait_s := request.due_s - self._clock()) > 0:  # noqa: ASYNC110 - waits for a time, not a state
+                await asyncio.sleep(wait_s)
+            task = asyncio.create_task(self._ask(request, body, request.due_s))
+            self._tasks.add(task)
+            task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self.stop()
+
+    async def _place(self, closed: ClosedLoop) -> None:
+        """One of the places of the closed loop."""
+        while (wait_s := -self._clock()) > 0:  # noqa: ASYNC110 - the run has not begun
+            await asyncio.sleep(wait_s)
+        while (request := closed.next_request(self._clock())) is not None:
+            await self._ask(request, self._writer.body(request), None)
+
+    async def _ask(self, request: PlannedRequest, body: bytes, due_s: float | None) -> None:
+        self.counts.sent += 1
+        expected = request.output_tokens if self._exact_output else None
+        answer = await self._client.ask(body, exact_tokens=expected, on_chunk=self._count_chunk)
+        self.counts.answered += 1
+        self.counts.failed += answer.error is not None
+        self._records.append(_record(request, answer, answer.sent_s if due_s is None else due_s))
+
+    def _count_chunk(self) -> None:
+        self.counts.chunks += 1
+
+    async def _measure_lag(self) -> None:
+        while True:
+            before_s = self._clock()
+            await asyncio.sleep(_LAG_TICK_S)
+            self.max_lag_s = max(self.max_lag_s, self._clock() - before_s - _LAG_TICK_S)
+
+
+def _record(request: PlannedRequest, answer: Answer, due_s: float) -> RequestRecord:
+    num_prompt, num_output = answer.prompt_tokens, answer.output_tokens
+    return RequestRecord(
+        index=request.number,
+        stream=request.stream,
+        is_warmup=request.is_warmup,
+        due_s=due_s,
+        sent_s=answer.sent_s,
+        finished_s=answer.finished_s,
+        prompt_tokens=request.prompt_tokens if num_prompt is None else num_prompt,
+        planned_output_tokens=request.output_tokens,
+        output_tokens=len(answer.chunk_s) if num_output is None else num_output,
+        chunk_s=answer.chunk_s,
+        error=answer.error,
+        error_text=answer.error_text,
+        parts=answer.parts,
+    )
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,261 @@
+"""``kvrelay bench``: checks the settings, starts a server if asked to, sends the load, and makes a result of what came.
+
+The order matters to who waits: everything that can be wrong with the settings is found before a server is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import uvloop
+from rich.console import Console
+
+from kvrelay.common.settings import describe
+from kvrelay.launcher.bench.bodies import BodySpec
+from kvrelay.launcher.bench.cpu import CpuMeter
+from kvrelay.launcher.bench.doubts import doubts
+from kvrelay.launcher.bench.environment import environment
+from kvrelay.launcher.bench.errors import BenchError
+from kvrelay.launcher.bench.generator import GeneratorProcess, Job, Report, generate
+from kvrelay.launcher.bench.load import Counts, LoadRunner
+from kvrelay.launcher.bench.load_view import Update, load_view
+from kvrelay.launcher.bench.prepare import body_spec, check_places, length_warnings, tokenizer_directory
+from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult, write_result
+from kvrelay.launcher.bench.server import DEFAULT_URL, ServedModel, local_settings, served_model, vocab_size
+from kvrelay.launcher.bench.settings import BenchSettings
+from kvrelay.launcher.bench.spec import LoadKind, WorkloadSpec, parse_slo, workload_spec
+from kvrelay.launcher.bench.trace import read_trace
+from kvrelay.launcher.bench.values import parse_id_range
+from kvrelay.launcher.bench.workload import Share, plan_workload
+from kvrelay.launcher.local import LocalDeployment
+from kvrelay.launcher.models import resolve_model, served_name
+from kvrelay.launcher.progress import stderr_progress
+
+_TICK_S = 0.5  # between two looks at counts and CPU times
+_START_AFTER_S = 0.05
+_START_PROCESSES_AFTER_S = 1.5  # imports; one that is not ready by then begins late, and the result says so
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they end the sending; what has ended by then is reported
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is measured: where, which model, and our processes if we started it."""
+
+    url: str
+    model: ServedModel
+    vocab_size: int | None
+    deployment: LocalDeployment | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the generators brought home."""
+
+    reports: list[Report]
+    cpu: CpuUse | None
+    started_at: datetime
+
+
+def run(settings: BenchSettings) -> int:
+    """The command; 0, or 1 if every request failed. Raises KvrelayError if nothing could be measured."""
+    spec = workload_spec(settings)
+    parse_slo(settings.report.slo)
+    parse_id_range(settings.prompt.token_ids, "--token-ids")
+    trace = read_trace(Path(settings.load.trace)) if settings.load.trace is not None else ()
+    check_places(settings)
+    if settings.prompt.prompt_seed is None:
+        prompt = dataclasses.replace(settings.prompt, prompt_seed=secrets.randbelow(2**31))
+        settings = dataclasses.replace(settings, prompt=prompt)
+    with _target(settings) as target:
+        warnings = length_warnings(plan_workload(spec, trace), target.model)
+        body = body_spec(settings, target.model, target.vocab_size)
+        measured = uvloop.run(_measure(settings, spec, body, target))
+        restarts = [] if target.deployment is None else _restarts(target.deployment)
+    result = make_result(settings, target, measured, [*warnings, *restarts])
+    return _report(settings, result)
+
+
+def make_result(settings: BenchSettings, target: Target, measured: Measured, warnings: Sequence[str]) -> RunResult:
+    """Put a result together. Raises BenchError if no request has ended."""
+    records = _numbered([record for report in measured.reports for record in report.records])
+    counted = [record for record in records if not record.is_warmup]
+    if not counted:
+        raise BenchError(
+            "no counted request has ended, so there is nothing to report; give a longer --duration-s, a higher --rate, "
+            "or a shorter --warmup"
+        )
+    found = list(warnings)
+    if any(report.is_stopped for report in measured.reports):
+        found.append("the run was interrupted: requests that had not ended then are left out")
+    found += doubts(
+        counted, measured.cpu, num_processes=settings.load.processes, is_self_served=target.deployment is not None
+    )
+    return RunResult(
+        name=settings.report.name or target.model.name,
+        started_at=measured.started_at.isoformat(timespec="seconds"),
+        duration_s=max(record.finished_s for record in counted) - min(record.due_s for record in counted),
+        url=target.url,
+        model=target.model.name,
+        settings=settings_as_given(settings),
+        environment=environment(),
+        slo=parse_slo(settings.report.slo),
+        requests=records,
+        cpu=measured.cpu,
+        warnings=found,
+    )
+
+
+def settings_as_given(settings: BenchSettings) -> dict[str, str]:
+    """Every setting that has a value, by name; without the key."""
+    flat: dict[str, object] = {}
+    for group in dataclasses.fields(settings):
+        flat |= dataclasses.asdict(getattr(settings, group.name))
+    names = [info.name for info in describe(BenchSettings) if info.name != "api_key"]
+    return {name: str(flat[name]) for name in names if flat[name] is not None}
+
+
+def _report(settings: BenchSettings, result: RunResult) -> int:
+    from kvrelay.launcher.bench.report import print_report  # noqa: PLC0415 - tables and plots only once there is something
+
+    console = Console()
+    if settings.report.output is not None:  # first: no table is worth a lost measurement
+        write_result(Path(settings.report.output), result)
+    print_report(result, console)
+    if settings.report.output is not None:
+        console.print(f"result: {settings.report.output}", highlight=False)
+    if settings.report.plots is not None:
+        from kvrelay.launcher.bench.plots import write_plots  # noqa: PLC0415
+
+        write_plots([result], Path(settings.report.plots))
+        console.print(f"plots: {settings.report.plots}", highlight=False)
+    return 1 if all(record.error is not None for record in result.requests if not record.is_warmup) else 0
+
+
+@contextmanager
+def _target(settings: BenchSettings) -> Iterator[Target]:
+    """The server, started if asked for, and stopped in the end."""
+    if not settings.is_self_served:
+        url = settings.target.url or DEFAULT_URL
+        model = served_model(url, settings.target.model, settings.target.api_key)
+        size = None if settings.prompt.tokenizer is None else vocab_size(tokenizer_directory(settings.prompt.tokenizer))
+        yield Target(url, model, size, None)
+        return
+    local = local_settings(settings)
+    directory = resolve_model(local.model)
+    deployment = LocalDeployment.from_settings(local, directory)
+    with deployment:
+        with stderr_progress()(
+            f"starting {served_name(local.model, directory)} with {', '.join(deployment.plan.admin_urls)}"
+        ):
+            deployment.wait_ready(settings.target.start_timeout_s)
+        model = served_model(deployment.url, None, None)
+        yield Target(deployment.url, model, vocab_size(directory), deployment)
+
+
+async def _measure(settings: BenchSettings, spec: WorkloadSpec, body: BodySpec, target: Target) -> Measured:
+    """Send the load with one or several processes."""
+    num = settings.load.processes
+    start_s = time.monotonic() + (_START_AFTER_S if num == 1 else _START_PROCESSES_AFTER_S)
+    jobs = [Job(settings, body, target.url, Share(index, num), start_s) for index in range(num)]
+    runners: list[LoadRunner | GeneratorProcess] = []
+    work: list[asyncio.Task[Report]] = []
+    if num == 1:
+        work.append(asyncio.create_task(generate(jobs[0], runners.append)))
+    else:
+        for job in jobs:
+            process = GeneratorProcess(job)
+            await process.start()
+            runners.append(process)
+            work.append(asyncio.create_task(process.report()))
+
+    def stop() -> None:
+        for runner in runners:
+            runner.stop()
+
+    loop = asyncio.get_running_loop()
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, stop)
+    deployment = target.deployment
+    server_pids: Callable[[], list[int]] | None = None if deployment is None else lambda: list(deployment.pids.values())
+    meter = CpuMeter(lambda: [item.pid for item in runners if isinstance(item, GeneratorProcess)], server_pids)
+    started_at = datetime.now(UTC)
+    meter.start()
+    total_s = None if spec.duration_s is None else spec.warmup.duration_s + spec.duration_s
+    total_requests = None if spec.num_requests is None else spec.warmup.num_requests + spec.num_requests
+    console = Console(stderr=True)
+    console.print(f"measuring {target.model.name} at {target.url}: {describe_load(spec)}", highlight=False)
+    with load_view(console, total_s=total_s, total_requests=total_requests) as update:
+        try:
+            await _watch(work, runners, meter, update, start_s)
+            reports = [task.result() for task in work]
+        finally:
+            for number in _STOP_SIGNALS:
+                loop.remove_signal_handler(number)
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+    return Measured(reports, meter.stop(max(report.max_lag_s for report in reports)), started_at)
+
+
+async def _watch(
+    work: Sequence[asyncio.Task[Report]],
+    runners: Sequence[LoadRunner | GeneratorProcess],
+    meter: CpuMeter,
+    update: Update,
+    start_s: float,
+) -> None:
+    """Until all generators have ended, or one has failed."""
+    pending = set(work)
+    while pending:
+        done, pending = await asyncio.wait(pending, timeout=_TICK_S, return_when=asyncio.FIRST_EXCEPTION)
+        meter.sample()
+        update(max(0.0, time.monotonic() - start_s), total_counts([runner.counts for runner in runners]))
+        if any(task.exception() is not None for task in done):
+            return
+
+
+def total_counts(counts: Sequence[Counts]) -> Counts:
+    """The sum."""
+    return Counts(
+        sent=sum(item.sent for item in counts),
+        answered=sum(item.answered for item in counts),
+        failed=sum(item.failed for item in counts),
+        chunks=sum(item.chunks for item in counts),
+    )
+
+
+def describe_load(spec: WorkloadSpec) -> str:
+    """A load in a few words."""
+    how = {
+        LoadKind.RATE: f"{spec.rate:g} requests/s",
+        LoadKind.CONCURRENCY: f"{spec.concurrency} requests at a time",
+        LoadKind.TRACE: f"a trace at {spec.trace_speed:g} times its speed",
+    }[spec.kind]
+    ends = [f" for {spec.duration_s:g} s"] if spec.duration_s is not None else []
+    ends += [f", {spec.num_requests} requests"] if spec.num_requests is not None else []
+    burst = "" if spec.burst is None else f", and {spec.burst.num} at once every {spec.burst.every_s:g} s"
+    return how + "".join(ends) + burst
+
+
+def _numbered(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """In the order in which they were due, numbered in it."""
+    ordered = sorted(records, key=lambda record: (record.due_s, record.stream, record.index))
+    return [msgspec.structs.replace(record, index=index) for index, record in enumerate(ordered)]
+
+
+def _restarts(deployment: LocalDeployment) -> list[str]:
+    return [
+        f"{status.name} died and was restarted {status.num_restarts} times during the run"
+        for status in deployment.statuses()
+        if status.num_restarts
+    ]

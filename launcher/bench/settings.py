@@ -1,0 +1,118 @@
+"""Settings of ``kvrelay bench``, in groups; each group is what one part of the benchmark needs.
+
+Texts such as ``--burst "every=5s,n=4"`` are read by ``options.py``; here is only what the command line shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.common.settings import setting
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSettings:
+    """What is measured."""
+
+    url: str | None = setting(
+        None, "server to measure, any with an OpenAI-compatible API; default: http://127.0.0.1:8000"
+    )
+    model: str | None = setting(
+        None, "model to ask for; default: the first that the server lists (with --self-serve the one to serve: demo)"
+    )
+    api: str = setting(
+        "completions",
+        "route to ask: completions (prompts as token ids, exact lengths) or chat",
+        choices=("completions", "chat"),
+    )
+    api_key: str | None = setting(None, "sent as a bearer token; not kept in the result")
+    self_serve: bool = setting(False, "start a deployment on a free port of this machine, measure it and stop it")
+    serve: str | None = setting(
+        None, 'how to serve: options of `kvrelay local` as "prefill=1,decode=1,dtype=bfloat16"; means --self-serve'
+    )
+    start_timeout_s: float = setting(600.0, "how long the start of a deployment may take", unit="s", minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """How many requests come, and when. One of rate, concurrency and trace."""
+
+    rate: float | None = setting(
+        None, "requests per second, sent when they are due whatever the server does (open loop)", minimum=0.001
+    )
+    arrival: str = setting(
+        "poisson", "gaps between requests at --rate: random or all the same", choices=("poisson", "constant")
+    )
+    concurrency: int | None = setting(
+        None,
+        "requests at a time, each sent when one ends (closed loop); 8 if nothing else is given",
+        minimum=1,
+        maximum=10_000,
+    )
+    trace: str | None = setting(
+        None, "JSON lines of a Mooncake trace: timestamp (ms), input_length, output_length, hash_ids"
+    )
+    trace_speed: float = setting(1.0, "how much faster than recorded a trace is replayed", minimum=0.001)
+    trace_block_tokens: int = setting(512, "tokens that one entry of hash_ids stands for", unit="tokens", minimum=1)
+    burst: str | None = setting(
+        None, 'requests on top that come together, as "every=5s,n=4,input=1500,output=16"; counted apart'
+    )
+    duration_s: float | None = setting(
+        None,
+        "how long requests are sent (answers are waited for); default: 30, a trace: all of it",
+        unit="s",
+        minimum=0.1,
+    )
+    requests: int | None = setting(None, "how many requests are sent, instead of a duration", minimum=1)
+    warmup: str = setting("0", "what comes first and is not counted: a number of requests (16) or a time (5s)")
+    timeout_s: float = setting(300.0, "after which an answer counts as failed", unit="s", minimum=0.1)
+    processes: int = setting(
+        1, "processes that send; more than one only if the generator is short of CPU", minimum=1, maximum=64
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSettings:
+    """What is asked."""
+
+    input_len: str = setting(
+        "128", 'tokens of a prompt: "128", "uniform:64-256", "normal:512,128", "lognormal:512,128"'
+    )
+    output_len: str = setting("64", "tokens to generate, written like --input-len")
+    prefix_tokens: int = setting(0, "tokens before each prompt that it shares with its group", unit="tokens", minimum=0)
+    prefix_groups: int = setting(1, "groups of requests that share a prefix", minimum=1)
+    token_ids: str = setting("1000-20000", "range of the random token ids; must be ids of plain text")
+    tokenizer: str | None = setting(
+        None, "model directory or name whose tokenizer counts chat prompts; default: a word is taken for a token"
+    )
+    seed: int = setting(0, "same seed: same times, lengths and groups")
+    prompt_seed: int | None = setting(
+        None, "seed of the prompts' tokens; default: a new one each run, so that no prompt is in a prefix cache"
+    )
+    ignore_eos: bool = setting(True, "generate --output-len tokens, whatever the model says; an OpenAI extension")
+    temperature: float = setting(0.0, "of sampling; 0 is greedy", minimum=0, maximum=2)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSettings:
+    """What is made of it."""
+
+    name: str | None = setting(None, "what the run is called in tables and plots; default: the model's name")
+    slo: str | None = setting(None, 'what a good answer is, as "ttft=1s,itl=100ms,e2e=10s"')
+    output: str | None = setting(None, "where the result goes as JSON: every request with all its times")
+    plots: str | None = setting(None, "directory for plots")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """``kvrelay bench``: a load, measured from the client's side."""
+
+    target: TargetSettings
+    load: LoadSettings
+    prompt: PromptSettings
+    report: ReportSettings
+
+    @property
+    def is_self_served(self) -> bool:
+        """Whether bench starts what it measures."""
+        return self.target.self_serve or self.target.serve is not None

@@ -1,0 +1,211 @@
+"""The figures of a run, computed from its records. Pure; nothing here knows where the records came from.
+
+What is counted how:
+
+- Warm-up requests are left out everywhere, failed requests out of all times and token counts.
+- TTFT runs from when a request was *due*, so that a server (or a generator) that falls behind cannot hide it; in a closed loop a
+  request is due when it is sent.
+- Inter-token latency is the time between two chunks of one answer, every one of them, over all requests: a pause in one answer
+  is one long gap, not a slightly worse mean. TPOT, the mean per request, is kept beside it to compare with tools that report that.
+- Rates are over the time from the first counted request's due time until the last answer ended, ramps included.
+- A request meets the SLO if it succeeded, its TTFT and end-to-end time are within their limits, and so are 99 % of its own gaps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvrelay.launcher.bench.records import RequestRecord, RunResult, TtftParts
+
+ALL = "all"
+_SLO_QUANTILE = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Seconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Distribution | None:
+        """None if there are no values."""
+        ordered = sorted(values)
+        if not ordered:
+            return None
+        p50, p90, p99 = (percentile(ordered, q) for q in (0.5, 0.9, 0.99))
+        # Summing may round the mean of equal values past them.
+        mean = min(max(sum(ordered) / len(ordered), ordered[0]), ordered[-1])
+        return cls(count=len(ordered), mean=mean, p50=p50, p90=p90, p99=p99, max=ordered[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSummary:
+    """One part of the load, or all of it."""
+
+    name: str
+    num_requests: int
+    num_ok: int
+    errors: dict[str, int]  # by kind, most frequent first
+    prompt_tokens: int
+    output_tokens: int
+    ttft: Distribution | None  # from the due time
+    ttft_from_send: Distribution | None
+    itl: Distribution | None
+    tpot: Distribution | None
+    e2e: Distribution | None  # from the due time
+    requests_per_s: float  # that succeeded
+    output_tokens_per_s: float
+    total_tokens_per_s: float  # prompts included
+    num_within_slo: int | None  # None: no SLO was given
+    goodput_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartsSummary:
+    """Where kvrelay says the time to the first and the second token went; each request's parts add up to its whole."""
+
+    num_requests: int
+    first_token: dict[str, Distribution]  # accept, queue, prefill, rest
+    first_token_whole: Distribution
+    second_token: dict[str, Distribution]  # transfer wait, first decode step, rest; from the first token on
+    second_token_whole: Distribution | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run: all of it, then its streams if there are several."""
+
+    streams: list[StreamSummary]
+    parts: PartsSummary | None
+
+    @property
+    def all(self) -> StreamSummary:
+        """Every counted request."""
+        return self.streams[0]
+
+    def stream(self, name: str) -> StreamSummary | None:
+        """The part of the load called ``name``; of a load of one part that is ``all``."""
+        named = {stream.name: stream for stream in self.streams}
+        return named.get(name, self.all if len(self.streams) == 1 and name == "main" else None)
+
+
+def summarize(result: RunResult) -> Summary:
+    """The figures of ``result``."""
+    counted = [record for record in result.requests if not record.is_warmup]
+    names = sorted({record.stream for record in counted}, reverse=True)  # main before burst
+    streams = [_stream(ALL, counted, result)]
+    if len(names) > 1:
+        streams += [_stream(name, [record for record in counted if record.stream == name], result) for name in names]
+    return Summary(streams, _parts([record.parts for record in counted if record.error is None and record.parts]))
+
+
+def percentile(ordered: Sequence[float], q: float) -> float:
+    """The ``q``-quantile of sorted values, interpolated linearly between the two nearest (numpy's default)."""
+    place = q * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def gaps(record: RequestRecord) -> list[float]:
+    """Every inter-token latency of one answer."""
+    return [after - before for before, after in zip(record.chunk_s, record.chunk_s[1:], strict=False)]
+
+
+def ttft(record: RequestRecord) -> float | None:
+    """From the due time; None without a token."""
+    return record.chunk_s[0] - record.due_s if record.chunk_s else None
+
+
+def tpot(record: RequestRecord) -> float | None:
+    """Mean time per output token after the first; None of an answer of one."""
+    if len(record.chunk_s) < 2 or record.output_tokens < 2:
+        return None
+    return (record.chunk_s[-1] - record.chunk_s[0]) / (record.output_tokens - 1)
+
+
+def meets(record: RequestRecord, slo: dict[str, float]) -> bool:
+    """Whether a request did what ``slo`` asks."""
+    first = ttft(record)
+    if record.error is not None or first is None:
+        return False
+    ordered = sorted(gaps(record))
+    taken = {
+        "ttft": first,
+        "itl": percentile(ordered, _SLO_QUANTILE) if ordered else 0.0,
+        "e2e": record.finished_s - record.due_s,
+    }
+    return all(taken[name] <= limit for name, limit in slo.items())
+
+
+def _stream(name: str, records: Sequence[RequestRecord], result: RunResult) -> StreamSummary:
+    good = [record for record in records if record.error is None]
+    firsts = [value for record in good if (value := ttft(record)) is not None]
+    per_s = 1.0 / result.duration_s if result.duration_s > 0 else 0.0
+    prompt_tokens = sum(record.prompt_tokens for record in good)
+    output_tokens = sum(record.output_tokens for record in good)
+    num_within = sum(meets(record, result.slo) for record in records) if result.slo else None
+    return StreamSummary(
+        name=name,
+        num_requests=len(records),
+        num_ok=len(good),
+        errors=dict(Counter(record.error for record in records if record.error is not None).most_common()),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        ttft=Distribution.of(firsts),
+        ttft_from_send=Distribution.of(record.chunk_s[0] - record.sent_s for record in good if record.chunk_s),
+        itl=Distribution.of(gap for record in good for gap in gaps(record)),
+        tpot=Distribution.of(value for record in good if (value := tpot(record)) is not None),
+        e2e=Distribution.of(record.finished_s - record.due_s for record in good),
+        requests_per_s=len(good) * per_s,
+        output_tokens_per_s=output_tokens * per_s,
+        total_tokens_per_s=(prompt_tokens + output_tokens) * per_s,
+        num_within_slo=num_within,
+        goodput_per_s=None if num_within is None else num_within * per_s,
+    )
+
+
+def _parts(parts: Sequence[TtftParts]) -> PartsSummary | None:
+    """From the gateway's own clock: what the network and the client added is in the client's TTFT, not here."""
+    first: dict[str, list[float]] = {"accept": [], "queue": [], "prefill": [], "rest": []}
+    second: dict[str, list[float]] = {"transfer wait": [], "first decode step": [], "rest": []}
+    first_whole: list[float] = []
+    second_whole: list[float] = []
+    for part in parts:
+        if part.ttft_s is None or part.accept_s is None or part.queue_s is None or part.prefill_s is None:
+            continue
+        first["accept"].append(part.accept_s)
+        first["queue"].append(part.queue_s)
+        first["prefill"].append(part.prefill_s)
+        first["rest"].append(part.ttft_s - part.accept_s - part.queue_s - part.prefill_s)
+        first_whole.append(part.ttft_s)
+        if part.second_token_s is None or part.transfer_s is None or part.first_step_s is None:
+            continue  # prefilled locally, or an answer of one token
+        gap = part.second_token_s - part.ttft_s
+        second["transfer wait"].append(part.transfer_s)
+        second["first decode step"].append(part.first_step_s)
+        second["rest"].append(gap - part.transfer_s - part.first_step_s)
+        second_whole.append(gap)
+    whole = Distribution.of(first_whole)
+    if whole is None:
+        return None
+    return PartsSummary(
+        num_requests=whole.count,
+        first_token=_distributions(first),
+        first_token_whole=whole,
+        second_token=_distributions(second),
+        second_token_whole=Distribution.of(second_whole),
+    )
+
+
+def _distributions(values: dict[str, list[float]]) -> dict[str, Distribution]:
+    found = {name: Distribution.of(items) for name, items in values.items()}
+    return {name: item for name, item in found.items() if item is not None}

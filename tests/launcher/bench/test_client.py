@@ -1,0 +1,207 @@
+"""The streaming client against a real server on a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from kvrelay.common.errors import SettingsError
+from kvrelay.launcher.bench.client import Answer as ClientAnswer
+from kvrelay.launcher.bench.client import StreamingClient
+from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
+from kvrelay.launcher.bench.records import TtftParts
+from kvrelay.launcher.bench.sse import EventSplitter
+from tests.launcher.bench.stub_server import Answer, Request, StubServer, as_asked, completion, event
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[StubServer]:
+    async with StubServer().running() as stub:
+        yield stub
+
+
+async def ask(
+    server: StubServer, num: int = 1, *, api: str = "completions", timeout_s: float = 20.0, exact: int | None = None
+) -> list[ClientAnswer]:
+    """``num`` questions, one after the other."""
+    ticks = itertools.count()
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    streams = HttpStreams(ServerAddress(server.url), {})
+    client = StreamingClient(streams, api, timeout_s=timeout_s, clock=clock)
+    body = (
+        {"max_tokens": 3, "prompt": [1, 2]}
+        if api == "completions"
+        else {"max_tokens": 3, "messages": [{"content": "x"}]}
+    )
+    try:
+        return [
+            await client.ask(json.dumps(body).encode(), exact_tokens=exact, on_chunk=lambda: None) for _ in range(num)
+        ]
+    finally:
+        await streams.close()
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+async def test_every_chunk_with_content_is_noted(server: StubServer, api: str) -> None:
+    (answer,) = await ask(server, api=api, exact=3)
+    assert (answer.error, answer.output_tokens, len(answer.chunk_s)) == (None, 3, 3)
+    assert answer.prompt_tokens == (2 if api == "completions" else 1)
+    assert answer.sent_s < answer.chunk_s[0] <= answer.chunk_s[-1] <= answer.finished_s
+    assert server.requests[0].path == ("/v1/completions" if api == "completions" else "/v1/chat/completions")
+
+
+async def test_a_token_without_text_counts_and_the_closing_chunks_do_not(server: StubServer) -> None:
+    server.answer = lambda _: Answer(completion([" a", "", "b"], usage=(2, 3)))
+    (answer,) = await ask(server, exact=3)
+    assert (len(answer.chunk_s), answer.finish_reason, answer.error) == (3, "length", None)
+
+
+async def test_the_parts_of_ttft_come_from_the_usage_chunk(server: StubServer) -> None:
+    parts = {"queue_s": 0.5, "transfer_s": None, "new_part_s": 1, "ttft_s": 0.75}
+    server.answer = lambda _: Answer(completion(["a"], usage=(2, 1), kvrelay=parts))
+    (answer,) = await ask(server)
+    assert answer.parts == TtftParts(queue_s=0.5, ttft_s=0.75)
+
+
+async def test_events_may_be_cut_anywhere(server: StubServer) -> None:
+    whole = b": ping\r\n\r\nevent: x\r\n" + b"".join(completion(["ä", "b"], usage=(2, 2))).replace(b"\n", b"\r\n")
+    for size in (1, 7, len(whole)):
+        pieces = [whole[start : start + size] for start in range(0, len(whole), size)]
+        server.answer = lambda _, pieces=pieces: Answer(pieces)  # type: ignore[misc]
+        (answer,) = await ask(server, exact=2)
+        assert (answer.error, len(answer.chunk_s)) == (None, 2), size
+
+
+def test_events_of_several_lines_are_joined() -> None:
+    splitter = EventSplitter()
+    assert list(splitter.feed(b"data: a\ndata:b\n\ndata: c\n")) == [b"a\nb"]
+    assert list(splitter.feed(b"\ndata: d\n\n")) == [b"c", b"d"]
+
+
+def cut(_: Request) -> Answer:
+    return Answer(completion(["a", "b"])[:2], is_cut=True)
+
+
+def refused(_: Request) -> Answer:
+    return Answer([b'{"error": {"message": "no room", "code": "unavailable"}}'], status=503)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "text"),
+    [
+        (refused, "http 503", "no room"),
+        (lambda _: Answer([b'{"detail": "Not Found"}'], status=404), "http 404", "Not Found"),
+        (lambda _: Answer([b"x" * 1000], status=500), "http 500", "x" * 200),
+        (cut, "broken stream", "the server closed the connection"),
+        (lambda _: Answer(completion(["a"])[:1]), "broken stream", "without [DONE]"),
+        (lambda _: Answer([b"{}"]), "broken stream", "without [DONE]"),
+        (lambda _: Answer([event(b"{no json")]), "broken stream", "a chunk is not what it should be"),
+        (
+            lambda _: Answer([event({"error": {"message": "worker died"}}), event(b"[DONE]")]),
+            "broken stream",
+            "worker died",
+        ),
+        (
+            lambda _: Answer(completion(["a"], usage=(2, 1))),
+            "short answer",
+            "1 tokens instead of 3 (finish reason: length)",
+        ),
+        (lambda _: Answer(completion([])), "short answer", "0 tokens instead of 3"),
+    ],
+)
+async def test_what_fails_has_a_kind_and_a_text(
+    server: StubServer, answer: Callable[[Request], Answer], kind: str, text: str
+) -> None:
+    server.answer = answer
+    (got,) = await ask(server, exact=3)
+    assert got.error == kind
+    assert got.error_text is not None
+    assert text in got.error_text
+    assert len(got.error_text) <= 200
+    assert got.finished_s > got.sent_s
+
+
+async def test_without_a_known_length_a_shorter_answer_is_fine(server: StubServer) -> None:
+    server.answer = lambda _: Answer(completion(["a"], usage=(2, 1)))
+    (answer,) = await ask(server)
+    assert (answer.error, answer.output_tokens) == (None, 1)
+
+
+async def test_an_answer_that_does_not_end_times_out(server: StubServer) -> None:
+    never = asyncio.Event()
+    server.answer = lambda _: Answer(completion(["a", "b"]), wait=lambda: wait_for(never))
+    (answer,) = await ask(server, timeout_s=0.2)
+    assert (answer.error, answer.error_text) == ("timeout", "no complete answer after 0.2 s")
+    assert len(answer.chunk_s) == 2
+
+
+async def wait_for(event_: asyncio.Event) -> None:
+    await event_.wait()
+
+
+async def test_nobody_listens() -> None:
+    stub = StubServer()
+    async with stub.running():
+        pass
+    (answer,) = await ask(stub)
+    assert answer.error == "connection"
+    assert answer.chunk_s == []
+
+
+async def test_connections_are_used_again_also_after_errors(server: StubServer) -> None:
+    def every_second(request: Request) -> Answer:
+        return as_asked(request) if len(server.requests) % 2 == 0 else refused(request)
+
+    server.answer = every_second
+    got = await ask(server, 6)
+    assert [answer.error for answer in got] == ["http 503", None] * 3
+    assert server.num_connections == 1
+
+
+async def test_a_connection_that_was_closed_while_idle_is_not_an_error(server: StubServer) -> None:
+    server.answer = lambda _: Answer(completion(["a"], usage=(2, 1)), closes=True)
+    got = await ask(server, 4)
+    assert [answer.error for answer in got] == [None] * 4
+    assert len(server.requests) == 4
+
+
+async def test_cancelling_closes_the_connection(server: StubServer) -> None:
+    left, never = asyncio.Event(), asyncio.Event()
+
+    async def until_left() -> None:
+        left.set()
+        await never.wait()
+
+    server.answer = lambda _: Answer(completion(["a"]), wait=until_left)
+    task = asyncio.create_task(ask(server))
+    await left.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://host:8000/v1/", ("host", 8000, "", "http://host:8000")),
+        ("host:81", ("host", 81, "", "http://host:81")),
+        ("https://host/models/a", ("host", 443, "/models/a", "https://host/models/a")),
+        ("http://[::1]:9/", ("::1", 9, "", "http://[::1]:9")),
+    ],
+)
+def test_urls(url: str, address: tuple[str, int, str, str]) -> None:
+    got = ServerAddress(url)
+    assert (got.host, got.port, got.base_path, got.url) == address
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port"])
+def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(SettingsError, match="--url is"):
+        ServerAddress(url)

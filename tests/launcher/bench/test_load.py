@@ -1,0 +1,167 @@
+"""Sending: the open loop does not wait, the closed loop does, and nothing is lost or left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from kvrelay.common.settings import build
+from kvrelay.launcher.bench.bodies import BodySpec, BodyWriter
+from kvrelay.launcher.bench.client import StreamingClient
+from kvrelay.launcher.bench.errors import BenchError
+from kvrelay.launcher.bench.generator import GeneratorProcess, Job
+from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
+from kvrelay.launcher.bench.load import LoadRunner
+from kvrelay.launcher.bench.settings import BenchSettings
+from kvrelay.launcher.bench.spec import workload_spec
+from kvrelay.launcher.bench.workload import Share, plan_workload
+from tests.launcher.bench.stub_server import Answer, Request, StubServer, as_asked
+
+BODY = BodySpec("stub", "completions", 1)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[StubServer]:
+    async with StubServer().running() as stub:
+        yield stub
+
+
+def runner_for(streams: HttpStreams, **values: Any) -> LoadRunner:
+    started_s = time.monotonic()
+
+    def clock() -> float:
+        return time.monotonic() - started_s
+
+    return LoadRunner(
+        StreamingClient(streams, "completions", timeout_s=20, clock=clock),
+        BodyWriter(BODY),
+        plan_workload(workload_spec(build(BenchSettings, {"output_len": "2", "input_len": "4", **values}))),
+        clock=clock,
+        exact_output=True,
+    )
+
+
+class Holding:
+    """Answers that wait until ``num`` requests are there at a time."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+        self.running = 0
+        self.most = 0
+        self.enough = asyncio.Event()
+
+    def __call__(self, request: Request) -> Answer:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        if self.running >= self.num:
+            self.enough.set()
+        answer = as_asked(request)
+        answer.wait = self.wait
+        return answer
+
+    async def wait(self) -> None:
+        await self.enough.wait()
+        self.running -= 1
+
+
+async def test_the_open_loop_does_not_wait_for_answers(server: StubServer) -> None:
+    server.answer = holding = Holding(12)  # nothing is answered before all have come
+    streams = HttpStreams(ServerAddress(server.url), {})
+    runner = runner_for(streams, rate=100, requests=12)
+    records = await runner.run()
+    await streams.close()
+    assert holding.most == 12
+    assert sorted(record.index for record in records) == list(range(12))
+    assert all(record.error is None and record.sent_s >= record.due_s for record in records)
+    assert (runner.counts.sent, runner.counts.answered, runner.counts.chunks) == (12, 12, 24)
+    assert {(record.prompt_tokens, record.output_tokens, len(record.chunk_s)) for record in records} == {(4, 2, 2)}
+
+
+async def test_the_closed_loop_keeps_its_concurrency(server: StubServer) -> None:
+    server.answer = holding = Holding(3)
+    streams = HttpStreams(ServerAddress(server.url), {})
+    records = await runner_for(streams, concurrency=3, requests=20, warmup="4").run()
+    await streams.close()
+    assert holding.most == 3
+    assert len(records) == 24
+    assert sum(record.is_warmup for record in records) == 4
+    assert server.num_connections == 3
+
+
+async def test_stop_gives_up_what_is_under_way_and_keeps_what_ended(server: StubServer) -> None:
+    arrived = asyncio.Event()
+
+    def answer(request: Request) -> Answer:
+        given = as_asked(request)
+        if len(server.requests) > 2:
+            given.wait = asyncio.Event().wait  # type: ignore[assignment]
+            arrived.set()
+        return given
+
+    server.answer = answer
+    streams = HttpStreams(ServerAddress(server.url), {})
+    runner = runner_for(streams, concurrency=1, duration_s=600)
+    task = asyncio.create_task(runner.run())
+    await arrived.wait()
+    runner.stop()
+    records = await task
+    await streams.close()
+    assert [record.error for record in records] == [None, None]
+    assert runner.is_stopped
+
+
+def job(server: StubServer, share: Share, **values: Any) -> Job:
+    settings = build(BenchSettings, {"output_len": "2", "input_len": "4", **values})
+    return Job(settings, BODY, server.url, share, time.monotonic())
+
+
+async def test_generator_processes_share_a_load(server: StubServer) -> None:
+    processes = [GeneratorProcess(job(server, Share(index, 2), concurrency=4, requests=30)) for index in range(2)]
+    for process in processes:
+        await process.start()
+    reports = await asyncio.gather(*(process.report() for process in processes))
+    numbers = sorted(record.index for report in reports for record in report.records)
+    assert numbers == list(range(30))
+    assert sum(process.counts.answered for process in processes) == 30
+    assert all(report.cpu_s > 0 for report in reports)
+
+
+async def test_a_generator_process_stops_when_told(server: StubServer) -> None:
+    started = asyncio.Event()
+
+    def answer(request: Request) -> Answer:
+        started.set()
+        return as_asked(request)
+
+    server.answer = answer
+    process = GeneratorProcess(job(server, Share(), concurrency=1, duration_s=600))
+    await process.start()
+    await started.wait()
+    process.stop()
+    report = await process.report()
+    assert report.is_stopped
+
+
+async def test_a_generator_process_that_dies_is_an_error(server: StubServer, capfd: pytest.CaptureFixture[str]) -> None:
+    process = GeneratorProcess(job(server, Share(), trace="/no/such/trace"))
+    await process.start()
+    with pytest.raises(BenchError, match="ended with exit code 1 and no report"):
+        await process.report()
+    assert "cannot read /no/such/trace" in capfd.readouterr().err
+
+
+async def test_a_mistake_of_ours_is_not_swallowed(server: StubServer) -> None:
+    streams = HttpStreams(ServerAddress(server.url), {})
+    runner = runner_for(streams, rate=100, requests=3)
+    await streams.close()
+
+    async def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    runner._client.ask = fail  # type: ignore[assignment, method-assign]
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        await runner.run()
