@@ -16,6 +16,8 @@ from kvrelay.gateway.generation import Generation
 from kvrelay.gateway.openai_schema import ChatBody, CompletionBody, SamplingBody
 from kvrelay.gateway.params import check_token_ids, limit_tokens, sampling_params
 from kvrelay.gateway.streaming import Format, Job, Responder
+from kvrelay.gateway.timings import HEADER as TIMINGS_HEADER
+from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool
 
@@ -63,7 +65,8 @@ class OpenAIRoutes:
             logprobs=bool(body.logprobs),
             token_ids=bool(body.return_token_ids),
         )
-        generation = self._generation(body, request_id, prompt, max_tokens, num_logprobs)
+        timings = RequestTimings(request.state.received_s)
+        generation = self._generation(body, request_id, prompt, max_tokens, num_logprobs, timings)
         return await self._respond("/v1/chat/completions", request, body, [generation], chat_format)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
@@ -72,7 +75,14 @@ class OpenAIRoutes:
         max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         request_id = _internal_id(request)
         generations = [
-            self._generation(body, f"{request_id}-{index}" if index else request_id, prompt, max_tokens, body.logprobs)
+            self._generation(
+                body,
+                f"{request_id}-{index}" if index else request_id,
+                prompt,
+                max_tokens,
+                body.logprobs,
+                RequestTimings(request.state.received_s),
+            )
             for index, prompt in enumerate(await self._prompts(body))
         ]
         completion_format = CompletionFormat(
@@ -121,7 +131,13 @@ class OpenAIRoutes:
         return ids or list(self._tokenizer.eos_ids[:1])
 
     def _generation(
-        self, body: SamplingBody, request_id: str, prompt: list[int], max_tokens: int | None, num_logprobs: int | None
+        self,
+        body: SamplingBody,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int | None,
+        num_logprobs: int | None,
+        timings: RequestTimings,
     ) -> Generation:
         sampling = sampling_params(
             body,
@@ -132,14 +148,15 @@ class OpenAIRoutes:
             eos_ids=self._tokenizer.eos_ids,
             prompt_param="messages" if isinstance(body, ChatBody) else "prompt",
         )
-        return Generation(request_id, prompt, sampling, body.stop_strings)
+        return Generation(request_id, prompt, sampling, body.stop_strings, timings)
 
     async def _respond(
         self, route: str, request: Request, body: SamplingBody, generations: list[Generation], answer: Format
     ) -> Response:
         includes_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        includes_timings = request.headers.get(TIMINGS_HEADER, "0") == "1"
         return await self._responder.respond(
-            request, Job(route, generations, answer, bool(body.stream), includes_usage)
+            request, Job(route, generations, answer, bool(body.stream), includes_usage, includes_timings)
         )
 
 

@@ -15,6 +15,7 @@ from kvrelay.gateway.detokenizer import Detokenizer
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay import GenerationRequest, OutputDelta, Relay
 from kvrelay.gateway.stop import StopMatcher
+from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
 
 
@@ -26,6 +27,7 @@ class Generation:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     stops: tuple[str, ...] = ()
+    timings: RequestTimings = field(default_factory=RequestTimings)  # filled while it runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,38 +57,6 @@ class Usage:
         }
 
 
-@dataclass(slots=True)
-class _Clock:
-    """Latencies of one generation, on this process's monotonic clock."""
-
-    metrics: GatewayMetrics
-    accepted_s: float = field(default_factory=time.monotonic)
-    last_s: float | None = None
-
-    def on_delta(self, delta: OutputDelta) -> None:
-        now_s = time.monotonic()
-        if delta.timings is not None:
-            parts = {
-                "queue": delta.timings.queue_s,
-                "prefill": delta.timings.prefill_s,
-                "transfer": delta.timings.transfer_s,
-                "first_step": delta.timings.first_step_s,
-            }
-            for name, value in parts.items():
-                if value is not None:
-                    self.metrics.part_s.labels(name).observe(value)
-        if delta.tokens:
-            if self.last_s is None:
-                self.metrics.ttft_s.observe(now_s - self.accepted_s)
-            else:
-                self.metrics.itl_s.observe(now_s - self.last_s)
-            self.last_s = now_s
-            self.metrics.output_tokens.inc(len(delta.tokens))
-
-    def on_end(self) -> None:
-        self.metrics.e2e_s.observe(time.monotonic() - self.accepted_s)
-
-
 class Generator:
     """Turns generations into text, over one relay."""
 
@@ -100,20 +70,22 @@ class Generator:
 
         Close the iterator (``aclosing``) to cancel. A stop string ends the text in front of it, and the request.
         """
-        request = GenerationRequest(generation.request_id, generation.prompt_token_ids, generation.sampling)
+        request = GenerationRequest(
+            generation.request_id, generation.prompt_token_ids, generation.sampling, generation.timings
+        )
         detokenizer, stop = Detokenizer(self.tokenizer), StopMatcher(generation.stops)
-        clock = _Clock(self._metrics)
+        timings = generation.timings
         self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
         async with aclosing(self._relay.generate(request)) as deltas:
             async for delta in deltas:
-                clock.on_delta(delta)
+                self._observe(delta, timings)
                 if delta.num_cached_tokens is not None:
                     usage.num_cached_tokens = max(usage.num_cached_tokens, delta.num_cached_tokens)
                 text, num_taken = _until_stop(delta.tokens, detokenizer, stop)
                 usage.num_output_tokens += num_taken
                 tokens = delta.tokens[:num_taken]
                 if stop.matched is not None:
-                    clock.on_end()
+                    self._metrics.e2e_s.observe(time.monotonic() - timings.received_s)
                     self._metrics.stop_strings.inc()
                     yield TextDelta(text, tokens, FinishReason.STOP)
                     return
@@ -121,11 +93,26 @@ class Generator:
                     text += stop.push(detokenizer.finish())
                     text += stop.finish()
                     reason = FinishReason.STOP if stop.matched is not None else delta.finish_reason
-                    clock.on_end()
+                    self._metrics.e2e_s.observe(time.monotonic() - timings.received_s)
                     yield TextDelta(text, tokens, reason)
                     return
                 if text or tokens:
                     yield TextDelta(text, tokens, None)
+
+    def _observe(self, delta: OutputDelta, timings: RequestTimings) -> None:
+        if delta.timings is not None:
+            for name, value in timings.on_parts(delta.timings).items():
+                self._metrics.part_s.labels(name).observe(value)
+        if not delta.tokens:
+            return
+        before_s = timings.last_token_s
+        timings.on_tokens()
+        assert timings.last_token_s is not None
+        if before_s is None:
+            self._metrics.ttft_s.observe(timings.last_token_s - timings.received_s)
+        else:
+            self._metrics.itl_s.observe(timings.last_token_s - before_s)
+        self._metrics.output_tokens.inc(len(delta.tokens))
 
 
 def _until_stop(tokens: Sequence[SampledToken], detokenizer: Detokenizer, stop: StopMatcher) -> tuple[str, int]:

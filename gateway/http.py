@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import time
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -39,7 +40,9 @@ class Edge:
         given = request.headers.get("x-request-id", "")
         # An id from outside goes into logs and messages: only what is plainly an id is taken.
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        state["received_s"] = time.monotonic()
         status = 0
 
         async def send_named(message: Message) -> None:

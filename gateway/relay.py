@@ -27,6 +27,7 @@ from kvrelay.gateway.failover import Avoidance, blamed_roles
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.routing import POLICIES
 from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.workers import (
     AttemptEvent,
     DeadlinePassed,
@@ -54,6 +55,7 @@ class GenerationRequest:
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    timings: RequestTimings = field(default_factory=RequestTimings)  # filled while it runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,7 @@ class Relay:
                 sampling=request.sampling,
                 decode=None if prefill is None else decode_target(decode),
             )
+            request.timings.on_submit()
             if not first.client.send(submit):
                 raise _AttemptFailedError(FailureCode.PEER_LOST, "the worker's link just went down", (first.address,))
             async with aclosing(self._take_tokens(progress, inbox, involved)) as deltas:

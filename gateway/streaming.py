@@ -58,6 +58,11 @@ class Job:
     format: Format
     is_stream: bool
     includes_usage: bool
+    includes_timings: bool = False  # beside the usage, for the first choice
+
+    def extras(self) -> dict[str, object]:
+        """What only kvrelay's clients ask for, once the answer is complete."""
+        return {"kvrelay": self.generations[0].timings.body()} if self.includes_timings else {}
 
 
 class Responder:
@@ -94,7 +99,7 @@ class Responder:
         async with aclosing(rest):
             async for index, delta in rest:
                 choices[index].append(delta)
-        return JSONResponse(job.format.whole(choices, total(usages)))
+        return JSONResponse({**job.format.whole(choices, total(usages)), **job.extras()})
 
     async def _events(
         self, job: Job, first: Indexed, rest: AsyncGenerator[Indexed], usages: Sequence[Usage]
@@ -107,7 +112,7 @@ class Responder:
                 async for item in rest:
                     yield _event(job.format.chunk(*item))
                 if job.includes_usage:
-                    yield _event(job.format.usage_chunk(total(usages)))
+                    yield _event({**job.format.usage_chunk(total(usages)), **job.extras()})
             except ApiError as error:
                 self._metrics.requests.labels(job.route, "failed_mid_stream").inc()
                 yield _event(error.body())

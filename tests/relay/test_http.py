@@ -312,3 +312,30 @@ async def test_sampling_is_the_clients_seed_whatever_the_batch(up: Deployment) -
     together = await asyncio.gather(*(one(seed) for seed in (1, 7, 9, 7)))
     assert together[1] == together[3] == alone
     assert together[0] != alone
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_timings_come_to_those_who_ask(path: str, up: Deployment) -> None:
+    asked = (
+        {"prompt": list(range(3, 40))}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "hi"}]}
+    )
+    body: dict[str, Any] = {**GREEDY, **asked, "max_tokens": 5, "stream_options": {"include_usage": True}}
+    up.client.headers["x-kvrelay-timings"] = "1"
+    streamed = (await events(up.client, path, body))[-1]
+    del body["stream_options"]
+    whole = (await up.client.post(path, json=body)).json()
+    for answer in (streamed, whole):
+        assert answer["usage"]["completion_tokens"] == 5
+        timings = answer["kvrelay"]
+        assert timings["attempts"] == 1
+        parts = [timings[name] for name in ("accept_s", "queue_s", "prefill_s")]
+        assert all(part >= 0 for part in parts)
+        assert sum(parts) <= timings["ttft_s"]
+        gap_s = timings["second_token_s"] - timings["ttft_s"]
+        assert 0 <= timings["first_step_s"] <= timings["second_token_s"]
+        assert gap_s >= 0
+        assert timings["transfer_s"] >= 0
+    up.client.headers["x-kvrelay-timings"] = "0"
+    assert "kvrelay" not in (await up.client.post(path, json=body)).json()
