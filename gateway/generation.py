@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.gateway.detokenizer import Detokenizer
 from kvrelay.gateway.metrics import GatewayMetrics
@@ -30,8 +32,7 @@ class Generation:
     timings: RequestTimings = field(default_factory=RequestTimings)  # filled while it runs
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True, gc=False):  # one per token, as OutputDelta
     """New text, with the tokens that came since the last delta (their text may still be held back)."""
 
     text: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -17,6 +18,8 @@ from kvrelay.gateway.app import create_app
 from kvrelay.gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
+
+_GC_THRESHOLD = 20_000
 
 
 class _Server(uvicorn.Server):
@@ -58,6 +61,10 @@ def serve(settings: GatewaySettings) -> int:
     )
     host, port = listener.getsockname()[:2]
     logger.info("gateway: http://%s:%d", host, port)
+    # What is loaded stays; and a collection, which stops all streams, need not come after every 700 objects.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD, 20, 50)
     _Server(config).run(sockets=[listener])
     logger.info("gateway: stopped")
     return 0

@@ -15,6 +15,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.gateway.errors import (
     ApiError,
@@ -58,8 +60,7 @@ class GenerationRequest:
     timings: RequestTimings = field(default_factory=RequestTimings)  # filled while it runs
 
 
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
+class OutputDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: half a dataclass's cost, nothing to collect
     """New tokens for the client. ``num_cached_tokens`` and ``timings`` come with the tokens that first know them."""
 
     tokens: list[SampledToken]
