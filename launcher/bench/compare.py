@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvrelay.launcher.bench.records import ResultFileError, RunResult, read_result
-from kvrelay.launcher.bench.report import time_text
+from kvrelay.launcher.bench.report import rate_text, time_text
 from kvrelay.launcher.bench.summary import Distribution, StreamSummary, Summary, summarize
 
 # What makes two runs different measurements; the rest (url, name, output …) does not.
 _LOAD_SETTINGS = (
-    "api", "rate", "arrival", "concurrency", "trace", "trace_speed", "burst", "duration_s", "requests", "input_len", "output_len",
-    "prefix_tokens", "prefix_groups", "seed", "ignore_eos", "temperature",
+    "api", "rate", "arrival", "concurrency", "trace", "trace_speed", "trace_block_tokens", "burst", "duration_s", "requests",
+    "warmup", "input_len", "output_len", "prefix_tokens", "prefix_groups", "seed", "ignore_eos", "temperature",
 )  # fmt: skip
 _MAX_CPU_DIFFERENCE = 0.2  # cores that others took, between two runs
 _NOISE = 0.05  # ratios nearer to 1 are no difference
@@ -29,14 +32,15 @@ class Figure:
 
     name: str
     get: Callable[[StreamSummary], float | None]
-    is_time: bool  # a time (less is better) or a rate (more is better)
+    text: Callable[[float], str]
+    is_less_better: bool
 
 
 def run_compare(paths: Sequence[Path], plots: Path | None) -> int:
-    """Print the comparison and write plots if a directory is given; 0. Raises ResultFileError."""
+    """Print the comparison and write plots if a directory is given; 0. Raises ResultFileError, also if they cannot be written."""
     if len(paths) < 2:
         raise ResultFileError(f"{len(paths)} result file is given; a comparison needs two or more")
-    results = [read_result(path) for path in paths]
+    results = with_distinct_names([read_result(path) for path in paths], paths)
     console = Console()
     for doubt in comparison_doubts(results):
         console.print(f"warning: {doubt}", style="yellow", highlight=False, markup=False)
@@ -44,9 +48,26 @@ def run_compare(paths: Sequence[Path], plots: Path | None) -> int:
     if plots is not None:
         from kvrelay.launcher.bench.plots import write_plots  # noqa: PLC0415 - only if there is something to draw
 
-        for path in write_plots(results, plots):
-            console.print(f"plot: {path}", highlight=False)
+        try:
+            pictures = write_plots(results, plots)
+        except OSError as error:
+            raise ResultFileError(f"cannot write plots to {plots}: {error.strerror or error}") from error
+        for path in pictures:
+            console.print(f"plot: {path}", highlight=False, markup=False)
     return 0
+
+
+def with_distinct_names(results: Sequence[RunResult], paths: Sequence[Path]) -> list[RunResult]:
+    """Add the file's name to names that several runs have, as those without ``--name`` do; the whole path if need be."""
+    for suffixes in ([path.stem for path in paths], [str(path) for path in paths]):
+        uses = Counter(result.name for result in results)
+        if max(uses.values()) == 1:
+            break
+        results = [
+            msgspec.structs.replace(result, name=f"{result.name} ({suffix})") if uses[result.name] > 1 else result
+            for result, suffix in zip(results, suffixes, strict=True)
+        ]
+    return list(results)
 
 
 def comparison_table(results: Sequence[RunResult]) -> Table:
@@ -54,12 +75,12 @@ def comparison_table(results: Sequence[RunResult]) -> Table:
     summaries = [summarize(result) for result in results]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("")
-    table.add_column(results[0].name, justify="right")
+    table.add_column(escape(results[0].name), justify="right")
     for result in results[1:]:
-        table.add_column(result.name, justify="right")
+        table.add_column(escape(result.name), justify="right")
         table.add_column("ratio", justify="right")
-    names = [stream.name for stream in summaries[0].streams]
-    for name in names:
+    most_streams = max((summary.streams for summary in summaries), key=len)
+    for name in [stream.name for stream in most_streams]:
         for figure in _figures():
             _add_row(table, name, figure, summaries)
         table.add_section()
@@ -69,7 +90,23 @@ def comparison_table(results: Sequence[RunResult]) -> Table:
 def comparison_doubts(results: Sequence[RunResult]) -> list[str]:
     """Why the runs may not be comparable."""
     first, doubts = results[0], []
+    for result in results:
+        whole = summarize(result).all
+        if whole.num_ok < whole.num_requests:
+            failed = whole.num_requests - whole.num_ok
+            doubts.append(
+                f"{failed} of {whole.num_requests} requests of {result.name} failed; its times leave them out"
+            )
     for other in results[1:]:
+        if first.model != other.model:
+            doubts.append(
+                f"{first.name} asked for the model {first.model} and {other.name} for {other.model}: "
+                "are they the same weights in the same number format?"
+            )
+        if first.slo != other.slo:
+            doubts.append(
+                f"goodput is not comparable: the SLO of {first.name} is {_slo_text(first)} and of {other.name} {_slo_text(other)}"
+            )
         different = [
             f"{name} {first.settings.get(name, 'unset')} and {other.settings.get(name, 'unset')}"
             for name in _LOAD_SETTINGS
@@ -93,11 +130,11 @@ def comparison_doubts(results: Sequence[RunResult]) -> list[str]:
     return doubts
 
 
-def ratio_text(ratio: float, *, is_time: bool) -> str:
+def ratio_text(ratio: float, *, is_less_better: bool) -> str:
     """The ratio to the first run's, and whether that is better."""
     if abs(ratio - 1) < _NOISE:
         return f"{ratio:.2f}x"
-    is_better = ratio < 1 if is_time else ratio > 1
+    is_better = ratio < 1 if is_less_better else ratio > 1
     return f"[{'green' if is_better else 'red'}]{ratio:.2f}x {'better' if is_better else 'worse'}[/]"
 
 
@@ -109,14 +146,16 @@ def _add_row(table: Table, stream_name: str, figure: Figure, summaries: Sequence
     base = values[0]
     for value in values[1:]:
         row.append(_value_text(figure, value))
-        row.append("-" if not base or value is None else ratio_text(value / base, is_time=figure.is_time))
+        row.append("-" if not base or value is None else ratio_text(value / base, is_less_better=figure.is_less_better))
     table.add_row(*row)
 
 
 def _value_text(figure: Figure, value: float | None) -> str:
-    if value is None:
-        return "-"
-    return time_text(value) if figure.is_time else f"{value:.2f}"
+    return "-" if value is None else figure.text(value)
+
+
+def _slo_text(result: RunResult) -> str:
+    return ",".join(f"{name}={time_text(limit)}" for name, limit in sorted(result.slo.items())) or "none"
 
 
 def _figures() -> list[Figure]:
@@ -130,15 +169,18 @@ def _figures() -> list[Figure]:
         return value
 
     figures = [
-        Figure("requests/s", lambda stream: stream.requests_per_s, is_time=False),
-        Figure("output tok/s", lambda stream: stream.output_tokens_per_s, is_time=False),
-        Figure("total tok/s", lambda stream: stream.total_tokens_per_s, is_time=False),
-        Figure("goodput req/s", lambda stream: stream.goodput_per_s, is_time=False),
+        Figure("failed", lambda stream: stream.num_requests - stream.num_ok, str, is_less_better=True),
+        Figure("requests/s", lambda stream: stream.requests_per_s, rate_text, is_less_better=False),
+        Figure("output tok/s", lambda stream: stream.output_tokens_per_s, rate_text, is_less_better=False),
+        Figure("total tok/s", lambda stream: stream.total_tokens_per_s, rate_text, is_less_better=False),
+        Figure("goodput req/s", lambda stream: stream.goodput_per_s, rate_text, is_less_better=False),
     ]
     for name, get in (
         ("first token", lambda stream: stream.ttft),
         ("inter-token", lambda stream: stream.itl),
         ("end to end", lambda stream: stream.e2e),
     ):
-        figures += [Figure(f"{name} {q}", quantile(get, q), is_time=True) for q in ("p50", "p99", "max")]
+        figures += [
+            Figure(f"{name} {q}", quantile(get, q), time_text, is_less_better=True) for q in ("p50", "p99", "max")
+        ]
     return figures

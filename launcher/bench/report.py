@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvrelay.launcher.bench.records import CpuUse, RunResult
@@ -20,12 +21,8 @@ def print_report(result: RunResult, console: Console) -> None:
     for warning in result.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False, markup=False)
     console.print(_rates(result.name, summary.streams))
-    for stream in summary.streams:
-        for kind, count in stream.errors.items():
-            if stream.name == ALL:
-                console.print(
-                    f"{count} failed: {kind}{_example(result, kind)}", style="red", highlight=False, markup=False
-                )
+    for kind, count in summary.all.errors.items():
+        console.print(f"{count} failed: {kind}{_example(result, kind)}", style="red", highlight=False, markup=False)
     console.print(_times(summary.streams))
     if summary.parts is not None:
         console.print(_parts(summary.parts))
@@ -42,10 +39,10 @@ def markdown_table(results: Sequence[RunResult]) -> str:
     for result in results:
         others = "?" if result.cpu is None else f"{result.cpu.others + result.cpu.stolen:.2f} cores"
         for stream in summarize(result).streams:
-            name = result.name if stream.name == ALL else f"{result.name}: {stream.name}"
+            name = result.name.replace("|", "\\|") + ("" if stream.name == ALL else f": {stream.name}")
             lines.append(
                 f"| {name} | {stream.num_requests} ({stream.num_requests - stream.num_ok}) "
-                f"| {stream.output_tokens_per_s:.0f} | {stream.total_tokens_per_s:.0f} "
+                f"| {rate_text(stream.output_tokens_per_s)} | {rate_text(stream.total_tokens_per_s)} "
                 f"| {_pick(stream.ttft, 'p50')} / {_pick(stream.ttft, 'p99')} "
                 f"| {_pick(stream.itl, 'p50')} / {_pick(stream.itl, 'p99')} / {_pick(stream.itl, 'max')} | {others} |"
             )
@@ -63,6 +60,12 @@ def time_text(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if abs(seconds) < 0.01 else f"{seconds * 1e3:.1f} ms"
 
 
+def rate_text(per_s: float) -> str:
+    """Three digits, or all before the point."""
+    digits = 0 if per_s >= 100 else 1 if per_s >= 10 else 2
+    return f"{per_s:.{digits}f}"
+
+
 def cpu_line(cpu: CpuUse) -> str:
     """Who used the machine that the generator ran on."""
     server = "" if cpu.server is None else f"server {cpu.server:.2f}, "
@@ -73,7 +76,7 @@ def cpu_line(cpu: CpuUse) -> str:
 
 
 def _rates(name: str, streams: Sequence[StreamSummary]) -> Table:
-    table = Table(title=name, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = Table(title=escape(name), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for column in ("", "sent", "failed", "req/s", "out tok/s", "all tok/s", "in", "out"):
         table.add_column(column, justify="left" if not column else "right")
     has_slo = streams[0].num_within_slo is not None
@@ -114,7 +117,7 @@ def _times(streams: Sequence[StreamSummary]) -> Table:
 
 
 def _parts(parts: PartsSummary) -> Table:
-    table = _distribution_table(f"where the time went, says the server ({parts.num_requests} requests)")
+    table = _distribution_table(f"where the time went, says the server ({parts.num_requests} requests; means add up)")
     for name, values in parts.first_token.items():
         _add(table, f"  {name}", values)
     _add(table, "= first token", parts.first_token_whole)
@@ -149,6 +152,6 @@ def _pick(values: Distribution | None, name: str) -> str:
 
 
 def _example(result: RunResult, kind: str) -> str:
-    texts = (record.error_text for record in result.requests if record.error == kind and record.error_text)
-    text = next(texts, None)
+    counted = (record for record in result.requests if record.error == kind and not record.is_warmup)
+    text = next((record.error_text for record in counted if record.error_text), None)
     return "" if text is None else f" ({text})"

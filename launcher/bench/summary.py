@@ -112,7 +112,8 @@ def percentile(ordered: Sequence[float], q: float) -> float:
     place = q * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    between = ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return min(between, ordered[high])  # the sum may round past it
 
 
 def gaps(record: RequestRecord) -> list[float]:

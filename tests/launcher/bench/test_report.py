@@ -1,4 +1,4 @@
-"""What people read: tables, comparisons, pictures."""
+"""Tables of one run, and the file that it is read from."""
 
 from __future__ import annotations
 
@@ -7,73 +7,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from matplotlib.image import imread
 from rich.console import Console
 
-from kvrelay.launcher.bench.compare import comparison_doubts, comparison_table, ratio_text, run_compare
-from kvrelay.launcher.bench.plots import write_plots
-from kvrelay.launcher.bench.records import (
-    CpuUse,
-    RequestRecord,
-    ResultFileError,
-    RunResult,
-    TtftParts,
-    read_result,
-    write_result,
-)
-from kvrelay.launcher.bench.report import markdown_table, print_report, time_text
-
-PARTS = TtftParts(
-    accept_s=0.001, queue_s=0.01, prefill_s=0.2, transfer_s=0.004, first_step_s=0.02, ttft_s=0.25, second_token_s=0.28
-)
-CPU = CpuUse(num_cores=2, generator=0.1, server=1.5, others=0.05, stolen=0.0, generator_max_lag_s=0.003)
-
-
-def result(name: str = "run", *, gap_s: float = 0.02, **changes: object) -> RunResult:
-    """Four streams of 50 tokens, and a burst of one that fails."""
-    requests = [
-        RequestRecord(
-            index=index,
-            stream="main",
-            due_s=0.1 * index,
-            sent_s=0.1 * index,
-            finished_s=0.1 * index + 0.25 + 49 * gap_s,
-            prompt_tokens=100,
-            planned_output_tokens=50,
-            output_tokens=50,
-            chunk_s=[0.1 * index + 0.25 + place * gap_s for place in range(50)],
-            parts=PARTS,
-        )
-        for index in range(4)
-    ]
-    requests.append(
-        RequestRecord(
-            index=4,
-            stream="burst",
-            due_s=0.5,
-            sent_s=0.5,
-            finished_s=0.6,
-            prompt_tokens=1500,
-            planned_output_tokens=1,
-            output_tokens=0,
-            error="http 503",
-            error_text="no room",
-        )
-    )
-    values: dict[str, object] = {
-        "name": name,
-        "started_at": "2026-01-01T00:00:00+00:00",
-        "duration_s": 2.0,
-        "url": "http://127.0.0.1:1",
-        "model": "m",
-        "settings": {"input_len": "100", "seed": "0"},
-        "environment": {"cpu": "one"},
-        "slo": {"ttft": 1.0, "itl": 0.1},
-        "requests": requests,
-        "cpu": CPU,
-        "warnings": ["the generator was late"],
-    }
-    return RunResult(**{**values, **changes})  # type: ignore[arg-type]
+from kvrelay.launcher.bench.records import ResultFileError, RunResult, read_result, write_result
+from kvrelay.launcher.bench.report import markdown_table, print_report, rate_text, time_text
+from tests.launcher.bench.results import result
 
 
 def printed(run: RunResult) -> str:
@@ -94,6 +32,20 @@ def test_a_report_says_everything_in_80_columns() -> None:
 
 def test_a_report_of_nothing_does_not_fail() -> None:
     assert "run" in printed(result(requests=[], cpu=None, warnings=[], slo={}))
+
+
+def test_a_name_is_shown_as_it_is() -> None:
+    name = "fp8 [bold] a|b [/]"
+    assert name in printed(result(name))
+    assert markdown_table([result(name)]).splitlines()[2].startswith("| fp8 [bold] a\\|b [/] | 5 (1) |")
+
+
+def test_an_example_of_a_failure_is_a_counted_one() -> None:
+    failed = result().requests[-1]
+    warmup = msgspec.structs.replace(failed, is_warmup=True, error_text="still starting")
+    text = printed(result(requests=[warmup, failed]))
+    assert "1 failed: http 503 (no room)" in text
+    assert "still starting" not in text
 
 
 def test_markdown_has_a_line_for_each_stream() -> None:
@@ -132,56 +84,6 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
         read_result(path)
 
 
-def test_a_comparison_gives_ratios_and_their_direction() -> None:
-    console = Console(file=io.StringIO(), width=100)
-    console.print(comparison_table([result("slow", gap_s=0.04), result("fast")]))
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
-    lines = {line.split("  ")[0].strip(): line for line in text.splitlines() if ":" in line}
-    assert "0.50x better" in lines["all: inter-token p50"]
-    assert "1.00x" in lines["all: first token p50"]
-    assert "better" not in lines["all: first token p50"]
-    assert ratio_text(2.0, is_time=True).endswith("2.00x worse[/]")
-    assert ratio_text(2.0, is_time=False).endswith("2.00x better[/]")
-
-
-def test_loads_that_differ_are_named() -> None:
-    busy = msgspec.structs.replace(CPU, others=0.8)
-    other = result("b", settings={"input_len": "200", "seed": "0"}, environment={"cpu": "two"}, cpu=busy)
-    doubts = comparison_doubts([result("a"), other])
-    assert [doubt.split(":")[0] for doubt in doubts] == [
-        "a and b are different loads",
-        "a and b ran on different machines",
-        "others took 0.05 cores during a and 0.80 during b; measure again, alternating",
-    ]
-    assert "input_len 100 and 200" in doubts[0]
-    assert comparison_doubts([result("a"), result("b")]) == []
-
-
-def test_compare_reads_files_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [tmp_path / "a.json", tmp_path / "b.json"]
-    for path in paths:
-        write_result(path, result(path.stem))
-    assert run_compare(paths, tmp_path / "plots") == 0
-    assert "inter-token" in capsys.readouterr().out
-    names = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert names == {"a-latency.png", "b-latency.png", "itl.png", "cdf.png", "throughput.png"}
-    with pytest.raises(ResultFileError, match="two or more"):
-        run_compare(paths[:1], None)
-
-
-@pytest.mark.parametrize("requests", [None, []])
-def test_plots_are_pictures(requests: list[RequestRecord] | None, tmp_path: Path) -> None:
-    run = result() if requests is None else result(requests=requests)
-    paths = write_plots([run], tmp_path)
-    assert len(paths) == 4
-    for path in paths:
-        pixels = imread(path)
-        assert pixels.shape[1] == 1080
-        assert len({tuple(pixel) for pixel in pixels[::7, ::7].reshape(-1, pixels.shape[2])}) > 2  # not blank
-
-
-def test_points_of_plots_are_the_runs(tmp_path: Path) -> None:
-    """A gap ten times as long moves pixels: the pictures are of these runs."""
-    even, uneven = write_plots([result()], tmp_path / "a")[1], write_plots([result(gap_s=0.2)], tmp_path / "b")[1]
-    assert even.read_bytes() != uneven.read_bytes()
+@pytest.mark.parametrize(("per_s", "text"), [(0.0, "0.00"), (6.144, "6.14"), (61.44, "61.4"), (12345.6, "12346")])
+def test_rates(per_s: float, text: str) -> None:
+    assert rate_text(per_s) == text
