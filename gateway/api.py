@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from kvrelay.common.model_card import ModelCard
 from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
 from kvrelay.gateway.formats import ChatFormat, CompletionFormat
@@ -101,9 +102,15 @@ class OpenAIRoutes:
                 param="model",
             )
         body.refuse_unsupported()
-        if not self._pool.cards():
+        self._cards()
+
+    def _cards(self) -> list[ModelCard]:
+        """The cards of the workers that are up. Raises UnavailableError if none is; so it may be after every await."""
+        cards = self._pool.cards()
+        if not cards:
             reasons = "; ".join(reason.split(" (")[0] for reason in self._pool.not_ready())
             raise UnavailableError(f"{reasons}; try again later", retry_after_s=1.0)
+        return cards
 
     async def _prompts(self, body: CompletionBody) -> list[list[int]]:
         """The prompts as token ids, whichever of the four forms they came in."""
@@ -114,7 +121,7 @@ class OpenAIRoutes:
             if isinstance(item, str):
                 prompts.append(await self._encode(item, "prompt", add_special_tokens=True))
             else:
-                check_token_ids(item, min(card.vocab_size for card in self._pool.cards()))
+                check_token_ids(item, min(card.vocab_size for card in self._cards()))
                 prompts.append(item)
         return prompts
 
@@ -144,7 +151,7 @@ class OpenAIRoutes:
             max_tokens=max_tokens,
             num_logprobs=num_logprobs,
             num_prompt_tokens=len(prompt),
-            limit_tokens=limit_tokens(self._pool.cards()),
+            limit_tokens=limit_tokens(self._cards()),
             eos_ids=self._tokenizer.eos_ids,
             prompt_param="messages" if isinstance(body, ChatBody) else "prompt",
         )

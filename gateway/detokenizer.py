@@ -7,7 +7,7 @@ but only as long as a character can be: bytes that never become one are sent as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 _REPLACEMENT = "\ufffd"
@@ -26,11 +26,11 @@ class Decoder(Protocol):
 
 
 class Detokenizer:
-    """One sequence's output as text."""
+    """One sequence's output as text. ``silent_ids`` have none, whatever the decoder makes of them."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, silent_ids: Collection[int] = ()) -> None:
         self._decoder = decoder
-        self._skipped_ids = decoder.skipped_ids
+        self._skipped_ids = decoder.skipped_ids.union(silent_ids)
         self._window: list[int] = []  # what the next piece's text depends on
         self._num_sent_chars = 0  # of the window's text
         self._num_held = 0  # tokens since the last piece that ended in a whole character

@@ -1,8 +1,9 @@
 """Which workers a failed attempt speaks against, and whom the next attempt avoids. Pure state; the caller brings the time.
 
-A failure that one worker is to blame for pauses that worker for the request. Where it may have been either of a pair (a prefill
-worker passes on what the decode worker said of the hand-off), the pair is not used again, and both are
-avoided as long as there is somebody else: a broken worker never costs a request more than one attempt while there is a healthy one.
+A failure that one worker is to blame for pauses that worker for the request, unless it comes up anew meanwhile. Where it may
+have been either of a pair (a prefill worker passes on what the decode worker said of the hand-off), the pair is not used
+again, and both are avoided as long as there is somebody else: a broken worker never costs a request more than one attempt
+while there is a healthy one.
 """
 
 from __future__ import annotations
@@ -34,37 +35,51 @@ def blamed_roles(code: FailureCode, reporter: Role) -> frozenset[Role]:
     return frozenset({Role.DECODE if code is FailureCode.NO_ROOM else Role.PREFILL})
 
 
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    since_s: float
+    until_s: float
+
+
 @dataclass(slots=True)
 class Avoidance:
     """Whom one request avoids, until when. All times are seconds on one monotonic clock."""
 
-    workers: dict[str, float] = field(default_factory=dict)  # by address
-    pairs: dict[tuple[str, str], float] = field(default_factory=dict)  # by addresses of prefill and decode worker
+    workers: dict[str, _Pause] = field(default_factory=dict)  # by address
+    pairs: dict[tuple[str, str], _Pause] = field(default_factory=dict)  # by addresses of prefill and decode worker
 
-    def blame(self, addresses: Collection[str], until_s: float) -> None:
-        """Avoid a worker, or a pair (prefill worker first), until ``until_s``."""
+    def blame(self, addresses: Collection[str], now_s: float, until_s: float) -> None:
+        """Avoid a worker, or a pair (prefill worker first), from ``now_s`` until ``until_s``."""
         match tuple(addresses):
             case (address,):
-                self.workers[address] = until_s
+                self.workers[address] = _Pause(now_s, until_s)
             case (prefill, decode):
-                self.pairs[prefill, decode] = until_s
+                self.pairs[prefill, decode] = _Pause(now_s, until_s)
             case ():
                 pass
             case _:
                 raise AssertionError(f"{addresses} are more than a pair")
 
+    def forgive(self, address: str, up_since_s: float) -> None:
+        """What was said of a worker before it came up anew at ``up_since_s`` does not count any more."""
+        self.workers = {
+            worker: pause for worker, pause in self.workers.items() if worker != address or pause.since_s > up_since_s
+        }
+        self.pairs = {
+            pair: pause for pair, pause in self.pairs.items() if address not in pair or pause.since_s > up_since_s
+        }
+
     def next_change_s(self, now_s: float) -> float | None:
         """When there will be more to choose from than at ``now_s``; None if nobody is avoided."""
-        return min(
-            (until_s for until_s in (*self.workers.values(), *self.pairs.values()) if until_s > now_s), default=None
-        )
+        pauses = (*self.workers.values(), *self.pairs.values())
+        return min((pause.until_s for pause in pauses if pause.until_s > now_s), default=None)
 
     def choices(
         self, prefills: Collection[str], decodes: Collection[str], now_s: float
     ) -> Iterator[tuple[set[str], set[str]]]:
         """Addresses to pick a pair from, the best choice first. Without ``prefills`` only decode workers are picked."""
-        paused = {address for address, until_s in self.workers.items() if until_s > now_s}
-        suspects = {address for pair, until_s in self.pairs.items() if until_s > now_s for address in pair}
+        paused = {address for address, pause in self.workers.items() if pause.until_s > now_s}
+        suspects = {address for pair, pause in self.pairs.items() if pause.until_s > now_s for address in pair}
         left, right = set(prefills) - paused, set(decodes) - paused
         if not prefills:
             yield set(), right - suspects

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from kvrelay.common.sampling import SampledToken
 from kvrelay.gateway.generation import TextDelta
 from kvrelay.gateway.tokenizer import Tokenizer
+
+_IMPOSSIBLE = -9999.0
 
 
 class ChatFormat:
@@ -63,7 +66,7 @@ class ChatFormat:
     def _logprobs_body(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
             text = self._tokenizer.token_text(token_id)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
 
         return {
             "content": [
@@ -130,10 +133,15 @@ class CompletionFormat:
         self._offsets[index] = offset
         return {
             "tokens": texts,
-            "token_logprobs": [token.logprob for token in tokens],
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": [
-                {self._tokenizer.token_text(token_id): logprob for token_id, logprob in token.top_logprobs}
+                {self._tokenizer.token_text(token_id): _finite(logprob) for token_id, logprob in token.top_logprobs}
                 for token in tokens
             ],
             "text_offset": offsets,
         }
+
+
+def _finite(logprob: float | None) -> float | None:
+    """JSON has no infinity, and clients expect a number: OpenAI and vLLM write -9999.0 for a token that cannot be."""
+    return logprob if logprob is None or math.isfinite(logprob) else _IMPOSSIBLE

@@ -74,7 +74,9 @@ class Generator:
         request = GenerationRequest(
             generation.request_id, generation.prompt_token_ids, generation.sampling, generation.timings
         )
-        detokenizer, stop = Detokenizer(self.tokenizer), StopMatcher(generation.stops)
+        # A tokenizer need not call a model's end tokens special; no client wants to read them.
+        detokenizer = Detokenizer(self.tokenizer, generation.sampling.stop_token_ids)
+        stop = StopMatcher(generation.stops)
         timings = generation.timings
         self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
         async with aclosing(self._relay.generate(request)) as deltas:

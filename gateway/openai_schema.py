@@ -15,7 +15,7 @@ from kvrelay.gateway.errors import InvalidRequestError
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 
-# Fails at the first bad id: a complaint about each of a million would keep the loop busy for seconds.
+# Lists fail at their first bad item: a complaint about each of a million would keep the loop busy for seconds.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 
 
@@ -44,7 +44,7 @@ class SamplingBody(BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
 
@@ -105,7 +105,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it: text in one piece."""
@@ -118,7 +118,7 @@ class ChatMessage(BaseModel):
 class ChatBody(SamplingBody):
     """``POST /v1/chat/completions``"""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

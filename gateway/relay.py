@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -27,7 +27,7 @@ from kvrelay.gateway.errors import (
 )
 from kvrelay.gateway.failover import Avoidance, blamed_roles
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.routing import POLICIES
+from kvrelay.gateway.routing import POLICIES, WorkerView
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.workers import (
@@ -35,6 +35,7 @@ from kvrelay.gateway.workers import (
     DeadlinePassed,
     GaveUp,
     Inbox,
+    Key,
     Worker,
     WorkerLost,
     WorkerPool,
@@ -44,7 +45,7 @@ from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode, Handed
 
 logger = logging.getLogger(__name__)
 
-_AVOID_S = 2.0  # how long a request avoids what failed it: also the pause before the only worker is tried again
+_AVOID_S = 2.0  # how long a request avoids what failed it, unless that comes up anew: also if it is the only worker
 _DEFAULT_RETRY_S = 0.5
 _RETRY_AFTER_S = 1.0
 _SHORTAGES = (FailureCode.NO_ROOM, FailureCode.QUEUE_FULL, FailureCode.DRAINING)  # waiting helps; nothing is broken
@@ -58,6 +59,11 @@ class GenerationRequest:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     timings: RequestTimings = field(default_factory=RequestTimings)  # filled while it runs
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of prompt and output, if all of it is generated."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
 
 
 class OutputDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: half a dataclass's cost, nothing to collect
@@ -149,7 +155,8 @@ class Relay:
             case _:
                 pass  # another attempt may succeed, also after a cancellation: it was not ours
         pause_s = _AVOID_S if failure.retry_after_s is None else failure.retry_after_s
-        progress.avoidance.blame(failure.blamed, time.monotonic() + pause_s)
+        now_s = time.monotonic()
+        progress.avoidance.blame(failure.blamed, now_s, now_s + pause_s)
         if failure.code not in _SHORTAGES:
             progress.num_failures += 1
             progress.waits_since_s = None
@@ -177,7 +184,7 @@ class Relay:
                 give_up_s = min(give_up_s, progress.waits_since_s + self._settings.room_timeout_s)
             remaining_s = give_up_s - loop.time()
             if remaining_s <= 0:
-                raise self._unavailable()
+                raise self._unavailable(progress.request.max_len)
             route = self._route(progress)
             if route is not None:
                 return route
@@ -194,8 +201,11 @@ class Relay:
             except TimeoutError:
                 continue
 
-    def _unavailable(self) -> ApiError:
+    def _unavailable(self, max_len: int) -> ApiError:
         reasons = [reason.split(" (")[0] for reason in self._pool.not_ready()]
+        for role, workers in (("prefill", self._pool.prefills), ("decode", self._pool.decodes)):
+            if not reasons and workers and not any(worker.holds(max_len) for worker in workers.values()):
+                reasons.append(f"no {role} worker that is up holds the {max_len} tokens of prompt and output any more")
         text = "; ".join(reasons) or "no worker has room"
         return UnavailableError(f"{text}; try again later", retry_after_s=_RETRY_AFTER_S)
 
@@ -207,10 +217,12 @@ class Relay:
         now_s = time.monotonic()
         num_tokens = len(progress.request.prompt_token_ids) + len(progress.output)
         is_local = not self._pool.prefills or num_tokens <= self._settings.local_prefill_max_tokens
-        prefills = [] if is_local else [view for worker in self._pool.prefills.values() if (view := worker.view())]
-        decodes = [view for worker in self._pool.decodes.values() if (view := worker.view())]
+        prefills = [] if is_local else _views(self._pool.prefills.values(), progress.request.max_len)
+        decodes = _views(self._pool.decodes.values(), progress.request.max_len)
         if not is_local and not prefills:
             return None
+        for worker in self._pool.workers:
+            progress.avoidance.forgive(worker.address, worker.up_since_s)
         self._sequence_number += 1
         addresses = [[view.address for view in views] for views in (prefills, decodes)]
         for allowed_prefills, allowed_decodes in progress.avoidance.choices(addresses[0], addresses[1], now_s):
@@ -250,7 +262,7 @@ class Relay:
             request.timings.on_submit()
             if not first.client.send(submit):
                 raise _AttemptFailedError(FailureCode.PEER_LOST, "the worker's link just went down", (first.address,))
-            async with aclosing(self._take_tokens(progress, inbox, involved)) as deltas:
+            async with aclosing(self._take_tokens(progress, key, inbox, involved)) as deltas:
                 async for delta in deltas:
                     is_over = delta.finish_reason is not None
                     yield delta
@@ -262,15 +274,16 @@ class Relay:
                     worker.client.send(Cancel(request_id=key[0], attempt=key[1]))
 
     async def _take_tokens(
-        self, progress: _Progress, inbox: Inbox, involved: Sequence[Worker]
+        self, progress: _Progress, key: Key, inbox: Inbox, involved: Sequence[Worker]
     ) -> AsyncGenerator[OutputDelta]:
         is_handed_over = False
         while True:
             event = await inbox.get()
             match event:
                 case TokenDelta():
-                    if event.timings is not None and event.timings.transfer_s is not None:
-                        is_handed_over = True  # the decode worker speaks: it has verified the KV
+                    if event.timings is not None:
+                        involved[-1].on_known(key)  # a first token: the hand-off has been offered
+                        is_handed_over |= event.timings.transfer_s is not None  # only a decode worker that verified it
                     delta = self._accept(progress, event)
                     if delta is not None:
                         yield delta
@@ -301,6 +314,11 @@ class Relay:
         return OutputDelta(tokens, item.finish_reason, item.num_cached_tokens, item.timings)
 
 
+def _views(workers: Iterable[Worker], num_tokens: int) -> list[WorkerView]:
+    """The usable workers that hold a request of ``num_tokens``."""
+    return [view for worker in workers if worker.holds(num_tokens) and (view := worker.view())]
+
+
 def _failure(event: AttemptEvent, involved: Sequence[Worker]) -> _AttemptFailedError:
     match event:
         case GaveUp(role=role, answer=Failed(code=code, detail=detail, retry_after_s=retry_after_s)):
@@ -309,6 +327,6 @@ def _failure(event: AttemptEvent, involved: Sequence[Worker]) -> _AttemptFailedE
         case GaveUp(answer=Cancelled()):
             return _AttemptFailedError(FailureCode.PEER_LOST, "the worker gave the request up")
         case WorkerLost(address=address, reason=reason):
-            return _AttemptFailedError(FailureCode.PEER_LOST, reason, (address,))
+            return _AttemptFailedError(FailureCode.PEER_LOST, f"{address}: {reason}")  # not asked before it is up again
         case _:
             raise AssertionError(f"unexpected {event}")

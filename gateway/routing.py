@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker as routing sees it. ``pending`` is what this gateway sent since the worker's last report."""
+    """One worker as routing sees it. ``pending`` is what this gateway sent it and its reports may not show yet."""
 
     address: str
     fingerprint: bytes  # of its KV layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,14 @@ AttemptEvent = TokenDelta | HandedOver | GaveUp | WorkerLost | DeadlinePassed
 Inbox = asyncio.Queue[AttemptEvent]
 
 
+@dataclass(slots=True)
+class _Unreported:
+    """An attempt that the worker's reports may not show yet."""
+
+    num_tokens: int
+    num_reports: int | None  # since the worker knows of it; None while it is only on its way through another worker
+
+
 class Worker:
     """One worker's address. Implements :class:`kvrelay.wire.control.ClientHandler`."""
 
@@ -78,9 +87,9 @@ class Worker:
         self.welcome: Welcome | None = None
         self.status: Status | None = None
         self.problem = "not connected yet"
+        self.up_since_s = 0.0  # monotonic
         self.attempts: set[Key] = set()
-        self.pending_requests = 0
-        self.pending_tokens = 0
+        self._unreported: dict[Key, _Unreported] = {}
         self._pool = pool
         settings, metrics, context = link
         self.client = ControlClient(address, hello, self, settings, metrics=metrics, context=context)
@@ -93,7 +102,8 @@ class Worker:
             return
         self.welcome = welcome
         self.status = None
-        self.pending_requests = self.pending_tokens = 0
+        self.up_since_s = time.monotonic()
+        self._unreported.clear()
         card = welcome.card
         logger.info(
             "%s worker %s at %s: up, %s, %d KV blocks",
@@ -108,7 +118,7 @@ class Worker:
         match message:
             case Status():
                 self.status = message
-                self.pending_requests = self.pending_tokens = 0
+                self._count_report()
                 self._pool.changed.set()
             case Tokens(items=items):
                 for item in items:
@@ -141,6 +151,37 @@ class Worker:
         is_draining = self.status is not None and self.status.state is WorkerState.DRAINING
         return self.welcome is not None and self.client.is_up and not is_draining
 
+    def open(self, key: Key, num_tokens: int, *, is_sent: bool) -> None:
+        """An attempt begins; it counts as load until the worker's own reports must show it.
+
+        ``is_sent``: it is sent to this worker, which else hears of it from another one (and we with ``on_known``).
+        """
+        self.attempts.add(key)
+        self._unreported[key] = _Unreported(num_tokens, 0 if is_sent else None)
+
+    def on_known(self, key: Key) -> None:
+        """The worker knows of an attempt that was not sent to it."""
+        if (attempt := self._unreported.get(key)) is not None and attempt.num_reports is None:
+            attempt.num_reports = 0
+
+    def close(self, key: Key) -> None:
+        """An attempt is over."""
+        self.attempts.discard(key)
+        self._unreported.pop(key, None)
+
+    def _count_report(self) -> None:
+        for key, attempt in list(self._unreported.items()):
+            if attempt.num_reports is None:
+                continue
+            attempt.num_reports += 1
+            # The first report may have been on its way to us while the attempt was on its way to the worker.
+            if attempt.num_reports > 1:
+                del self._unreported[key]
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens, output included, is within its limit."""
+        return self.welcome is not None and num_tokens <= self.welcome.card.max_model_len
+
     def view(self) -> WorkerView | None:
         """What routing sees; None if it is not usable."""
         if self.welcome is None or not self.is_usable:
@@ -155,8 +196,8 @@ class Worker:
             num_free_blocks=card.num_blocks if status is None else status.num_free_blocks,
             num_blocks=card.num_blocks,
             block_size=card.layout.block_size,
-            pending_requests=self.pending_requests,
-            pending_tokens=self.pending_tokens,
+            pending_requests=len(self._unreported),
+            pending_tokens=sum(attempt.num_tokens for attempt in self._unreported.values()),
         )
 
 
@@ -202,20 +243,18 @@ class WorkerPool:
         return [worker.welcome.card for worker in self.workers if worker.welcome is not None]
 
     def open_attempt(self, key: Key, workers: Sequence[Worker], num_tokens: int) -> Inbox:
-        """Register an attempt; what the workers say of it lands in the inbox from now on."""
+        """Register an attempt, sent to the first worker; what they all say of it lands in the inbox from now on."""
         inbox: Inbox = asyncio.Queue()
         self._inboxes[key] = inbox
         for worker in workers:
-            worker.attempts.add(key)
-            worker.pending_requests += 1
-            worker.pending_tokens += num_tokens
+            worker.open(key, num_tokens, is_sent=worker is workers[0])
         return inbox
 
     def close_attempt(self, key: Key, workers: Sequence[Worker]) -> None:
         """Forget an attempt; what still comes of it is dropped."""
         del self._inboxes[key]
         for worker in workers:
-            worker.attempts.discard(key)
+            worker.close(key)
 
     def deliver(self, key: Key, event: AttemptEvent) -> None:
         """Pass an event on to its attempt, if it is still open."""
