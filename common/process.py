@@ -1,15 +1,19 @@
 """The life of a worker process: admin port up, model loaded, sockets up, ready; on SIGTERM drained, stopped, exit 0.
 
 The admin server answers from the first moment, so that a probe sees "loading" and not a refused connection. A second
-SIGTERM or SIGINT during the drain ends the process without waiting for requests.
+SIGTERM or SIGINT during the drain ends the process without waiting for requests. A component that is not live any more cannot
+finish what it has: the process ends with exit code 1, its peers notice at once, and whoever started it starts it anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
+import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -21,6 +25,8 @@ from kvrelay.common.admin import AdminServer
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_WATCH_S = 1.0  # how often a running component is asked whether it is live
 
 
 class Component(Protocol):
@@ -73,10 +79,36 @@ class _Probe:
         return {"state": "loading"} if self.component is None else self.component.debug_kv()
 
 
+def serve_process(
+    load: Callable[[], Component], settings: ProcessSettings, registry: CollectorRegistry, name: str
+) -> int:
+    """Run a worker process from its entry point; returns the exit code, or leaves with it if a thread cannot be ended."""
+
+    def load_and_freeze() -> Component:
+        component = load()
+        # What is loaded stays. Left among what the collector walks through, it stops all threads for up to 0.1 s a time.
+        gc.collect()
+        gc.freeze()
+        return component
+
+    code = asyncio.run(run_process(load_and_freeze, settings, registry, name))
+    busy = [thread.name for thread in threading.enumerate() if thread.daemon]
+    if busy:
+        # Still reading weights, or in a step that does not end. The interpreter's own end would tear a thread down inside of
+        # torch, which aborts the process; nothing of a stopped worker needs that end.
+        logger.info("%s: leaving without waiting for %s", name, ", ".join(busy))
+        logging.shutdown()
+        os._exit(code)
+    return code
+
+
 async def run_process(
     load: Callable[[], Component], settings: ProcessSettings, registry: CollectorRegistry, name: str
 ) -> int:
-    """Run a component until a signal ends it; returns the exit code. What ``load`` raises is raised here."""
+    """Run a component until a signal ends it; returns the exit code. What ``load`` raises is raised here.
+
+    ``load`` runs on a daemon thread; a signal does not wait for it.
+    """
     probe = _Probe()
     admin = AdminServer(settings.admin_host, settings.admin_port, probe, registry)
     stop_requested = asyncio.Event()
@@ -91,7 +123,7 @@ async def run_process(
     port = await admin.start()
     try:
         logger.info("%s: health and metrics at http://%s:%d", name, settings.admin_host, port)
-        component = await _first(asyncio.to_thread(load), stop_requested)
+        component = await _first(_in_thread(load, f"{name}-loader"), _after(stop_requested, None))
         if component is None:
             logger.info("%s: stopped while loading", name)
             return 0
@@ -99,26 +131,73 @@ async def run_process(
             await component.start()
             probe.component = component
             logger.info("%s: ready", name)
-            await stop_requested.wait()
-            probe.is_draining = True
-            logger.info("%s: draining for at most %.0f s", name, settings.drain_s)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(_first(component.drain(), hurry), settings.drain_s)
+            failure = await _first(_failure(component), _after(stop_requested, ""))
+            if not failure:
+                probe.is_draining = True
+                logger.info("%s: draining for at most %.0f s", name, settings.drain_s)
+                with contextlib.suppress(TimeoutError):
+                    work = _first(_drained(component), _after(hurry, ""), _failure(component))
+                    failure = await asyncio.wait_for(work, settings.drain_s)
+            if failure:
+                logger.error("%s: %s; ending, to be started anew", name, failure)
         finally:
             await component.stop()
         logger.info("%s: stopped", name)
-        return 0
+        return 1 if failure else 0
     finally:
         await admin.stop()
 
 
-async def _first(work: Awaitable[T], event: asyncio.Event) -> T | None:
-    """The result of ``work``, or None if ``event`` is set before it is there."""
-    task, waiter = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+async def _first(*works: Awaitable[T]) -> T:
+    """The result of the work that is done first, of the first named if several are. The others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task.done()).result()
     finally:
-        waiter.cancel()
-        if not task.done():
+        for task in tasks:
             task.cancel()
+
+
+async def _after(event: asyncio.Event, result: T) -> T:
+    await event.wait()
+    return result
+
+
+async def _failure(component: Component) -> str:
+    """Returns why the component is not live, once it is not."""
+    while not (reasons := component.not_live()):  # noqa: ASYNC110 - a thread that dies or hangs tells nobody
+        await asyncio.sleep(_WATCH_S)
+    return "; ".join(reasons)
+
+
+async def _drained(component: Component) -> str:
+    await component.drain()
+    return ""
+
+
+def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T | None]:
+    """The result of ``call`` on a daemon thread of its own: an executor's thread would be waited for at the end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T | None] = loop.create_future()
+
+    def settle(result: T | None, error: Exception | None) -> None:
+        if future.done():  # cancelled: nobody waits for it any more
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = call()
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -57,6 +57,21 @@ class DecodeScheduler:
                     return sequence
         return None
 
+    def drop(self, sequence: Sequence) -> None:
+        """Release a sequence that ``add`` could not take in."""
+        self._finish(sequence)
+
+    def check_integrity(self) -> None:
+        """Assert that places, statuses and the block manager's books agree: after every test, and after a failure."""
+        self._blocks.check_integrity()
+        for place, status in ((self.waiting, SequenceStatus.WAITING), (self.running, SequenceStatus.RUNNING)):
+            for sequence in place:
+                assert sequence.status is status, f"{sequence.key} is {sequence.status.name} among the {status.name}"
+                owned = self._blocks.owned_blocks(sequence_owner(sequence.key))
+                assert sequence.block_table == owned, f"{sequence.key} computes in {sequence.block_table}, owns {owned}"
+        keys = [sequence.key for sequence in self.waiting + self.running]
+        assert len(set(keys)) == len(keys), f"a sequence is here twice: {sorted(keys)}"
+
     def schedule(self) -> Schedule:
         """Choose the next step's rows; allocates blocks, admits waiting sequences, preempts running ones."""
         plan = Schedule(rows=[])

@@ -7,7 +7,8 @@ An entry goes through these phases; its outcome is decided once and told once, w
     (local prefill starts at RUNNING)
 
 LEASED blocks belong to the lease table, RUNNING ones to the model thread's scheduler. What the lease table says may come
-from the receiver thread; it is brought to the asyncio loop before anything is decided, so phases need no lock.
+from the receiver thread; it is brought to the asyncio loop before anything is decided, so phases need no lock. An entry that asked
+for its sequence's removal stays until that is answered, whatever comes before: no later attempt of that name may get the answer.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ from kvrelay.wire.messages import (
     Welcome,
     WorkerState,
 )
-from kvrelay.wire.submit import WorkerIdentity, submit_refusal
+from kvrelay.wire.seal import seal_mismatch
+from kvrelay.wire.submit import WorkerIdentity, invalid_submit, submit_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +114,11 @@ class DecodeService:
                     code=FailureCode.LAYOUT_MISMATCH,
                     detail=f"KV layouts differ (decode / prefill): {'; '.join(differences)}",
                 )
+            if hello.seals_kv is not self.ports.leases.seals_kv:
+                return HelloRefused(
+                    code=FailureCode.LAYOUT_MISMATCH,
+                    detail=seal_mismatch(decode_seals=self.ports.leases.seals_kv, prefill_seals=hello.seals_kv),
+                )
         elif hello.role is not Role.GATEWAY:
             return HelloRefused(
                 code=FailureCode.INVALID,
@@ -124,6 +131,7 @@ class DecodeService:
             protocol=min(hello.protocol_max, PROTOCOL_MAX),
             card=self._identity.card,
             data_address=self.ports.data_address,
+            seals_kv=self.ports.leases.seals_kv,
         )
 
     def status(self) -> Status:
@@ -156,7 +164,7 @@ class DecodeService:
             case Offer():
                 self.ports.send(peer_id, self._on_offer(peer_id, message))
             case Commit():
-                leases.commit(peer_id, message)
+                self._on_commit(peer_id, message)
             case Renew():
                 leases.renew(peer_id, message)
             case Abort(lease_id=lease_id, epoch=epoch):
@@ -200,7 +208,7 @@ class DecodeService:
 
     def _on_cancel(self, peer_id: str, key: Key) -> None:
         entry = self._entries.get(key)
-        if entry is None:
+        if entry is None or entry.gateway_id != peer_id:  # nobody takes back what another gateway asked for
             self.ports.send(peer_id, Cancelled(request_id=key[0], attempt=key[1]))
         else:
             self._close(entry, Cancelled(request_id=key[0], attempt=key[1]))
@@ -217,6 +225,9 @@ class DecodeService:
             return refuse(FailureCode.DRAINING, f"decode worker {self._identity.worker_id} is shutting down")
         if key in self._entries:
             return refuse(FailureCode.INVALID, f"attempt {key[1]} of request {key[0]} is already here")
+        # The prefill worker has checked it against its own limits. A step that breaks on one sequence ends all in the batch.
+        if (invalid := invalid_submit(offer, self._identity.card)) is not None:
+            return refuse(FailureCode.INVALID, invalid)
         if (num_waiting := self.status().num_waiting) >= self._identity.max_waiting:
             return refuse(FailureCode.QUEUE_FULL, f"{num_waiting} sequences wait already", retry_after_s=1.0)
         answer = self.ports.leases.offer(peer_id, offer)
@@ -231,6 +242,14 @@ class DecodeService:
                 lease_id=answer.lease_id,
             )
         return answer
+
+    def _on_commit(self, peer_id: str, commit: Commit) -> None:
+        token_id, vocab_size = commit.first_token.token_id, self._identity.card.vocab_size
+        if 0 <= token_id < vocab_size:
+            self.ports.leases.commit(peer_id, commit)
+        else:
+            detail = f"the first token is {token_id}; it must be 0 to {vocab_size - 1}"
+            self.ports.leases.reject(peer_id, commit.lease_id, commit.epoch, detail)
 
     def on_lease_verified(self, lease: VerifiedLease) -> None:
         """Every block proved right. The lease table no longer touches the blocks; they become the sequence's."""
@@ -284,15 +303,16 @@ class DecodeService:
         by_gateway: dict[str, list[TokenDelta]] = {}
         for new in report.tokens:
             entry = self._entries[new.key]
-            if entry.phase is not Phase.CLOSING:
-                by_gateway.setdefault(entry.gateway_id, []).append(self._delta(entry, new, now_s))
+            if entry.phase is Phase.CLOSING:
+                continue  # its removal is asked for, and answered in any case
+            by_gateway.setdefault(entry.gateway_id, []).append(self._delta(entry, new, now_s))
             if new.finish_reason is not None:
-                self._on_sequence_gone(entry)
+                self._tell_and_forget(entry)  # the scheduler has released the blocks already
         for gateway_id, items in by_gateway.items():
-            self.ports.send(gateway_id, Tokens(items=items))
+            if not self.ports.send(gateway_id, Tokens(items=items)):
+                self._on_unheard(items)
         for key in report.removed:
-            if (entry := self._entries.get(key)) is not None:
-                self._on_sequence_gone(entry)
+            self._tell_and_forget(self._entries[key])
         for key in report.failed:
             entry = self._entries[key]
             if entry.phase is Phase.RUNNING:
@@ -300,7 +320,17 @@ class DecodeService:
                 entry.outcome = Failed(
                     request_id=key[0], attempt=key[1], code=FailureCode.INTERNAL, detail=report.detail
                 )
-            self._on_sequence_gone(entry)
+                self._tell_and_forget(entry)
+
+    def _on_unheard(self, items: list[TokenDelta]) -> None:
+        """These tokens reached nobody: the gateway is gone, or reads nothing. Without them the rest is worthless."""
+        for item in items:
+            entry = self._entries.get((item.request_id, item.attempt))
+            if entry is not None:
+                detail = "the gateway takes no more messages"
+                code = FailureCode.PEER_LOST
+                failed = Failed(request_id=item.request_id, attempt=item.attempt, code=code, detail=detail)
+                self._close(entry, failed)
 
     def _delta(self, entry: Entry, new: NewToken, now_s: float) -> TokenDelta:
         tokens = [*entry.unsent, new.token]
@@ -353,10 +383,6 @@ class DecodeService:
             self.ports.leases.cancel(*entry.key)
         else:
             self.ports.loop.post(Remove(entry.key))
-
-    def _on_sequence_gone(self, entry: Entry) -> None:
-        # The scheduler has released the blocks already.
-        self._tell_and_forget(entry)
 
     def _tell_and_forget(self, entry: Entry) -> None:
         del self._entries[entry.key]

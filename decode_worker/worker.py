@@ -81,6 +81,7 @@ class DecodeWorker:
         registry: CollectorRegistry,
         *,
         link_settings: LinkSettings | None = None,
+        seal_kv: bool = False,
     ) -> None:
         if settings.max_batched_tokens < settings.max_num_seqs:
             raise SettingsError(
@@ -104,7 +105,7 @@ class DecodeWorker:
         self.service = DecodeService(identity, self.blocks, time.monotonic)
         self._events = _LeaseEvents(self.service)
         self.leases = LeaseTable(
-            LeaseSettings(identity.epoch, fingerprint, card.layout.block_size, settings.lease_ttl_s),
+            LeaseSettings(identity.epoch, fingerprint, card.layout.block_size, settings.lease_ttl_s, seal_kv),
             _LeasedBlocks(self.blocks),
             engine.store,
             self._events,
@@ -131,13 +132,11 @@ class DecodeWorker:
 
     def not_live(self) -> list[str]:
         """See Component."""
-        return not_live(self._loop)
+        return self._dead_sockets() + not_live(self._loop)
 
     def not_ready(self) -> list[str]:
         """See Component."""
-        dead = [] if self._server.is_alive else ["the control socket is dead"]
-        dead += [] if self._receiver.is_alive else ["the KV port is dead"]
-        return dead + not_ready(self._loop, self.blocks)
+        return self._dead_sockets() + not_ready(self._loop, self.blocks)
 
     def debug_kv(self) -> dict[str, Any]:
         """See Component."""
@@ -160,6 +159,11 @@ class DecodeWorker:
         await asyncio.to_thread(self._receiver.stop)
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._context.term)
+
+    def _dead_sockets(self) -> list[str]:
+        """Nothing in this process would open them again."""
+        dead = [] if self._server.is_alive else ["the control socket is dead"]
+        return dead + ([] if self._receiver.is_alive else ["the KV port is dead"])
 
     def _emit(self, report: Report) -> None:
         loop = self._events.asyncio_loop

@@ -81,7 +81,9 @@ class BlockManager:
         self._holders: list[set[Owner]] = [set() for _ in range(num_blocks)]
         self._hash_of: dict[int, bytes] = {}  # published blocks
         self._block_of: dict[bytes, int] = {}
+        self._num_leases = [0] * num_blocks  # by block: how many of its holders are leases
         self._num_leased = 0  # blocks with at least one lease as holder
+        self._num_owned = 0  # blocks with any holder
 
     # -- queries ---------------------------------------------------------------------------------------------------
 
@@ -111,13 +113,12 @@ class BlockManager:
     def ledger(self) -> Ledger:
         """Counts of all blocks by place."""
         with self._lock:
-            num_owned = sum(1 for holders in self._holders if holders)
             return Ledger(
                 num_blocks=self.num_blocks,
                 num_free=len(self._free),
                 num_cached=len(self._cached),
                 num_leased=self._num_leased,
-                num_running=num_owned - self._num_leased,
+                num_running=self._num_owned - self._num_leased,
             )
 
     def owners(self) -> dict[Owner, int]:
@@ -184,10 +185,8 @@ class BlockManager:
                 raise ValueError(f"{new_owner} already holds {len(self._owned[new_owner])} blocks")
             block_ids = self._owned.pop(owner)
             for block_id in block_ids:
-                was_leased = self._is_leased(block_id)
-                self._holders[block_id].remove(owner)
-                self._holders[block_id].add(new_owner)
-                self._num_leased += self._is_leased(block_id) - was_leased
+                self._hold(new_owner, block_id)
+                self._let_go(owner, block_id)
             self._owned[new_owner] = block_ids
 
     def release(self, owner: Owner) -> None:
@@ -195,9 +194,7 @@ class BlockManager:
         with self._lock:
             # Tail first: of one prefix, the cache then evicts the tail before the head that longer prefixes share.
             for block_id in reversed(self._owned.pop(owner, [])):
-                was_leased = self._is_leased(block_id)
-                self._holders[block_id].remove(owner)
-                self._num_leased += self._is_leased(block_id) - was_leased
+                self._let_go(owner, block_id)
                 if self._holders[block_id]:
                     continue
                 if block_id in self._hash_of:
@@ -224,20 +221,32 @@ class BlockManager:
             assert self._block_of == {h: b for b, h in self._hash_of.items()}, "published hashes disagree"
             assert cached <= set(self._hash_of), f"cached but unpublished: {cached - set(self._hash_of)}"
             assert not free & set(self._hash_of), f"free but published: {free & set(self._hash_of)}"
-            assert self._num_leased == sum(self._is_leased(b) for b in held), "leased count is wrong"
+            leases = [sum(holder.kind is OwnerKind.LEASE for holder in holders) for holders in self._holders]
+            assert self._num_leases == leases, "a block's count of leases is wrong"
+            assert self._num_leased == sum(1 for count in leases if count), "leased count is wrong"
+            assert self._num_owned == len(held), (
+                f"{self._num_owned} blocks are owned by the books, {len(held)} have holders"
+            )
             assert self.ledger().balances, f"the ledger does not balance: {self.ledger()}"
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _is_leased(self, block_id: int) -> bool:
-        return any(holder.kind is OwnerKind.LEASE for holder in self._holders[block_id])
-
     def _hold(self, owner: Owner, block_id: int) -> None:
-        was_leased = self._is_leased(block_id)
         if not self._holders[block_id]:
             self._cached.pop(block_id, None)
+            self._num_owned += 1
         self._holders[block_id].add(owner)
-        self._num_leased += self._is_leased(block_id) - was_leased
+        if owner.kind is OwnerKind.LEASE:
+            self._num_leases[block_id] += 1
+            self._num_leased += self._num_leases[block_id] == 1
+
+    def _let_go(self, owner: Owner, block_id: int) -> None:
+        self._holders[block_id].remove(owner)
+        if not self._holders[block_id]:
+            self._num_owned -= 1
+        if owner.kind is OwnerKind.LEASE:
+            self._num_leases[block_id] -= 1
+            self._num_leased -= self._num_leases[block_id] == 0
 
     def _take_fresh(self, owner: Owner) -> int:
         if self._free:

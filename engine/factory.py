@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.fake import FakeEngine, FakePace, fake_card
 from kvrelay.engine.interface import Engine
-from kvrelay.engine.settings import KvSettings, ModelSettings
+from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
+
+_FAKE_KV_MB = 64
 
 
 def load_engine(
     model: ModelSettings,
     kv: KvSettings,
+    fake: FakeSettings,
     *,
     max_num_seqs: int,
     progress: Callable[[int, int], None],
@@ -27,6 +32,8 @@ def load_engine(
         raise ModelError(
             f"{model.model!r} is not a model directory; start through the kvrelay command, which fetches models by name"
         )
+    if fake.is_fake:
+        return _fake_engine(directory, model, kv, fake)
     from kvrelay.engine.torch_engine import EngineOptions, TorchEngine  # noqa: PLC0415 - torch takes seconds to import
 
     options = EngineOptions(
@@ -43,3 +50,31 @@ def load_engine(
         max_num_seqs=max_num_seqs,
     )
     return TorchEngine.load(options, progress)
+
+
+def _fake_engine(directory: Path, model: ModelSettings, kv: KvSettings, fake: FakeSettings) -> FakeEngine:
+    """An engine for the vocabulary and the limits of the model in ``directory``, whose weights it does not read."""
+    vocab_size, longest = _sizes(directory)
+    num_blocks = kv.num_blocks or (kv.kv_memory_mb or _FAKE_KV_MB) * 2**20 // (kv.block_size * fake.fake_token_bytes)
+    card = fake_card(
+        num_blocks=max(1, num_blocks),
+        block_size=kv.block_size,
+        token_nbytes=fake.fake_token_bytes,
+        max_model_len=min(longest, model.max_model_len or longest),
+        model_id=f"fake-{directory.name}",
+        vocab_size=vocab_size,
+    )
+    pace = FakePace(step_s=fake.fake_step_ms * 1e-3, token_s=fake.fake_token_us * 1e-6)
+    return FakeEngine(card, pace=pace, reads_back_once=True)
+
+
+def _sizes(directory: Path) -> tuple[int, int]:
+    """(vocabulary, longest sequence) of the model, read without torch. Raises ModelError."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return int(config["vocab_size"]), int(config["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{path} does not tell vocab_size and max_position_embeddings ({error!r}); name a model's directory"
+        ) from error

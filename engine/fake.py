@@ -7,25 +7,35 @@ stale or never written is found exactly where a real model would silently comput
 
 from __future__ import annotations
 
-import hashlib
+import mmap
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import pairwise
+
+import xxhash
 
 from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.interface import StepRow
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.sequence import Sequence, SequenceStatus
 
 _DIGEST_NBYTES = 8
+_MIN_MEMORIES = 64  # sequences remembered before anyone looks for finished ones among them
+_PLAIN_TOKENS = range(1000, 20_000)
 
 
 class MemoryStore:
-    """A pool in plain memory. Implements :class:`kvrelay.engine.interface.BlockStore`."""
+    """A pool in plain memory, zeroed. Implements :class:`kvrelay.engine.interface.BlockStore`.
+
+    A page is taken from the system when it is first written, so that a hundred idle workers do not hold a hundred pools.
+    """
 
     def __init__(self, num_blocks: int, block_nbytes: int) -> None:
         self.num_blocks = num_blocks
         self.block_nbytes = block_nbytes
-        self._memory = memoryview(bytearray(num_blocks * block_nbytes))
+        self._memory = memoryview(mmap.mmap(-1, num_blocks * block_nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
     def block(self, block_id: int) -> memoryview:
         """The block's memory."""
@@ -79,51 +89,143 @@ class KvMismatchError(AssertionError):
     """The pool does not hold the K/V that the sequence's tokens must have: some hand-off or allocation lied."""
 
 
-class FakeEngine:
-    """Implements :class:`kvrelay.engine.interface.Engine`; ``on_step`` is called at the start of every step."""
+@dataclass(frozen=True, slots=True)
+class FakePace:
+    """How long a step takes: ``step_s``, and ``token_s`` more for every token of a prompt."""
 
-    def __init__(self, card: ModelCard, on_step: Callable[[Seq[StepRow]], None] = lambda rows: None) -> None:
+    step_s: float
+    token_s: float
+
+    def of(self, rows: Seq[StepRow]) -> float:
+        """Seconds for ``rows``; a row of one token is a decode row."""
+        return self.step_s + self.token_s * sum(row.num_tokens for row in rows if row.num_tokens > 1)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What is known of a sequence from earlier steps. Tokens are only ever appended to a sequence."""
+
+    digests: bytearray  # of its leading tokens, 8 bytes each
+    verified_blocks: list[int]  # its leading blocks when positions were last read back …
+    num_verified: int = 0  # … and how many of those positions still hold
+
+
+class FakeEngine:
+    """Implements :class:`kvrelay.engine.interface.Engine`; ``on_step`` is called at the start of every step.
+
+    Tests read every position back before every token. For load, ``reads_back_once`` reads back what this worker has not read
+    yet: everything before a sequence's first token here (that is what a hand-off must prove), and again after its blocks
+    changed or its computation started over; then only new positions. So a step costs what its new tokens cost. With a
+    ``pace`` a step sleeps until that much time has passed since it began.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        on_step: Callable[[Seq[StepRow]], None] = lambda rows: None,
+        *,
+        pace: FakePace | None = None,
+        reads_back_once: bool = False,
+    ) -> None:
         if card.layout.head_dim < _DIGEST_NBYTES:
             raise ValueError(f"{card.layout.head_dim} bytes per token; a fake engine needs at least {_DIGEST_NBYTES}")
         self.card = card
         self.store = MemoryStore(card.num_blocks, card.block_nbytes)
         self._on_step = on_step
+        self._pace = pace
+        self._reads_back_once = reads_back_once
+        self._token_nbytes = card.layout.head_dim
+        self._memories: dict[Sequence, _Memory] = {}
+        self._max_memories = _MIN_MEMORIES
 
     def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:
         """See Engine. Raises KvMismatchError if a sampling row's K/V in the pool is not its tokens' K/V."""
+        started_s = time.monotonic()
         self._on_step(rows)
-        return [self._run(row) for row in rows]
+        results = [self._run(row) for row in rows]
+        if len(self._memories) > self._max_memories:
+            self._forget_finished()
+        if self._pace is not None:
+            time.sleep(max(0.0, started_s + self._pace.of(rows) - time.monotonic()))
+        return results
 
     def _run(self, row: StepRow) -> SampledToken | None:
         sequence = row.sequence
-        digests = token_digests(sequence.token_ids)
-        end = sequence.num_computed_tokens + row.num_tokens
+        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + row.num_tokens
         if row.num_tokens < 1 or end > sequence.num_tokens:
             raise ValueError(f"{sequence.key}: no {row.num_tokens} tokens behind {sequence.num_computed_tokens}")
         if len(sequence.block_table) * self.card.layout.block_size < end:
             raise ValueError(f"{sequence.key}: {len(sequence.block_table)} blocks do not hold {end} tokens")
-        for position in range(sequence.num_computed_tokens, end):
-            self._slot(sequence, position)[:] = _spread(digests[position], self.card.layout.head_dim)
+        memory = self._remember(sequence)
+        # A preempted sequence may get the same blocks again, with others' bytes in them: what it had read then proves nothing.
+        blocks_stayed = memory.verified_blocks == sequence.block_table[: len(memory.verified_blocks)]
+        if start < memory.num_verified or not blocks_stayed:
+            memory.num_verified = 0
+        for first, last in self._spans(start, end):
+            self._slots(sequence, first, last)[:] = self._kv(memory, first, last)
         if not row.samples:
             return None
-        for position in range(end):
-            if bytes(self._slot(sequence, position)) != _spread(digests[position], self.card.layout.head_dim):
+        self._read_back(sequence, memory, end)
+        return SampledToken(next_token(sequence, bytes(memory.digests[-_DIGEST_NBYTES:]), self.card.vocab_size))
+
+    def _remember(self, sequence: Sequence) -> _Memory:
+        """The sequence's memory, with a digest of every token."""
+        memory = self._memories.get(sequence)
+        if memory is None:
+            memory = self._memories[sequence] = _Memory(bytearray(), [])
+        digests = memory.digests
+        num_known = len(digests) // _DIGEST_NBYTES
+        if num_known < len(sequence.token_ids):
+            for digest in token_digests(sequence.token_ids[num_known:], bytes(digests[-_DIGEST_NBYTES:])):
+                digests += digest
+        return memory
+
+    def _forget_finished(self) -> None:
+        self._memories = {
+            sequence: memory
+            for sequence, memory in self._memories.items()
+            if sequence.status is not SequenceStatus.FINISHED
+        }
+        self._max_memories = 2 * len(self._memories) + _MIN_MEMORIES
+
+    def _read_back(self, sequence: Sequence, memory: _Memory, end: int) -> None:
+        for first, last in self._spans(memory.num_verified if self._reads_back_once else 0, end):
+            found, expected = bytes(self._slots(sequence, first, last)), self._kv(memory, first, last)
+            if found != expected:
+                differs = next(index for index, byte in enumerate(found) if byte != expected[index])
+                position = first + differs // self._token_nbytes
                 raise KvMismatchError(f"{sequence.key}: K/V of position {position} is not that of its tokens")
-        return SampledToken(next_token(sequence, digests[-1], self.card.vocab_size))
+        if memory.num_verified == 0 or len(memory.verified_blocks) != len(sequence.block_table):
+            memory.verified_blocks = list(sequence.block_table)
+        memory.num_verified = end
 
-    def _slot(self, sequence: Sequence, position: int) -> memoryview:
-        block_size, token_nbytes = self.card.layout.block_size, self.card.layout.head_dim
-        block = self.store.block(sequence.block_table[position // block_size])
-        start = (position % block_size) * token_nbytes
-        return block[start : start + token_nbytes]
+    def _spans(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Positions ``start`` to ``end``, cut where a block ends."""
+        if end - start == 1:  # every decode row
+            return [(start, end)]
+        block_size = self.card.layout.block_size
+        cuts = [start, *range((start // block_size + 1) * block_size, end, block_size), end]
+        return list(pairwise(cuts)) if start < end else []
+
+    def _slots(self, sequence: Sequence, first: int, last: int) -> memoryview:
+        """The pool's memory of positions ``first`` to ``last``, which are one block's."""
+        block_index, offset = divmod(first, self.card.layout.block_size)
+        start = offset * self._token_nbytes
+        block = self.store.block(sequence.block_table[block_index])
+        return block[start : start + (last - first) * self._token_nbytes]
+
+    def _kv(self, memory: _Memory, first: int, last: int) -> bytes:
+        """What these positions must hold: of each its digest, repeated."""
+        digests, size, times = memory.digests, self._token_nbytes, self._token_nbytes // _DIGEST_NBYTES + 1
+        starts = range(first * _DIGEST_NBYTES, last * _DIGEST_NBYTES, _DIGEST_NBYTES)
+        return b"".join([(digests[start : start + _DIGEST_NBYTES] * times)[:size] for start in starts])
 
 
-def token_digests(token_ids: Seq[int]) -> list[bytes]:
-    """One digest per token, over that token and all before it."""
+def token_digests(token_ids: Seq[int], parent: bytes = b"") -> list[bytes]:
+    """One digest per token, over that token and all before it; ``parent`` is the digest of what came before ``token_ids``."""
     digests: list[bytes] = []
-    parent = b""
     for token_id in token_ids:
-        parent = hashlib.blake2b(parent + token_id.to_bytes(4, "little"), digest_size=_DIGEST_NBYTES).digest()
+        parent = xxhash.xxh3_64_digest(parent + token_id.to_bytes(4, "little"))
         digests.append(parent)
     return digests
 
@@ -131,17 +233,20 @@ def token_digests(token_ids: Seq[int]) -> list[bytes]:
 def next_token(sequence: Sequence, digest: bytes, vocab_size: int) -> int:
     """The token behind ``digest``: the same on every worker; depends on the seed unless the sampling is greedy."""
     salt = b"" if sequence.sampling.temperature == 0 else sequence.sampling.seed.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(digest + salt, digest_size=4).digest(), "little") % vocab_size
+    return _token_of(digest + salt, vocab_size)
 
 
 def expected_output(token_ids: Seq[int], num_tokens: int, vocab_size: int) -> list[int]:
     """What a greedy fake engine generates after ``token_ids``."""
-    tokens = list(token_ids)
+    digest = token_digests(token_ids)[-1]
+    output: list[int] = []
     for _ in range(num_tokens):
-        digest = token_digests(tokens)[-1]
-        tokens.append(int.from_bytes(hashlib.blake2b(digest, digest_size=4).digest(), "little") % vocab_size)
-    return tokens[len(token_ids) :]
+        output.append(_token_of(digest, vocab_size))
+        digest = token_digests(output[-1:], digest)[-1]
+    return output
 
 
-def _spread(digest: bytes, nbytes: int) -> bytes:
-    return (digest * (nbytes // len(digest) + 1))[:nbytes]
+def _token_of(digest: bytes, vocab_size: int) -> int:
+    """A large vocabulary's first ids are special and its last ones rare: neither end of text nor half a character."""
+    plain = _PLAIN_TOKENS if vocab_size >= _PLAIN_TOKENS.stop else range(vocab_size)
+    return plain[xxhash.xxh3_64_intdigest(digest) % len(plain)]

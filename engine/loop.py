@@ -3,6 +3,9 @@
 ``post`` puts a command into the loop's inbox from any thread. The loop takes all commands there are, then lets the
 worker run one step; with nothing to compute it waits for the next command. What a step yields leaves through the
 worker's own callbacks. ``last_tick_s`` says when the loop last came round; readiness watches it.
+
+A step or a command that fails ends what it was about, and the loop goes on. Two things end the loop: the worker says that its
+state cannot be trusted any more, or one step after the other fails. It is not alive then, and the process must be started anew.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ C_contra = TypeVar("C_contra", contravariant=True)
 C = TypeVar("C")
 
 _IDLE_TICK_S = 1.0  # how long an idle loop waits before it shows that it is alive
+_MAX_FAILED_STEPS = (
+    10  # in a row. A device that answers every step with an error would draw all traffic and fail it fast
+)
 
 
 class LoopWorker(Protocol[C_contra]):
@@ -35,7 +41,10 @@ class LoopWorker(Protocol[C_contra]):
         """Compute one step; False if nothing could be computed for want of room, so that the loop waits for news."""
 
     def on_step_failed(self, error: Exception) -> None:
-        """``step`` raised. End what was in it; the loop goes on."""
+        """``step`` raised. End what was in it. Raises if the state cannot be trusted any more: that ends the loop."""
+
+    def on_command_failed(self, command: C_contra, error: Exception) -> None:
+        """``handle`` raised. End what the command was about. Raises if the state cannot be trusted any more, as above."""
 
 
 class ModelLoop(Generic[C]):
@@ -80,7 +89,13 @@ class ModelLoop(Generic[C]):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        could_compute = True
+        try:
+            self._turn()
+        except Exception:
+            logger.critical("the model loop ends: its state cannot be trusted any more", exc_info=True)
+
+    def _turn(self) -> None:
+        could_compute, num_failed = True, 0
         while not self._stopping.is_set():
             self._drain(wait=not (could_compute and self._worker.has_work()))
             self._last_tick_s = self._clock()
@@ -89,17 +104,27 @@ class ModelLoop(Generic[C]):
                 continue
             try:
                 could_compute = self._worker.step()
+                num_failed = 0
             except Exception as error:
                 logger.exception("a model step failed")
                 self._worker.on_step_failed(error)
-                could_compute = True
+                could_compute, num_failed = True, num_failed + 1
+                if num_failed >= _MAX_FAILED_STEPS:
+                    raise RuntimeError(f"{num_failed} model steps failed in a row") from error
 
     def _drain(self, *, wait: bool) -> None:
         try:
             command = self._inbox.get(timeout=_IDLE_TICK_S) if wait else self._inbox.get_nowait()
             while True:
                 if command is not None:
-                    self._worker.handle(command)
+                    self._handle(command)
                 command = self._inbox.get_nowait()
         except queue.Empty:
             return
+
+    def _handle(self, command: C) -> None:
+        try:
+            self._worker.handle(command)
+        except Exception as error:
+            logger.exception("a command to the model loop failed")
+            self._worker.on_command_failed(command, error)

@@ -31,6 +31,23 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class FakeSettings:
+    """An engine without a model, for tests of everything around it: made-up tokens at a set pace, real KV bytes."""
+
+    engine: str = setting(
+        "model", "what computes: the model, or a fake without weights, for tests and load", choices=("model", "fake")
+    )
+    fake_step_ms: float = setting(10.0, "time of a step of the fake engine", unit="ms", minimum=0)
+    fake_token_us: float = setting(50.0, "time of each token of a prompt on top", unit="us", minimum=0)
+    fake_token_bytes: int = setting(1024, "bytes of KV per token; the same on all workers", minimum=8, maximum=2**20)
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether there is no model."""
+        return self.engine == "fake"
+
+
+@dataclass(frozen=True, slots=True)
 class KvSettings:
     """The KV pool."""
 

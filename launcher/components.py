@@ -39,5 +39,5 @@ def run_decode_worker(settings: DecodeSettings) -> int:
 
 
 def _with_directory(settings: Worker) -> Worker:
-    directory = str(resolve_model(settings.model.model))
+    directory = str(resolve_model(settings.model.model, needs_weights=not settings.fake.is_fake))
     return dataclasses.replace(settings, model=dataclasses.replace(settings.model, model=directory))

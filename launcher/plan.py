@@ -59,6 +59,7 @@ def plan_deployment(
     common: dict[str, Any] = {
         "model": str(model_directory),
         "dtype": settings.dtype,
+        "engine": settings.engine,
         "device": settings.device,
         "weight_format": settings.weight_format,
         "threads": threads,

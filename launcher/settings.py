@@ -18,6 +18,9 @@ class LocalSettings:
     decode: int = setting(1, "decode workers", minimum=1, maximum=64)
     host: str = setting("127.0.0.1", "address that the HTTP API listens on")
     port: int = setting(8000, "port of the HTTP API; 0 takes a free one", minimum=0, maximum=65535)
+    engine: str = setting(
+        "model", "what computes: the model, or a fake without weights, for tests and load", choices=("model", "fake")
+    )
     device: str = setting(
         "auto", "where the model runs; auto takes CUDA if there is a GPU", choices=("auto", "cpu", "cuda")
     )

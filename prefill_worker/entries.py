@@ -39,6 +39,7 @@ class Entry:
     started_s: float | None = None
     phase: Phase = Phase.QUEUED
     outcome: Outcome | None = None
+    closed_s: float | None = None  # when the outcome was decided
     model_holds: bool = True  # the model thread may still touch the blocks
     transfer_holds: bool = False  # sends in flight may still read the blocks
     num_ready_blocks: int = 0

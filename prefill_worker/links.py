@@ -19,6 +19,7 @@ from kvrelay.wire.control import ControlClient
 from kvrelay.wire.data_plane import BlockSender
 from kvrelay.wire.messages import FailureCode, Hello, HelloRefused, Message, Role, Status, Welcome
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.seal import seal_mismatch
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import DecodeLink
 
@@ -47,6 +48,7 @@ class LinkIdentity:
     peer_id: str  # unique for every start of the process
     layout: KvLayout
     settings: LinkSettings
+    seals_kv: bool = False
 
 
 class _Peer:
@@ -62,25 +64,32 @@ class _Peer:
     ) -> None:
         self.address = address
         self.link: DecodeLink | None = None
+        self.unfit: tuple[FailureCode, str] | None = None  # why this process there takes no blocks of ours, ever
         self.asked_s = 0.0  # when a request last named this address
         self._told = ""  # the last problem that was logged
         self._handler = handler
         self._metrics = metrics
         self._context = context
+        self._seals_kv = identity.seals_kv
         self._sender: BlockSender | None = None
-        hello = Hello(role=Role.PREFILL, peer_id=identity.peer_id, layout=identity.layout)
+        hello = Hello(role=Role.PREFILL, peer_id=identity.peer_id, layout=identity.layout, seals_kv=identity.seals_kv)
         self.client = ControlClient(address, hello, self, identity.settings, metrics=metrics, context=context)
 
     def on_welcome(self, welcome: Welcome) -> None:
         """The decode worker takes offers from now on."""
+        if self.link is not None:  # what was promised before is void, and so is the sender that it was shipped through
+            self.fail(FailureCode.PEER_LOST, f"decode worker {self.address} said Welcome again")
         if welcome.data_address is None:
-            self._fail(FailureCode.INVALID, f"{self.address} is a {welcome.role} worker: it takes no KV blocks")
+            self._refuse(FailureCode.INVALID, f"{self.address} is a {welcome.role} worker: it takes no KV blocks")
             return
-        self._close_sender()
+        if welcome.seals_kv is not self._seals_kv:  # an older worker, which read nothing of this in our Hello
+            detail = seal_mismatch(decode_seals=welcome.seals_kv, prefill_seals=self._seals_kv)
+            self._refuse(FailureCode.LAYOUT_MISMATCH, f"decode worker {self.address}: {detail}")
+            return
         self._sender = BlockSender(
             data_address(self.address, welcome.data_address), metrics=self._metrics, context=self._context
         )
-        self.link = DecodeLink(self.client, self._sender)
+        self.link = DecodeLink(self.client, self._sender, self._seals_kv)
         self._told = ""
         logger.info("connected to decode worker %s at %s", welcome.worker_id, self.address)
         self._handler.on_link_up(self.address, self.link)
@@ -92,18 +101,20 @@ class _Peer:
 
     def on_lost(self, reason: str) -> None:
         """The decode worker is gone or restarted."""
-        self._fail(FailureCode.PEER_LOST, f"decode worker {self.address}: {reason}")
+        self.unfit = None
+        self.fail(FailureCode.PEER_LOST, f"decode worker {self.address}: {reason}")
 
     def on_refused(self, refused: HelloRefused) -> None:
         """The decode worker does not take our KV."""
-        self._fail(refused.code, f"decode worker {self.address}: {refused.detail}")
+        self.fail(refused.code, f"decode worker {self.address}: {refused.detail}")
 
     async def stop(self) -> None:
         """Close both sockets."""
         self._close_sender()
         await self.client.stop()
 
-    def _fail(self, code: FailureCode, detail: str) -> None:
+    def fail(self, code: FailureCode, detail: str) -> None:
+        """Fence the decode worker off, and say why."""
         if detail != self._told:  # a worker that refuses us says so at every try
             logger.warning("%s", detail)
         self._told = detail
@@ -111,6 +122,10 @@ class _Peer:
         # Closing fences the peer off: no send in flight reads our blocks any more.
         self._close_sender()
         self._handler.on_link_down(self.address, link, code, detail)
+
+    def _refuse(self, code: FailureCode, detail: str) -> None:
+        self.unfit = (code, detail)
+        self.fail(code, detail)
 
     def _close_sender(self) -> None:
         if self._sender is not None:
@@ -143,7 +158,16 @@ class DecodeLinks:
             self._peers[address] = peer
             peer.client.start()
         peer.asked_s = time.monotonic()
+        if peer.unfit is not None:  # it is connected and will not say Welcome again: nothing else would follow
+            asyncio.get_running_loop().call_soon(self._handler.on_link_down, address, None, *peer.unfit)
         return peer.link
+
+    def reset(self, address: str, reason: str) -> None:
+        """Fence a decode worker off that is connected, but not well: ``on_link_down`` now, a new link when it is asked for."""
+        peer = self._peers.pop(address, None)
+        if peer is not None:
+            peer.fail(FailureCode.PEER_LOST, f"decode worker {address}: {reason}")
+            self._stop_behind(peer)
 
     def sweep(self) -> None:
         """Forget workers that are down and that no gateway has named for a while: pods come and go under new addresses."""
@@ -151,14 +175,17 @@ class DecodeLinks:
             if peer.link is None and time.monotonic() - peer.asked_s > _FORGET_S:
                 logger.info("forgetting decode worker %s: down, and no longer asked for", address)
                 del self._peers[address]
-                task = asyncio.create_task(peer.stop())
-                self._stopping.add(task)
-                task.add_done_callback(self._stopping.discard)
+                self._stop_behind(peer)
 
     async def stop(self) -> None:
         """Close all links."""
         await asyncio.gather(*self._stopping, *(peer.stop() for peer in self._peers.values()))
         self._peers.clear()
+
+    def _stop_behind(self, peer: _Peer) -> None:
+        task = asyncio.create_task(peer.stop())
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
 
 
 def data_address(control_address: str, announced: str) -> str:

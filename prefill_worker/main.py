@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
@@ -10,7 +9,7 @@ import socket
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.logs import configure_logs
-from kvrelay.common.process import Component, ProcessSettings, run_process
+from kvrelay.common.process import Component, ProcessSettings, serve_process
 from kvrelay.engine.factory import load_engine
 from kvrelay.engine.progress import LoggedProgress
 from kvrelay.prefill_worker.settings import PrefillSettings
@@ -29,10 +28,13 @@ def serve(settings: PrefillSettings) -> int:
         engine = load_engine(
             settings.model,
             settings.kv,
+            settings.fake,
             max_num_seqs=settings.scheduler.max_num_seqs,
             progress=LoggedProgress(logger),
         )
-        return PrefillWorker(engine, settings.scheduler, settings.address, worker_id, registry)
+        return PrefillWorker(
+            engine, settings.scheduler, settings.address, worker_id, registry, seal_kv=settings.seal_kv
+        )
 
     process = ProcessSettings(settings.admin_host, settings.admin_port, settings.drain_s)
-    return asyncio.run(run_process(load, process, registry, worker_id))
+    return serve_process(load, process, registry, worker_id)

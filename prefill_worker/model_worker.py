@@ -89,9 +89,23 @@ class PrefillModelWorker:
         return True
 
     def on_step_failed(self, error: Exception) -> None:
-        """End every running prompt: which of them broke the step is unknown."""
+        """End every running prompt: which of them broke the step is unknown.
+
+        With none running it was the oldest that waits which could not even be scheduled. Raises AssertionError if the
+        books do not agree afterwards.
+        """
         self._metrics.failed_steps.inc()
-        keys = tuple(sequence.key for sequence in self._scheduler.running)
+        keys = tuple(sequence.key for sequence in self._scheduler.running or list(self._scheduler.waiting)[:1])
         for key in keys:
             self._scheduler.remove(key)
         self._emit(Report(failed=keys, detail=f"the model step failed: {type(error).__name__}"))
+        self._scheduler.check_integrity()
+
+    def on_command_failed(self, command: Command, error: Exception) -> None:
+        """End the command's prompt. Raises AssertionError if the books do not agree afterwards."""
+        match command:
+            case Add(sequence):
+                self._emit(Report(failed=(sequence.key,), detail=f"not taken in: {type(error).__name__}"))
+            case Remove(key):
+                self._emit(Report(removed=(key,)))
+        self._scheduler.check_integrity()

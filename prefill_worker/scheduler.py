@@ -54,6 +54,18 @@ class PrefillScheduler:
                     return sequence
         return None
 
+    def check_integrity(self) -> None:
+        """Assert that places, statuses and the block manager's books agree: after every test, and after a failure."""
+        self._blocks.check_integrity()
+        for sequence in self.waiting:
+            assert sequence.status is SequenceStatus.WAITING, f"{sequence.key} waits, but is {sequence.status.name}"
+        for sequence in self.running:
+            assert sequence.status is SequenceStatus.RUNNING, f"{sequence.key} runs, but is {sequence.status.name}"
+            owned = self._blocks.owned_blocks(sequence_owner(sequence.key))
+            assert sequence.block_table == owned, f"{sequence.key} computes in {sequence.block_table}, owns {owned}"
+        keys = [sequence.key for sequence in [*self.waiting, *self.running]]
+        assert len(set(keys)) == len(keys), f"a prompt is here twice: {sorted(keys)}"
+
     def schedule(self) -> tuple[list[StepRow], list[Sequence]]:
         """Rows of the next step, and the prompts that start with it. No rows: nothing waits, or no room yet."""
         budget = self._settings.max_batched_tokens

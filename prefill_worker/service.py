@@ -6,7 +6,8 @@ An entry goes through these phases; its outcome is decided once and told once, w
        └────────────┴─────────────────────────▲
 
 CLOSING waits for both users of the entry's blocks: the model thread and the sends in flight. Only when neither can touch
-them are they released.
+them are they released. An entry that asked for its prompt's removal stays until that is answered, whatever comes before: the next
+attempt of that name must not get the answer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.sampling import SampledToken
@@ -51,9 +52,11 @@ from kvrelay.wire.transfers import DecodeLink, TransferTable
 
 logger = logging.getLogger(__name__)
 
+_SEND_TIMEOUT_S = 30.0  # for a block that nobody wants any more to leave this process
 _LINK_TIMEOUT_S = 10.0  # a decode worker that did not say Welcome by then is as good as gone
 
 Key = tuple[str, int]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -131,7 +134,7 @@ class PrefillService:
                 self._on_submit(peer_id, message)
             case Cancel(request_id=request_id, attempt=attempt):
                 entry = self._entries.get((request_id, attempt))
-                if entry is None:
+                if entry is None or entry.gateway_id != peer_id:  # nobody takes back what another gateway asked for
                     self.ports.send(peer_id, Cancelled(request_id=request_id, attempt=attempt))
                 else:
                     self._close(entry, Cancelled(request_id=request_id, attempt=attempt))
@@ -172,15 +175,25 @@ class PrefillService:
     def on_report(self, report: Report) -> None:
         """What the model thread did; called on the asyncio loop, in order."""
         for sequence in report.started:
-            self._on_started(sequence)
+            self._guarded(self._on_started, sequence, sequence.key)
         for computed in report.computed:
-            self._on_computed(computed)
+            self._guarded(self._on_computed, computed, computed.sequence.key)
         for key in report.removed:
-            self._on_model_let_go(key)
+            self._on_removed(self._entries[key])
         for key in report.failed:
-            if (entry := self._entries.get(key)) is not None:
+            entry = self._entries[key]
+            if entry.phase is not Phase.CLOSING:
+                entry.model_holds = False
                 self._fail(entry, FailureCode.INTERNAL, report.detail)
-            self._on_model_let_go(key)
+
+    def _guarded(self, handle: Callable[[T], None], item: T, key: Key) -> None:
+        """One request's trouble, as with a link that breaks in this moment, costs no other in the report its news."""
+        try:
+            handle(item)
+        except Exception as error:
+            context = {"request_id": key[0], "attempt": key[1]}
+            logger.exception("what the model thread reported could not be handled", extra=context)
+            self._fail(self._entries[key], FailureCode.INTERNAL, f"the hand-off failed: {type(error).__name__}")
 
     def _on_started(self, sequence: Sequence) -> None:
         entry = self._entries[sequence.key]
@@ -223,11 +236,10 @@ class PrefillService:
     def _on_computed(self, computed: Computed) -> None:
         sequence = computed.sequence
         entry = self._entries[sequence.key]
+        if entry.phase is Phase.CLOSING:
+            return  # its removal is asked for, and answered in any case
         if computed.token is not None:
             entry.model_holds = False
-        if entry.phase is Phase.CLOSING:
-            self._finish_closing(entry)
-            return
         entry.num_ready_blocks = computed.num_ready_blocks
         if entry.transfer_holds:
             self.ports.transfers.blocks_ready(sequence.key, computed.num_ready_blocks)
@@ -299,15 +311,24 @@ class PrefillService:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Let time pass for transfers and links; give up on entries whose decode worker never answered."""
+        """Let time pass for transfers and links; give up on decode workers that never answered, or that take no blocks."""
         self.ports.transfers.tick()
         self.ports.links.sweep()
         now_s = self._clock()
+        stuck = [entry for entry in self._entries.values() if _is_stuck(entry, now_s)]
+        for entry in stuck:
+            entry.closed_s = now_s  # the reset ends the sends soon, but not at once
+        for address in {entry.submit.decode.address for entry in stuck if entry.submit.decode is not None}:
+            # The control link lives, so nothing else would ever end these sends and give their blocks back.
+            self.ports.links.reset(address, f"took no KV blocks for {_SEND_TIMEOUT_S:g} s")
         for address, entries in list(self._linkless.items()):
-            for entry in list(entries):
-                if entry.started_s is not None and now_s - entry.started_s > _LINK_TIMEOUT_S:
-                    entries.remove(entry)
-                    self._fail(entry, FailureCode.PEER_LOST, f"decode worker {address} does not answer")
+            for entry in [entry for entry in entries if now_s - (entry.started_s or now_s) > _LINK_TIMEOUT_S]:
+                self._fail(entry, FailureCode.PEER_LOST, f"decode worker {address} does not answer")
+            waiting = [entry for entry in entries if entry.phase is not Phase.CLOSING]
+            if waiting:
+                self._linkless[address] = waiting
+            else:
+                del self._linkless[address]
 
     async def drain(self) -> None:
         """Take nothing new; return when nothing is left."""
@@ -335,18 +356,16 @@ class PrefillService:
         if entry.phase is Phase.CLOSING:
             return
         entry.advance(Phase.CLOSING)
-        entry.outcome = outcome
+        entry.outcome, entry.closed_s = outcome, self._clock()
         if entry.model_holds:
             self.ports.loop.post(Remove(entry.sequence.key))
         if entry.transfer_holds and not isinstance(outcome, HandedOver):
             self.ports.transfers.abort(entry.sequence.key, type(outcome).__name__)
         self._finish_closing(entry)
 
-    def _on_model_let_go(self, key: Key) -> None:
-        entry = self._entries.get(key)
-        if entry is not None:
-            entry.model_holds = False
-            self._finish_closing(entry)
+    def _on_removed(self, entry: Entry) -> None:
+        entry.model_holds = False
+        self._finish_closing(entry)
 
     def _finish_closing(self, entry: Entry) -> None:
         key = entry.sequence.key
@@ -359,3 +378,7 @@ class PrefillService:
         self.ports.loop.wake()  # a prompt may have waited for these blocks
         assert entry.outcome is not None
         self.ports.send(entry.gateway_id, entry.outcome)
+
+
+def _is_stuck(entry: Entry, now_s: float) -> bool:
+    return entry.transfer_holds and entry.closed_s is not None and now_s - entry.closed_s > _SEND_TIMEOUT_S

@@ -42,6 +42,7 @@ class PrefillWorker:
         *,
         link_settings: LinkSettings | None = None,
         transfer_settings: TransferSettings | None = None,
+        seal_kv: bool = False,
     ) -> None:
         card = engine.card
         link_settings = link_settings or LinkSettings()
@@ -61,7 +62,7 @@ class PrefillWorker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._server = ControlServer(address, self.service, link_settings, metrics=wire_metrics, context=self._context)
         self._links = DecodeLinks(
-            LinkIdentity(f"{worker_id}-{identity.epoch}", card.layout, link_settings),
+            LinkIdentity(f"{worker_id}-{identity.epoch}", card.layout, link_settings, seal_kv),
             self.service,
             wire_metrics,
             self._context,
@@ -83,12 +84,11 @@ class PrefillWorker:
 
     def not_live(self) -> list[str]:
         """See Component."""
-        return not_live(self._loop)
+        return self._dead_sockets() + not_live(self._loop)
 
     def not_ready(self) -> list[str]:
         """See Component."""
-        dead = [] if self._server.is_alive else ["the control socket is dead"]
-        return dead + not_ready(self._loop, self.blocks)
+        return self._dead_sockets() + not_ready(self._loop, self.blocks)
 
     def debug_kv(self) -> dict[str, Any]:
         """See Component."""
@@ -107,6 +107,10 @@ class PrefillWorker:
         await asyncio.to_thread(self._loop.stop)
         await self._links.stop()
         await asyncio.to_thread(self._context.term)
+
+    def _dead_sockets(self) -> list[str]:
+        """Nothing in this process would open it again."""
+        return [] if self._server.is_alive else ["the control socket is dead"]
 
     def _emit(self, report: Report) -> None:
         assert self._asyncio_loop is not None

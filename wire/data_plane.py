@@ -1,16 +1,22 @@
 """The data sockets: KV blocks as raw frames, from the sender's pool into the receiver's pool.
 
-A block is one multipart message: header (:mod:`kvrelay.wire.block_frames`), payload. The sender gives ZeroMQ the pool's
-memory itself; a ticket says when ZeroMQ no longer reads it. The receiver is a thread of its own: it takes the header, asks the
-lease table where the payload belongs, and receives the payload straight into that block. What has no place is read into
-nothing and dropped, so one bad frame never blocks the good ones behind it.
+A block is one multipart message: header (:mod:`kvrelay.wire.block_frames`), payload. The sender is a thread of its own, so that
+neither checksums nor seals are computed on the network thread. It gives ZeroMQ the pool's memory itself, or what a sealer made
+of it; a ticket says when the pool's memory is no longer read. It works on few blocks at a time: what it has just read for the
+checksum is still in the cache when the kernel copies it. The receiver is a thread too: it takes the header, asks the lease table
+whether the block has a place, and gives it the payload. What has no place is dropped, so one bad frame never blocks the
+good ones behind it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import threading
 import time
+from collections import deque
+from dataclasses import dataclass
 
 import zmq
 
@@ -18,59 +24,149 @@ from kvrelay.wire.addresses import SocketFile
 from kvrelay.wire.block_frames import HEADER_NBYTES, BlockHeader, parse_header
 from kvrelay.wire.errors import BlockRefusedError, WireError
 from kvrelay.wire.leases import LeaseTable
+from kvrelay.wire.memory import keep_freed_memory
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.seal import TAG_NBYTES, BlockSealer
 
 logger = logging.getLogger(__name__)
 
 _REFUSALS_LOGGED_EVERY_S = 1.0
+_SEND_AHEAD_MESSAGES = 32  # proved or sealed, and not yet in the kernel
 _READ_AHEAD_MESSAGES = 32  # per sender
 
 
 class SendTicket:
-    """One block on its way. ``is_done``: ZeroMQ no longer reads the block's memory."""
+    """One block on its way. ``is_done``: nobody reads the block's memory any more."""
 
-    def __init__(self, tracker: zmq.MessageTracker) -> None:
-        self._tracker = tracker
+    def __init__(self) -> None:
+        self._is_over = False
+        self._tracker: zmq.MessageTracker | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether the memory may be written again."""
-        return self._tracker.done
+        return self._is_over or (self._tracker is not None and self._tracker.done)
+
+    def follow(self, tracker: zmq.MessageTracker) -> None:
+        """ZeroMQ reads the memory until ``tracker`` says otherwise."""
+        self._tracker = tracker
+
+    def end(self) -> None:
+        """The memory was read for the last time, or never will be."""
+        self._is_over = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    ticket: SendTicket
+    header: BlockHeader
+    payload: memoryview
+    sealer: BlockSealer | None
 
 
 class BlockSender:
-    """One connection to a decode worker's data socket. Network thread only; never blocks."""
+    """One connection to a decode worker's data socket, and its thread. Called on the network thread; never blocks long."""
 
     def __init__(self, address: str, *, metrics: WireMetrics, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._metrics = metrics
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # Not bounded here: what can be queued is bounded by the pool that the frames point into.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.SNDHWM, _SEND_AHEAD_MESSAGES)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
         self._socket.connect(address)
+        # Not bounded here: what can be queued is bounded by the pool that the payloads lie in.
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._buffers = _SealBuffers()
+        self._wakeup = context.socket(zmq.PAIR)
+        self._wakeup.bind(f"inproc://block-sender-{id(self)}")
+        woken = context.socket(zmq.PAIR)
+        woken.connect(f"inproc://block-sender-{id(self)}")
+        self._thread = threading.Thread(target=self._run, args=(woken,), name="block-sender", daemon=True)
+        self._thread.start()
 
-    def send(self, header: BlockHeader, payload: memoryview) -> SendTicket:
-        """Queue a block. The payload's memory must not change until the ticket is done.
+    def send(self, header: BlockHeader, payload: memoryview, sealer: BlockSealer | None = None) -> SendTicket:
+        """Queue a block, sealed if there is a sealer. The payload's memory must not change until the ticket is done.
 
-        Raises WireError on a sender that is closed.
+        Raises WireError on a sender that is closed, ValueError if ``sealer`` had this block before.
         """
-        if self._socket.closed:
+        if self._is_closed or not self._thread.is_alive():
             raise WireError("this block sender is closed: its decode worker is lost")
-        self._socket.send(header.pack(payload), zmq.SNDMORE | zmq.DONTWAIT)
-        # Never copied, however small: the ticket must mean the same for every block.
-        tracker = self._socket.send(
-            zmq.Frame(payload, track=True, copy=False, copy_threshold=0), zmq.DONTWAIT, copy=False
-        )
-        self._metrics.blocks_sent.inc()
-        self._metrics.bytes_sent.inc(len(payload))
-        assert tracker is not None
-        return SendTicket(tracker)
+        if sealer is not None:
+            sealer.claim(header.block_index)
+        ticket = SendTicket()
+        self._jobs.put(_Job(ticket, header, payload, sealer))
+        return ticket
 
     def close(self) -> None:
         """Drop what is queued and close; every ticket is done soon after, whether or not the peer ever existed."""
-        self._socket.close()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.suppress(zmq.Again):  # the thread has died already
+            self._wakeup.send(b"", zmq.DONTWAIT)
+        self._jobs.put(None)
+        self._thread.join()  # it is busy with one block at the most
+        self._wakeup.close()
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self, woken: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLOUT)
+        poller.register(woken, zmq.POLLIN)
+        try:
+            while (job := self._jobs.get()) is not None:
+                # Waits for room before the payload is read, not between reading and sending it.
+                if woken in dict(poller.poll()):
+                    job.ticket.end()
+                    break
+                self._send(job)
+        finally:
+            self._socket.close()
+            woken.close()
+            while not self._jobs.empty():
+                if (job := self._jobs.get()) is not None:
+                    job.ticket.end()
+
+    def _send(self, job: _Job) -> None:
+        if job.sealer is None:
+            header, payload = job.header.pack(job.payload), job.payload
+        else:
+            payload = self._buffers.take(len(job.payload) + TAG_NBYTES)
+            header = job.sealer.seal(job.header, job.payload, payload)
+            job.ticket.end()  # ZeroMQ reads the buffer, nobody the pool
+        self._socket.send(header, zmq.SNDMORE | zmq.DONTWAIT)
+        # Never copied, however small: the ticket must mean the same for every block.
+        frame = zmq.Frame(payload, track=True, copy=False, copy_threshold=0)
+        tracker = self._socket.send(frame, zmq.DONTWAIT, copy=False)
+        assert tracker is not None
+        if job.sealer is None:
+            job.ticket.follow(tracker)
+        else:
+            self._buffers.give(payload, tracker)
+        self._metrics.blocks_sent.inc()
+        self._metrics.bytes_sent.inc(len(job.payload))
+
+
+class _SealBuffers:
+    """Memory for sealed payloads, used again when ZeroMQ has read it. Fresh memory would be faulted in for every block."""
+
+    def __init__(self) -> None:
+        self._in_use: deque[tuple[memoryview, zmq.MessageTracker]] = deque()
+
+    def take(self, nbytes: int) -> memoryview:
+        """A buffer of ``nbytes``; ``give`` brings it back."""
+        if self._in_use and self._in_use[0][1].done:
+            buffer, _ = self._in_use.popleft()
+            if len(buffer) == nbytes:
+                return buffer
+        return memoryview(bytearray(nbytes))
+
+    def give(self, buffer: memoryview, tracker: zmq.MessageTracker) -> None:
+        """The buffer is free when ``tracker`` is done."""
+        self._in_use.append((buffer, tracker))
 
 
 class BlockReceiver:
@@ -84,7 +180,8 @@ class BlockReceiver:
         self._block_nbytes = block_nbytes
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # What is read ahead lies in memory beside the pool: keep it to a few blocks, TCP holds the senders back.
+        # What is read ahead lies in memory beside the pool, and soon not in the cache: keep it to a few blocks. TCP holds the
+        # senders back.
         self._socket.setsockopt(zmq.RCVHWM, _READ_AHEAD_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(block_nbytes, HEADER_NBYTES) + 1024)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
@@ -106,7 +203,8 @@ class BlockReceiver:
         self._logged_s = 0.0
 
     def start(self) -> None:
-        """Start receiving."""
+        """Start receiving. From now on the process keeps the memory of freed frames (:mod:`kvrelay.wire.memory`)."""
+        keep_freed_memory()
         self._thread.start()
 
     @property
@@ -117,8 +215,10 @@ class BlockReceiver:
     def stop(self) -> None:
         """End the thread and close the sockets."""
         if self._thread.ident is not None:
-            self._wakeup.send(b"")
-            self._thread.join()
+            while self._thread.is_alive():
+                with contextlib.suppress(zmq.Again):  # the thread listens not yet, or not any more
+                    self._wakeup.send(b"", zmq.DONTWAIT)
+                self._thread.join(0.05)
         else:
             self._socket.close()
         self._wakeup.close()
@@ -142,11 +242,10 @@ class BlockReceiver:
         if not self._socket.getsockopt(zmq.RCVMORE):
             return
         try:
-            frame = self._socket.recv()
-            header = parse_header(frame)
+            header = parse_header(self._socket.recv())
             if not self._socket.getsockopt(zmq.RCVMORE):
                 raise BlockRefusedError("bad_header", "a header without a payload")
-            target = self._leases.begin_block(header)
+            self._leases.begin_block(header)
         except BlockRefusedError as error:
             if error.cause_name == "bad_header":
                 self._leases.count_bad_header()
@@ -154,11 +253,11 @@ class BlockReceiver:
             self._drain()
             return
         try:
-            nbytes = self._socket.recv_into(target)
-            if self._socket.getsockopt(zmq.RCVMORE):
-                nbytes = 0  # more parts than two: not one of ours
+            frame = self._socket.recv(copy=False)
+            # More parts than two: not one of ours.
+            payload = None if self._socket.getsockopt(zmq.RCVMORE) else frame.buffer
             self._drain()
-            self._leases.finish_block(header, nbytes)
+            self._leases.finish_block(header, payload)
         except BlockRefusedError as error:
             self._log(error)
 

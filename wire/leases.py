@@ -7,10 +7,11 @@ the blocks are the handler's from then on) or ``on_lease_rejected`` (its blocks 
     lease        it is live; a lease id is never used twice
     index, hash  it is the block that the offer promised at this place: same model, tokens and position
     size         exactly one block
-    checksum     over the header and over what lies in *pool memory* after the write
+    checksum     over the header and over what lies in *pool memory* after the write;
+    or seal      with sealed blocks: decrypted into pool memory, header and payload are those that the lease's peer sealed
 
-A block that fails one of the last three on a live lease ends the lease. The others are dropped and counted: they speak of
-leases that are over, or come twice, and must not hurt what is.
+A block that fails one of the last three on a live lease ends the lease, and what is in pool memory is never read. The others are
+dropped and counted: they speak of leases that are over, or come twice, and must not hurt what is.
 
 Thread-safe. The network thread offers, commits, aborts and reaps; the receiver thread opens and closes writes. The handler is
 called without the lock held, on either thread.
@@ -29,6 +30,7 @@ from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.handoff import HandoffState, advance
 from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Offer, Refuse, Renew
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.seal import TAG_NBYTES, BlockOpener, new_key
 
 
 class BlockReservations(Protocol):
@@ -91,6 +93,7 @@ class LeaseSettings:
     fingerprint: bytes
     block_size: int
     ttl_s: float
+    seals_kv: bool = False  # every lease gets a key, and takes sealed blocks only
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +104,7 @@ class _Lease:
     block_ids: list[int]
     num_cached: int
     expires_s: float
+    opener: BlockOpener | None  # None: blocks come plain
     state: HandoffState = HandoffState.GRANTED
     received: set[int] = field(default_factory=set)
     writing: memoryview | None = None  # the view that the receiver thread is filling
@@ -148,6 +152,11 @@ class LeaseTable:
         self._by_key: dict[tuple[str, int], _Lease] = {}
         self._next_id = 1
 
+    @property
+    def seals_kv(self) -> bool:
+        """Whether blocks must come sealed."""
+        return self._settings.seals_kv
+
     # -- the network thread ----------------------------------------------------------------------------------------
 
     def offer(self, peer_id: str, offer: Offer) -> Grant | Refuse:
@@ -173,7 +182,10 @@ class LeaseTable:
                 self._metrics.handoffs.labels("refused_no_room").inc()
                 return refuse(FailureCode.NO_ROOM, f"no room for {num_blocks} KV blocks", retry_after_s=0.5)
             block_ids, num_cached = reserved
-            lease = _Lease(lease_id, peer_id, offer, block_ids, num_cached, self._clock() + self._settings.ttl_s)
+            seal_key = new_key() if self._settings.seals_kv else None
+            opener = None if seal_key is None else BlockOpener(seal_key)
+            expires_s = self._clock() + self._settings.ttl_s
+            lease = _Lease(lease_id, peer_id, offer, block_ids, num_cached, expires_s, opener)
             self._leases[lease_id] = self._by_key[key] = lease
         self._metrics.reused_blocks.inc(num_cached)
         return Grant(
@@ -183,6 +195,7 @@ class LeaseTable:
             epoch=self._settings.epoch,
             num_cached_blocks=num_cached,
             ttl_s=self._settings.ttl_s,
+            seal_key=seal_key,
         )
 
     def commit(self, peer_id: str, commit: Commit) -> None:
@@ -196,6 +209,15 @@ class LeaseTable:
             lease.advance(HandoffState.COMMITTED)
             if commit.chain_hash != lease.offer.block_hashes[-1]:
                 self._doom(lease, FailureCode.INTEGRITY, "the commit's chain hash is not that of the offer")
+        self._settle(lease)
+
+    def reject(self, peer_id: str, lease_id: int, epoch: int, detail: str) -> None:
+        """What the sender said of the lease cannot be right, as whoever knows the model finds."""
+        with self._lock:
+            lease = self._live(peer_id, lease_id, epoch)
+            if lease is None:
+                return
+            self._doom(lease, FailureCode.INTEGRITY, detail)
         self._settle(lease)
 
     def renew(self, peer_id: str, renew: Renew) -> None:
@@ -249,8 +271,8 @@ class LeaseTable:
 
     # -- the receiver thread ---------------------------------------------------------------------------------------
 
-    def begin_block(self, header: BlockHeader) -> memoryview:
-        """Where the payload of ``header`` goes; ``finish_block`` must follow. Raises BlockRefusedError."""
+    def begin_block(self, header: BlockHeader) -> None:
+        """Open the pool's block for the payload of ``header``; ``finish_block`` must follow. Raises BlockRefusedError."""
         with self._lock:
             if header.epoch != self._settings.epoch:
                 raise self._refused("stale_epoch", f"epoch {header.epoch}; this process is {self._settings.epoch}")
@@ -262,23 +284,19 @@ class LeaseTable:
             refusal = self._mismatch(lease, header)
             if refusal is None:
                 lease.writing = self._store.open_write(lease.block_ids[header.block_index])
-                return lease.writing
+                return
             self._doom(lease, FailureCode.INTEGRITY, str(refusal))
         self._settle(lease)
         raise refusal
 
-    def finish_block(self, header: BlockHeader, payload_nbytes: int) -> None:
-        """The write is over; ``payload_nbytes`` is what really came. Raises BlockRefusedError."""
-        refusal: BlockRefusedError | None = None
+    def finish_block(self, header: BlockHeader, payload: memoryview | None) -> None:
+        """Write what came (None: not one payload frame) into the pool's block and prove it there. Raises BlockRefusedError."""
         with self._lock:
             lease = self._leases[header.lease_id]
             block_id, view = lease.block_ids[header.block_index], lease.writing
         assert view is not None, f"block {header.block_index} of lease {header.lease_id} is finished, but was not begun"
-        # Checked on the memory that the model will read, outside of the lock: nobody else may touch this block now.
-        if payload_nbytes != header.payload_nbytes:
-            refusal = self._refused("bad_size", f"{payload_nbytes} bytes came, {header.payload_nbytes} were announced")
-        elif header.checksum_of(view) != header.checksum:
-            refusal = self._refused("bad_checksum", f"block {header.block_index} of lease {header.lease_id}")
+        # Outside of the lock: nobody else may touch this block now.
+        refusal = self._land(header, payload, view, lease.opener)
         self._store.close_write(block_id)
         with self._lock:
             lease.writing = None
@@ -292,7 +310,7 @@ class LeaseTable:
                     lease.advance(HandoffState.SHIPPING)
                 self._touch(lease)
                 self._metrics.blocks_received.inc()
-                self._metrics.bytes_received.inc(payload_nbytes)
+                self._metrics.bytes_received.inc(header.payload_nbytes)
         self._settle(lease)
         if refusal is not None:
             raise refusal
@@ -322,6 +340,9 @@ class LeaseTable:
 
     def _mismatch(self, lease: _Lease, header: BlockHeader) -> BlockRefusedError | None:
         hashes = lease.offer.block_hashes
+        if header.is_sealed != (lease.opener is not None):
+            came, taken = ("sealed", "plain") if header.is_sealed else ("plain", "sealed")
+            return self._refused("wrong_seal", f"a {came} block; lease {header.lease_id} takes {taken} ones only")
         if header.block_index >= len(hashes):
             return self._refused("wrong_block", f"block {header.block_index} of {len(hashes)}")
         if header.block_hash != hashes[header.block_index]:
@@ -329,6 +350,24 @@ class LeaseTable:
         if header.payload_nbytes != self._store.block_nbytes:
             detail = f"{header.payload_nbytes} bytes announced, a block has {self._store.block_nbytes}"
             return self._refused("bad_size", detail)
+        return None
+
+    def _land(
+        self, header: BlockHeader, payload: memoryview | None, view: memoryview, opener: BlockOpener | None
+    ) -> BlockRefusedError | None:
+        """Write the payload into ``view`` and prove it; returns why it is refused, if it is."""
+        nbytes = 0 if payload is None else len(payload)
+        expected_nbytes = header.payload_nbytes + (0 if opener is None else TAG_NBYTES)
+        if payload is None or nbytes != expected_nbytes:
+            return self._refused("bad_size", f"{nbytes} bytes came, {expected_nbytes} were announced")
+        if opener is not None:
+            if not opener.open(header, payload, view):
+                return self._refused("bad_seal", f"block {header.block_index} of lease {header.lease_id}")
+            return None
+        view[:] = payload
+        # Over the memory that the model will read, not over the frame.
+        if header.checksum_of(view) != header.checksum:
+            return self._refused("bad_checksum", f"block {header.block_index} of lease {header.lease_id}")
         return None
 
     def _refused(self, cause: str, detail: str) -> BlockRefusedError:

@@ -77,6 +77,7 @@ class Hello(_Message, tag=True, frozen=True, kw_only=True):
     protocol_min: int = PROTOCOL_MIN
     protocol_max: int = PROTOCOL_MAX
     layout: KvLayout | None = None  # of a prefill worker; a gateway has none
+    seals_kv: bool = False  # of a prefill worker: it sends sealed blocks, and only those
 
 
 class Welcome(_Message, tag=True, frozen=True, kw_only=True):
@@ -88,6 +89,7 @@ class Welcome(_Message, tag=True, frozen=True, kw_only=True):
     protocol: int
     card: ModelCard
     data_address: str | None = None  # decode only: where KV blocks go; a host of 0.0.0.0 means "as you reached me"
+    seals_kv: bool = False  # decode only: it takes sealed blocks, and only those
 
 
 class HelloRefused(_Message, tag=True, frozen=True, kw_only=True):
@@ -227,6 +229,7 @@ class Grant(_Message, tag=True, frozen=True, kw_only=True):
     epoch: int
     num_cached_blocks: int  # leading blocks that need not be sent
     ttl_s: float
+    seal_key: bytes | None = None  # AES-256 key of this lease's blocks; None: they travel plain
 
 
 class Refuse(_Message, tag=True, frozen=True, kw_only=True):

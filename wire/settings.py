@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SEAL_KV_HELP = (
+    "encrypt and authenticate KV blocks between workers (AES-256-GCM); the same on prefill and decode workers"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:

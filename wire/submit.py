@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.common.model_card import ModelCard
-from kvrelay.wire.messages import Failed, FailureCode, Status, Submit, WorkerState
+from kvrelay.wire.messages import Failed, FailureCode, Offer, Status, Submit, WorkerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def submit_refusal(
     return None
 
 
-def invalid_submit(submit: Submit, card: ModelCard) -> str | None:
+def invalid_submit(submit: Submit | Offer, card: ModelCard) -> str | None:
     """Why the request can never be computed by a worker with this card, naming value and limit; None if it can."""
     num_tokens = len(submit.token_ids)
     if not 0 < submit.num_prompt_tokens <= num_tokens:

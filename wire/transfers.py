@@ -31,6 +31,7 @@ from kvrelay.wire.messages import (
     Verified,
 )
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.seal import KEY_NBYTES, BlockSealer
 
 Key = tuple[str, int]
 
@@ -45,8 +46,8 @@ class MessageSender(Protocol):
 class FrameSender(Protocol):
     """A data link (kvrelay.wire.data_plane.BlockSender)."""
 
-    def send(self, header: BlockHeader, payload: memoryview) -> SendTicket:
-        """Queue a block."""
+    def send(self, header: BlockHeader, payload: memoryview, sealer: BlockSealer | None) -> SendTicket:
+        """Queue a block, sealed if there is a sealer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +56,7 @@ class DecodeLink:
 
     control: MessageSender
     data: FrameSender
+    seals_kv: bool = False  # both ends agreed at Hello: sealed blocks, and only those
 
 
 class ReadableStore(Protocol):
@@ -97,6 +99,7 @@ class _Transfer:
     since_s: float  # of the state
     state: HandoffState = HandoffState.OFFERED
     lease: Grant | None = None
+    sealer: BlockSealer | None = None
     renewed_s: float = 0.0
     num_ready: int = 0
     next_block: int = 0  # the first that is neither shipped nor cached over there
@@ -226,9 +229,16 @@ class TransferTable:
             # Aborted while the grant was on its way: the other side must not wait for its time to run out.
             link.control.send(Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="granted too late"))
             return
+        unfit = _unfit_key(grant.seal_key, link.seals_kv)
+        if unfit is not None:
+            # Before anything is shipped: what was to travel sealed must not travel plain.
+            link.control.send(Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason=unfit))
+            self._fail(transfer, FailureCode.LAYOUT_MISMATCH, unfit)
+            return
         now_s = self._clock()
         transfer.advance(HandoffState.GRANTED, now_s)
         transfer.lease, transfer.renewed_s = grant, now_s
+        transfer.sealer = None if grant.seal_key is None else BlockSealer(grant.seal_key)
         transfer.next_block = grant.num_cached_blocks
         self._by_lease[(link, grant.lease_id)] = transfer
         self._ship(transfer)
@@ -248,7 +258,7 @@ class TransferTable:
                 payload_nbytes=len(payload),
                 block_hash=transfer.offer.block_hashes[index],
             )
-            transfer.tickets.append((block_id, transfer.link.data.send(header, payload)))
+            transfer.tickets.append((block_id, transfer.link.data.send(header, payload, transfer.sealer)))
             transfer.next_block += 1
             if transfer.state is HandoffState.GRANTED:
                 transfer.advance(HandoffState.SHIPPING, self._clock())
@@ -294,3 +304,12 @@ class TransferTable:
                 transfer.advance(HandoffState.ABORTED, self._clock())
             del self._transfers[transfer.key]
             self._handler.on_blocks_released(transfer.key)
+
+
+def _unfit_key(seal_key: bytes | None, seals_kv: bool) -> str | None:
+    """Why a grant's key is not what was agreed on; None if it is."""
+    if (seal_key is not None) is not seals_kv:
+        return f"agreed on {'sealed' if seals_kv else 'plain'} KV blocks, but granted {'no' if seals_kv else 'a'} key"
+    if seal_key is not None and len(seal_key) != KEY_NBYTES:
+        return f"granted a key of {len(seal_key)} bytes; it must have {KEY_NBYTES}"
+    return None

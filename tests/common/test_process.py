@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,6 +16,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from kvrelay.common import process as process_module
 from kvrelay.common.admin import AdminServer
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.common.process import ProcessSettings, run_process
@@ -32,6 +35,7 @@ class Played:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.reasons: list[str] = []
+        self.live_reasons: list[str] = []
         self.may_drain = asyncio.Event()
         self.is_draining = asyncio.Event()
 
@@ -39,7 +43,7 @@ class Played:
         self.calls.append("start")
 
     def not_live(self) -> list[str]:
-        return []
+        return self.live_reasons
 
     def not_ready(self) -> list[str]:
         return self.reasons
@@ -193,3 +197,51 @@ async def test_a_signal_while_loading_ends_the_process_without_starting() -> Non
     finally:
         may_load.set()
     assert played.calls == []
+
+
+@pytest.mark.timeout(60)
+async def test_a_component_that_is_not_live_any_more_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "_WATCH_S", 0.001)
+    played = Played()
+
+    def die() -> None:
+        played.live_reasons = ["the model loop is dead"]
+
+    played.start = once_ready(played, die)  # type: ignore[method-assign]
+    settings = ProcessSettings("127.0.0.1", 0, 3600.0)
+    assert await run_process(lambda: played, settings, CollectorRegistry(), "played") == 1
+    assert played.calls == ["start", "stop"]  # nothing that could be waited for would ever finish
+
+
+@pytest.mark.timeout(60)
+async def test_a_component_that_dies_while_it_drains_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "_WATCH_S", 0.001)
+
+    class Dying(Played):
+        async def drain(self) -> None:
+            self.live_reasons = ["the model loop is dead"]
+            await super().drain()
+
+    played = Dying()
+    assert await run_until_signal(played, drain_s=3600.0) == 1
+    assert played.calls == ["start", "drain", "stop"]
+
+
+LOADS_FOR_EVER = """
+import os, signal, sys, threading
+from prometheus_client import CollectorRegistry
+from kvrelay.common.process import ProcessSettings, serve_process
+
+def load():
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait()
+
+sys.exit(serve_process(load, ProcessSettings("127.0.0.1", 0, 30.0), CollectorRegistry(), "played"))
+"""
+
+
+def test_a_process_that_loads_for_ever_still_ends_on_sigterm_with_exit_code_0() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LOADS_FOR_EVER], timeout=60, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -42,7 +42,7 @@ class Rig:
             assert row.sequence.block_table == self.blocks.owned_blocks(sequence_owner(row.sequence.key))
         sampled = self.scheduler.postprocess(plan.rows, [SampledToken(7) if row.samples else None for row in plan.rows])
         self.finished += [one.request_id for one, _ in sampled if one.finish_reason is not None]
-        self.blocks.check_integrity()
+        self.scheduler.check_integrity()
         return [(row.sequence.request_id, row.num_tokens) for row in plan.rows]
 
     def hand_over(self, name: str, length: int, arrival_s: float, max_tokens: int = 100) -> Sequence:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import torch
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.factory import load_engine
 from kvrelay.engine.progress import LoggedProgress
-from kvrelay.engine.settings import KvSettings, ModelSettings
+from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
+from tests.engine.conftest import VOCAB
 
 
 def test_settings_reach_the_engine(llama: tuple[Path, Any]) -> None:
@@ -20,6 +23,7 @@ def test_settings_reach_the_engine(llama: tuple[Path, Any]) -> None:
     engine = load_engine(
         ModelSettings(model=str(llama[0]), dtype="bfloat16", device="cpu", max_model_len=100, threads=1),
         KvSettings(block_size=8, kv_memory_mb=1),
+        FakeSettings(),
         max_num_seqs=4,
         progress=lambda done, total: heard.append((done, total)),
     )
@@ -35,7 +39,13 @@ def test_settings_reach_the_engine(llama: tuple[Path, Any]) -> None:
 def test_a_name_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     for name in ("demo", str(tmp_path / "nothing")):
         with pytest.raises(ModelError, match=f"{name!r} is not a model directory; start through the kvrelay command"):
-            load_engine(ModelSettings(model=name), KvSettings(), max_num_seqs=1, progress=lambda done, total: None)
+            load_engine(
+                ModelSettings(model=name),
+                KvSettings(),
+                FakeSettings(),
+                max_num_seqs=1,
+                progress=lambda done, total: None,
+            )
 
 
 def test_progress_is_logged_by_quarters(caplog: pytest.LogCaptureFixture) -> None:
@@ -53,3 +63,40 @@ def test_progress_is_logged_by_quarters(caplog: pytest.LogCaptureFixture) -> Non
     report(0, 0)
     report(100, 100)
     assert [record.message[:21] for record in caplog.records] == ["loading weights: 90 %", "loading weights: 100 "]
+
+
+def test_a_fake_engine_has_the_models_limits_and_needs_no_torch(llama: tuple[Path, Any]) -> None:
+    """In a process of its own: this one has torch."""
+    script = """
+import sys
+from pathlib import Path
+from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.engine.factory import load_engine
+from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
+
+engine = load_engine(
+    ModelSettings(model=sys.argv[1], max_model_len=100),
+    KvSettings(block_size=8, kv_memory_mb=1),
+    FakeSettings(engine="fake", fake_token_bytes=64),
+    max_num_seqs=4,
+    progress=lambda done, total: None,
+)
+card = engine.card
+assert {"torch", "numpy", "triton"}.isdisjoint(sys.modules), sorted(sys.modules)
+print(card.layout.model_id, card.vocab_size, card.max_model_len, card.num_blocks, card.block_nbytes)
+"""
+    command = [sys.executable, "-P", "-c", script, str(llama[0])]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert output.split() == [f"fake-{llama[0].name}", str(VOCAB), "100", str(2**20 // 512), "512"]
+
+
+def test_a_fake_engine_needs_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not tell vocab_size"):
+        load_engine(
+            ModelSettings(model=str(tmp_path)),
+            KvSettings(),
+            FakeSettings(engine="fake"),
+            max_num_seqs=1,
+            progress=lambda done, total: None,
+        )

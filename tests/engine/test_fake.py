@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from kvrelay.engine.fake import FakeEngine, KvMismatchError, MemoryStore, expected_output, fake_card, next_token
+from kvrelay.engine.fake import (
+    FakeEngine,
+    FakePace,
+    KvMismatchError,
+    MemoryStore,
+    expected_output,
+    fake_card,
+    next_token,
+)
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence
 from tests.engine.conftest import sequence, tokens
@@ -128,3 +138,44 @@ def test_cards_and_stores() -> None:
     read = store.open_read(1)
     assert (bytes(read), read.readonly, bytes(store.open_read(2))) == (b"abcd", True, bytes(4))
     assert next_token(sequence([1], []), b"digest", 7) in range(7)
+
+
+def test_reading_back_once_still_finds_what_a_hand_off_got_wrong() -> None:
+    source, target = FakeEngine(fake_card()), FakeEngine(fake_card(), reads_back_once=True)
+    row = sequence(tokens(5, 9), [0, 1, 2])
+    run(source, row, 9)
+    moved = sequence(row.token_ids, [10, 11, 12])
+    moved.num_computed_tokens = 9
+    ship(source, target, [0, 1, 2], [10, 12, 11])
+    with pytest.raises(KvMismatchError, match="position 4 "):
+        run(target, moved, 1)
+
+
+def test_reading_back_once_starts_over_with_another_block_table() -> None:
+    engine = FakeEngine(fake_card(), reads_back_once=True)
+    row = sequence(tokens(6, 6), [0, 1, 2])
+    expected = expected_output(row.token_ids, 3, engine.card.vocab_size)
+    assert [run(engine, row, 6), run(engine, row, 1)] == expected[:2]
+    row.block_table[0] = 30  # as after a preemption, but nobody computed block 30
+    with pytest.raises(KvMismatchError, match="position 0 "):
+        run(engine, row, 1)
+
+
+def test_a_pace_counts_steps_and_prompt_tokens() -> None:
+    pace = FakePace(step_s=0.25, token_s=0.5)
+    prompt, decode = sequence(tokens(7, 6), [0, 1]), sequence(tokens(8, 3), [2])
+    assert pace.of([StepRow(prompt, 6), StepRow(decode, 1)]) == 0.25 + 6 * 0.5
+    assert pace.of([StepRow(decode, 1)]) == 0.25
+
+
+def test_a_step_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    run(FakeEngine(fake_card(), pace=FakePace(1000.0, 0.0)), sequence([1, 2], [0]), 2)
+    assert len(slept) == 1
+    assert 0 < 1000.0 - slept[0] < 100.0  # what the step itself took is counted
+
+
+def test_a_large_vocabulary_gives_plain_tokens() -> None:
+    assert set(expected_output([1], 2000, 49_152)) <= set(range(1000, 20_000))
+    assert max(expected_output([1], 2000, 100)) < 100

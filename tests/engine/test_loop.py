@@ -13,6 +13,7 @@ from kvrelay.engine import loop as loop_module
 from kvrelay.engine.loop import ModelLoop
 
 WAIT_S = 30.0
+BROKEN = -99  # a command after which the worker does not trust itself
 
 
 class Scripted:
@@ -24,24 +25,27 @@ class Scripted:
         self.num_left = 0
         self.has_room = True
         self.error: Exception | None = None
+        self.next_error: Exception | None = None
         self.may_step = threading.Event()
         self.may_step.set()
 
     def handle(self, command: int) -> None:
         self.threads.add(threading.get_ident())
-        self.num_left += command
         self.events.put(f"handle {command}")
+        if command < 0:
+            raise ValueError(command)
+        self.num_left += command
 
     def has_work(self) -> bool:
         return self.num_left > 0
 
     def step(self) -> bool:
         self.threads.add(threading.get_ident())
-        has_room = self.has_room  # read before anybody hears of the step and changes it
+        has_room, error = self.has_room, self.error  # read before anybody hears of the step and changes them
         self.events.put("step")
         assert self.may_step.wait(WAIT_S)
-        if self.error is not None:
-            raise self.error
+        if error is not None:
+            raise error
         if not has_room:
             return False
         self.num_left -= 1
@@ -49,8 +53,13 @@ class Scripted:
 
     def on_step_failed(self, error: Exception) -> None:
         self.num_left = 0
-        self.error = None
+        self.error = self.next_error
         self.events.put(f"failed {error}")
+
+    def on_command_failed(self, command: int, error: Exception) -> None:
+        self.events.put(f"refused {command}")
+        if command == BROKEN:
+            raise AssertionError("the books do not agree")
 
     def expect(self, *events: str) -> None:
         assert [self.events.get(timeout=WAIT_S) for _ in events] == list(events)
@@ -159,3 +168,51 @@ def test_stop_ends_behind_the_running_step(worker: Scripted) -> None:
 
 def test_a_loop_that_never_started_can_be_stopped(worker: Scripted) -> None:
     assert ModelLoop[int](worker, "model").stop()
+
+
+def test_a_command_that_fails_is_told_and_logged_and_the_loop_goes_on(
+    worker: Scripted, loop: ModelLoop[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    loop.post(-1)
+    loop.post(1)
+    loop.start()
+    worker.expect("handle -1", "refused -1", "handle 1", "step")
+    messages = [(record.levelno, record.message) for record in caplog.records]
+    assert messages == [(logging.ERROR, "a command to the model loop failed")]
+
+
+def test_a_worker_that_does_not_trust_itself_any_more_ends_the_loop(
+    worker: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = ModelLoop[int](worker, "model")
+    loop.post(BROKEN)
+    loop.post(1)
+    loop.start()
+    worker.expect(f"handle {BROKEN}", f"refused {BROKEN}")
+    loop._thread.join(WAIT_S)
+    assert not loop.is_alive
+    assert worker.events.empty(), "it went on"
+    assert caplog.records[-1].levelno == logging.CRITICAL
+    assert loop.stop()
+
+
+def test_steps_that_fail_one_after_the_other_end_the_loop(worker: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that answers everything with the same error: a worker that fails fast draws all requests."""
+    monkeypatch.setattr(loop_module, "_MAX_FAILED_STEPS", 3)
+    loop = ModelLoop[int](worker, "model")
+    worker.error = worker.next_error = RuntimeError("illegal access")
+    failure = ("handle 1", "step", "failed illegal access")
+    loop.start()
+    for _ in range(2):
+        loop.post(1)
+        worker.expect(*failure)
+    worker.error = worker.next_error = None
+    loop.post(1)
+    worker.expect("handle 1", "step")  # counted from 0 again
+    worker.error = worker.next_error = RuntimeError("illegal access")
+    for _ in range(3):
+        loop.post(1)
+        worker.expect(*failure)
+    loop._thread.join(WAIT_S)
+    assert not loop.is_alive
+    assert loop.stop()

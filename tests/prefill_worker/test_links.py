@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import zmq
@@ -11,7 +13,8 @@ from prometheus_client import CollectorRegistry
 from kvrelay.engine.fake import fake_card
 from kvrelay.prefill_worker import links
 from kvrelay.prefill_worker.links import DecodeLinks, LinkIdentity, data_address
-from kvrelay.wire.messages import FailureCode, Message
+from kvrelay.wire.control import ControlServer
+from kvrelay.wire.messages import FailureCode, Hello, HelloRefused, Message, Role, Status, Welcome, WorkerState
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import DecodeLink
@@ -55,3 +58,110 @@ async def test_a_worker_that_is_gone_is_forgotten(monkeypatch: pytest.MonkeyPatc
     assert not made._peers
     await made.stop()
     await asyncio.to_thread(context.term)  # returns only if every socket is closed
+
+
+class DecodePort:
+    """A decode worker that welcomes everybody and hears nothing."""
+
+    def __init__(self) -> None:
+        self.data_address: str | None = "tcp://127.0.0.1:1"
+        self.peer_id = ""
+
+    def welcome(self, hello: Hello) -> Welcome | HelloRefused:
+        self.peer_id = hello.peer_id
+        return Welcome(
+            role=Role.DECODE,
+            worker_id="decode",
+            epoch=1,
+            protocol=1,
+            card=fake_card(),
+            data_address=self.data_address,
+        )
+
+    def status(self) -> Status:
+        return Status(
+            state=WorkerState.READY, num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=1, num_blocks=1
+        )
+
+    def on_message(self, peer_id: str, role: Role, message: Message) -> None:
+        raise AssertionError(f"nobody says {message}")
+
+    def on_peer_lost(self, peer_id: str, role: Role) -> None:
+        """See ServerHandler."""
+
+
+class Heard:
+    """What becomes of links, in order."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[tuple[str, DecodeLink | None, str]] = asyncio.Queue()
+
+    def on_link_up(self, address: str, link: DecodeLink) -> None:
+        self.events.put_nowait(("up", link, ""))
+
+    def on_link_down(self, address: str, link: DecodeLink | None, code: FailureCode, detail: str) -> None:
+        self.events.put_nowait((code.value, link, detail))
+
+    def on_link_message(self, link: DecodeLink, message: Message) -> None:
+        raise AssertionError(f"nobody says {message}")
+
+    async def next(self, kind: str) -> tuple[DecodeLink | None, str]:
+        async with asyncio.timeout(30):
+            came, link, detail = await self.events.get()
+        assert came == kind, detail
+        return link, detail
+
+
+@asynccontextmanager
+async def decode_port() -> AsyncIterator[tuple[DecodePort, ControlServer, str, DecodeLinks, Heard]]:
+    """A decode worker's control socket, and the links of a prefill worker to it."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    metrics, settings = WireMetrics(CollectorRegistry()), LinkSettings()
+    port, heard = DecodePort(), Heard()
+    server = ControlServer("tcp://127.0.0.1:*", port, settings, metrics=metrics, context=context)
+    address = await server.start()
+    made = DecodeLinks(LinkIdentity("p", fake_card().layout, settings), heard, metrics, context)
+    try:
+        yield port, server, address, made, heard
+    finally:
+        await made.stop()
+        await server.stop()
+        await asyncio.to_thread(context.term)  # returns only if every socket is closed
+
+
+async def test_a_second_welcome_voids_what_went_over_the_first_link() -> None:
+    """Its sender is closed: a hand-off that stayed on it would find out in the middle of shipping."""
+    async with decode_port() as (port, server, address, made, heard):
+        assert made.link_to(address) is None
+        first, _ = await heard.next("up")
+        welcome = port.welcome(Hello(role=Role.PREFILL, peer_id=port.peer_id))
+        assert server.send(port.peer_id, welcome)
+        down, _ = await heard.next("peer_lost")
+        assert down is first
+        second, _ = await heard.next("up")
+        assert second is not first
+        assert made.link_to(address) is second
+
+
+async def test_a_worker_that_takes_no_blocks_is_told_of_at_every_request() -> None:
+    """It is connected and says Welcome once: the second request would wait for news that never come."""
+    async with decode_port() as (port, _, address, made, heard):
+        port.data_address = None
+        for _ in range(2):
+            assert made.link_to(address) is None
+            _, detail = await heard.next("invalid")
+            assert "takes no KV blocks" in detail
+
+
+async def test_a_link_that_is_reset_comes_up_anew_when_it_is_asked_for() -> None:
+    async with decode_port() as (_, _, address, made, heard):
+        made.reset(address, "of no interest")  # nobody is there yet
+        assert made.link_to(address) is None
+        first, _ = await heard.next("up")
+        made.reset(address, "took no KV blocks for 30 s")
+        down, detail = await heard.next("peer_lost")
+        assert down is first
+        assert detail.endswith("took no KV blocks for 30 s")
+        assert made.link_to(address) is None
+        second, _ = await heard.next("up")
+        assert second is not first

@@ -33,7 +33,7 @@ class Rig:
         rows, _ = self.scheduler.schedule()
         shares = [(row.sequence.request_id, row.num_tokens) for row in rows]
         computed = self.scheduler.postprocess(rows, [SampledToken(token) if row.samples else None for row in rows])
-        self.blocks.check_integrity()
+        self.scheduler.check_integrity()
         return shares, computed
 
 

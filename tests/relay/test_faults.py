@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -25,6 +26,7 @@ from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.data_plane import BlockSender, SendTicket
+from kvrelay.wire.seal import BlockSealer, new_key
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import TransferSettings
 
@@ -33,7 +35,8 @@ from .gate import Gate
 VOCAB = 1000
 LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=5.0)
 
-SendBlock = Callable[[BlockSender, BlockHeader, memoryview], SendTicket]
+Sealer = BlockSealer | None
+SendBlock = Callable[[BlockSender, BlockHeader, memoryview, Sealer], SendTicket]
 honest: SendBlock = BlockSender.send
 
 
@@ -53,52 +56,52 @@ class Liar:
     def __init__(self, lie: SendBlock) -> None:
         self.lie: SendBlock | None = lie
 
-    def send(self, sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+    def send(self, sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
         if self.lie is not None and header.block_index == 1:
             lie, self.lie = self.lie, None
-            return lie(sender, header, payload)
-        return honest(sender, header, payload)
+            return lie(sender, header, payload, sealer)
+        return honest(sender, header, payload, sealer)
 
 
-def corrupted(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+def corrupted(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
     """A bit flips on the way: the checksum is the true payload's."""
     bad = bytearray(payload)
     bad[len(bad) // 2] ^= 1
-    return honest(sender, _Raw(header, payload), memoryview(bad))  # type: ignore[arg-type]
+    return honest(sender, _Raw(header, payload), memoryview(bad), sealer)  # type: ignore[arg-type]
 
 
-def stale_epoch(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+def stale_epoch(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
     """The block was meant for the process that had this address before."""
-    return honest(sender, replace(header, epoch=header.epoch - 1), payload)
+    return honest(sender, replace(header, epoch=header.epoch - 1), payload, sealer)
 
 
-def swapped_hash(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+def swapped_hash(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
     """Another prompt's block, with a checksum that is right for it."""
-    return honest(sender, replace(header, block_hash=b"x" * 16), payload)
+    return honest(sender, replace(header, block_hash=b"x" * 16), payload, sealer)
 
 
-def swapped_payload(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+def swapped_payload(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
     """Another block's bytes under this block's header."""
-    return honest(sender, _Raw(header, payload), memoryview(bytes(reversed(payload))))  # type: ignore[arg-type]
+    return honest(sender, _Raw(header, payload), memoryview(bytes(reversed(payload))), sealer)  # type: ignore[arg-type]
 
 
-def wrong_size(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+def wrong_size(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
     """Half a block."""
     half = payload[: len(payload) // 2]
-    return honest(sender, replace(header, payload_nbytes=len(half)), half)
+    return honest(sender, replace(header, payload_nbytes=len(half)), half, sealer)
 
 
-def out_of_range(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+def out_of_range(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
     """A block behind the last one."""
-    return honest(sender, replace(header, block_index=1000), payload)
+    return honest(sender, replace(header, block_index=1000), payload, sealer)
 
 
-def unknown_lease(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
+def unknown_lease(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
     """A block for a lease that does not exist."""
-    return honest(sender, replace(header, lease_id=header.lease_id + 77), payload)
+    return honest(sender, replace(header, lease_id=header.lease_id + 77), payload, sealer)
 
 
-def prefill_worker(registry: CollectorRegistry) -> PrefillWorker:
+def prefill_worker(registry: CollectorRegistry, *, seal_kv: bool = False) -> PrefillWorker:
     return PrefillWorker(
         FakeEngine(fake_card()),
         PrefillSchedulerSettings(),
@@ -107,10 +110,13 @@ def prefill_worker(registry: CollectorRegistry) -> PrefillWorker:
         registry,
         link_settings=LINKS,
         transfer_settings=TransferSettings(verify_timeout_s=0.5),
+        seal_kv=seal_kv,
     )
 
 
-def decode_worker(registry: CollectorRegistry, model_id: str = "fake", gate: Gate | None = None) -> DecodeWorker:
+def decode_worker(
+    registry: CollectorRegistry, model_id: str = "fake", gate: Gate | None = None, *, seal_kv: bool = False
+) -> DecodeWorker:
     return DecodeWorker(
         FakeEngine(fake_card(model_id=model_id), gate or (lambda rows: None)),
         DecodeSchedulerSettings(),
@@ -119,6 +125,7 @@ def decode_worker(registry: CollectorRegistry, model_id: str = "fake", gate: Gat
         "decode",
         registry,
         link_settings=LINKS,
+        seal_kv=seal_kv,
     )
 
 
@@ -177,8 +184,8 @@ LIES = {
 async def test_a_lie_is_refused_counted_and_survived(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
     liar = Liar(LIES[cause])
 
-    def send(sender: BlockSender, header: BlockHeader, payload: memoryview) -> SendTicket:
-        return liar.send(sender, header, payload)
+    def send(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
+        return liar.send(sender, header, payload, sealer)
 
     monkeypatch.setattr(BlockSender, "send", send)
     prompt = random.Random(1).choices(range(VOCAB), k=30)
@@ -190,6 +197,106 @@ async def test_a_lie_is_refused_counted_and_survived(cause: str, monkeypatch: py
     labels = {"cause": cause.strip()}
     refused = [registry.get_sample_value("kvrelay_refused_kv_blocks_total", labels) for registry in registries[:2]]
     assert sorted(count or 0 for count in refused) == [0, 1]
+
+
+class _Tampering:
+    """A sealer on whose way to ZeroMQ somebody sits."""
+
+    def __init__(self, sealer: BlockSealer, header: BlockHeader, flip_at: int) -> None:
+        self._sealer, self._header, self._flip_at = sealer, header, flip_at
+
+    def claim(self, block_index: int) -> None:
+        self._sealer.claim(block_index)
+
+    def seal(self, header: BlockHeader, payload: memoryview, target: memoryview) -> bytes:
+        frame = self._sealer.seal(self._header, payload, target)
+        target[self._flip_at] ^= 1
+        return frame
+
+
+def tampered_seal(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
+    """A bit of the ciphertext flips on the way."""
+    assert sealer is not None
+    return honest(sender, header, payload, _Tampering(sealer, header, 3))  # type: ignore[arg-type]
+
+
+def foreign_key(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
+    """Somebody who does not know the lease's key."""
+    assert sealer is not None
+    return honest(sender, header, payload, BlockSealer(new_key()))
+
+
+def not_sealed(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
+    """The right block, but anybody on the way could have read and changed it."""
+    assert sealer is not None
+    return honest(sender, header, payload, None)
+
+
+SEALED_LIES = {
+    "bad_seal": tampered_seal,
+    "bad_seal ": foreign_key,
+    "wrong_seal": not_sealed,
+    "wrong_block": swapped_hash,
+    "stale_epoch": stale_epoch,
+    "unknown_lease": unknown_lease,
+}
+
+
+@pytest.mark.parametrize("cause", SEALED_LIES)
+async def test_a_sealed_lie_is_refused_counted_and_survived(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    liar = Liar(SEALED_LIES[cause])
+
+    def send(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
+        return liar.send(sender, header, payload, sealer)
+
+    monkeypatch.setattr(BlockSender, "send", send)
+    prompt = random.Random(1).choices(range(VOCAB), k=30)
+    registries = [CollectorRegistry() for _ in range(3)]
+    decodes = [decode_worker(registries[0], seal_kv=True), decode_worker(registries[1], seal_kv=True)]
+    async with gateway([prefill_worker(registries[2], seal_kv=True)], decodes) as relay:
+        assert await generate(relay, "a", prompt, 12) == expected_output(prompt, 12, VOCAB)
+    assert liar.lie is None, "the lie was never told"
+    labels = {"cause": cause.strip()}
+    refused = [registry.get_sample_value("kvrelay_refused_kv_blocks_total", labels) for registry in registries[:2]]
+    assert sorted(count or 0 for count in refused) == [0, 1]
+
+
+@pytest.mark.parametrize("prefill_seals", [True, False])
+async def test_a_worker_with_the_other_seal_is_refused_by_name(
+    prefill_seals: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The request ends well on the decode worker that agrees, and the log says what differs."""
+    prompt = random.Random(5).choices(range(VOCAB), k=30)
+    registries = [CollectorRegistry() for _ in range(3)]
+    decodes = [
+        decode_worker(registries[0], seal_kv=not prefill_seals),
+        decode_worker(registries[1], seal_kv=prefill_seals),
+    ]
+    async with gateway([prefill_worker(registries[2], seal_kv=prefill_seals)], decodes) as relay:
+        for name in "abcd":
+            assert await generate(relay, name, prompt, 6) == expected_output(prompt, 6, VOCAB)
+    decode, prefill = ("false", "true") if prefill_seals else ("true", "false")
+    assert f"--seal-kv differs (decode / prefill): {decode} / {prefill}" in caplog.text
+    assert (registries[0].get_sample_value("kvrelay_refused_hellos_total", {"code": "layout_mismatch"}) or 0) > 0
+    assert registries[0].get_sample_value("kvrelay_sampled_tokens_total") == 0
+
+
+async def test_an_older_decode_worker_counts_as_plain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It knows nothing of seals, so it welcomes everybody; a prefill worker that seals does not send it blocks in the open."""
+    prompt = random.Random(6).choices(range(VOCAB), k=30)
+    registries = [CollectorRegistry() for _ in range(3)]
+    decodes = [decode_worker(registries[0]), decode_worker(registries[1], seal_kv=True)]
+    welcome = decodes[0].service.welcome
+    monkeypatch.setattr(
+        decodes[0].service, "welcome", lambda hello: welcome(msgspec.structs.replace(hello, seals_kv=False))
+    )
+    async with gateway([prefill_worker(registries[2], seal_kv=True)], decodes) as relay:
+        for name in "abcd":
+            assert await generate(relay, name, prompt, 6) == expected_output(prompt, 6, VOCAB)
+    assert "--seal-kv differs (decode / prefill): false / true" in caplog.text
+    assert registries[0].get_sample_value("kvrelay_sampled_tokens_total") == 0
 
 
 async def test_a_worker_of_another_layout_is_not_used() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.engine.block_manager import Owner, OwnerKind
 from kvrelay.engine.fake import expected_output, fake_card
 from kvrelay.engine.interface import StepRow
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
@@ -95,12 +96,26 @@ async def test_many_with_preemption_on_a_small_pool() -> None:
 
 
 async def test_no_room_is_told_with_a_time_to_come_back() -> None:
-    async with relay(decode_card=fake_card(num_blocks=8), prefill_card=fake_card(num_blocks=64)) as r:
+    async with relay() as r:
+        others = Owner(OwnerKind.LEASE, "others")
+        r.decode.blocks.allocate(others, 60)
         r.submit("a", prompt(5, 100), 8)
         outcome = (await r.outcome("a"))["a"]
         assert isinstance(outcome, Failed)
         assert outcome.code is FailureCode.NO_ROOM
         assert outcome.retry_after_s is not None
+        r.decode.blocks.release(others)
+        await r.settled()
+
+
+async def test_a_decode_worker_checks_what_is_offered_against_its_own_limits() -> None:
+    """The prefill worker's limit is larger. Granted, the sequence would break a step, and all others with it."""
+    async with relay(decode_card=fake_card(max_model_len=64), prefill_card=fake_card()) as r:
+        r.submit("a", prompt(5, 64), 8)
+        outcome = (await r.outcome("a"))["a"]
+        assert isinstance(outcome, Failed)
+        assert outcome.code is FailureCode.INVALID
+        assert "64 tokens leave no room to generate" in outcome.detail
         await r.settled()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind
 from kvrelay.engine.fake import MemoryStore
 from kvrelay.wire.block_frames import BlockHeader
-from kvrelay.wire.data_plane import BlockReceiver, BlockSender
+from kvrelay.wire.data_plane import BlockReceiver, BlockSender, SendTicket
 from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.leases import LeaseSettings, LeaseTable, VerifiedLease
 from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Message, Offer, Reject, Timings, Verified
@@ -95,19 +96,18 @@ class WatchedLeases(LeaseTable):
         self.may_finish = threading.Event()
         self.may_finish.set()
 
-    def begin_block(self, header: BlockHeader) -> memoryview:
+    def begin_block(self, header: BlockHeader) -> None:
         try:
-            view = super().begin_block(header)
+            super().begin_block(header)
         except BlockRefusedError as error:
             self.seen.put(error.cause_name)
             raise
         self.inside.put(header.block_index)
-        return view
 
-    def finish_block(self, header: BlockHeader, payload_nbytes: int) -> None:
+    def finish_block(self, header: BlockHeader, payload: memoryview | None) -> None:
         assert self.may_finish.wait(WAIT_S)
         try:
-            super().finish_block(header, payload_nbytes)
+            super().finish_block(header, payload)
         except BlockRefusedError as error:
             self.seen.put(error.cause_name)
             raise
@@ -174,7 +174,10 @@ class ControlLine:
 class Rig:
     """A prefill side and a decode side, joined by a data socket."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, num_blocks: int = 32) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, num_blocks: int = 32, *, seals_kv: bool = False
+    ) -> None:
+        self.seals_kv = seals_kv
         self.context = context
         self.clock = Clock()
         self.registry = CollectorRegistry()
@@ -185,7 +188,7 @@ class Rig:
         self.store = CountingStore(num_blocks)
         self.lease_ends = LeaseEnds()
         self.leases = WatchedLeases(
-            LeaseSettings(epoch=EPOCH, fingerprint=FINGERPRINT, block_size=BLOCK_SIZE, ttl_s=TTL_S),
+            LeaseSettings(epoch=EPOCH, fingerprint=FINGERPRINT, block_size=BLOCK_SIZE, ttl_s=TTL_S, seals_kv=seals_kv),
             LeaseBlocks(self.manager),
             self.store,
             self.lease_ends,
@@ -208,7 +211,7 @@ class Rig:
             BlockSender(address or self.receiver.address, metrics=self.prefill_metrics, context=self.context)
         )
         line = ControlLine()
-        return DecodeLink(line, self.senders[-1]), line
+        return DecodeLink(line, self.senders[-1], self.seals_kv), line
 
     # -- the prefill side ------------------------------------------------------------------------------------------
 
@@ -300,7 +303,7 @@ class Rig:
         """Wait until no send in flight reads the source pool."""
         for transfer in self.transfers._transfers.values():
             for _, ticket in transfer.tickets:
-                ticket._tracker.wait(WAIT_S)
+                assert_done_soon(ticket)
 
     def settle(self) -> None:
         """Let the transfer table notice that sends are over."""
@@ -336,6 +339,14 @@ def content_of(block_hash: bytes) -> bytes:
     return block_hash * (BLOCK_NBYTES // len(block_hash))
 
 
+def assert_done_soon(ticket: SendTicket) -> None:
+    """Wait until nobody reads the block's memory."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not ticket.is_done:
+        assert time.monotonic() < deadline_s, "a ticket that is never done"
+        time.sleep(0.001)
+
+
 RigMaker = Callable[..., Rig]
 
 
@@ -352,5 +363,12 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 @pytest.fixture
 def rig(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Rig]:
     rig = Rig(context, "tcp://127.0.0.1:0")
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def sealed_rig(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Rig]:
+    rig = Rig(context, "tcp://127.0.0.1:0", seals_kv=True)
     yield rig
     rig.close()

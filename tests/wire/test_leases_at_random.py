@@ -82,7 +82,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.peers: dict[int, str] = {}
         self.ended: list[int] = []
         self.blocks_of: dict[int, list[int]] = {}  # verified
-        self.open: tuple[BlockHeader, memoryview] | None = None
+        self.open: BlockHeader | None = None
         self.table = LeaseTable(
             LeaseSettings(epoch=EPOCH, fingerprint=FINGERPRINT, block_size=BLOCK_SIZE, ttl_s=TTL_S),
             Blocks(self.manager),
@@ -122,17 +122,17 @@ class LeaseMachine(RuleBasedStateMachine):
             lease_id, epoch, index, BLOCK_NBYTES, block_hash, draft.checksum_of(memoryview(content_of(block_hash)))
         )
         with contextlib.suppress(BlockRefusedError):
-            self.open = (header, self.table.begin_block(header))
+            self.table.begin_block(header)
+            self.open = header
 
     @rule(fault=st.sampled_from(["none", "none", "none", "bytes", "size"]))
     def finish(self, fault: str) -> None:
         if self.open is None:
             return
-        header, view = self.open
-        self.open = None
-        view[:] = content_of(b"x" * 16 if fault == "bytes" else header.block_hash)
+        header, self.open = self.open, None
+        content = memoryview(content_of(b"x" * 16 if fault == "bytes" else header.block_hash))
         try:
-            self.table.finish_block(header, BLOCK_NBYTES - (fault == "size"))
+            self.table.finish_block(header, content[:-1] if fault == "size" else content)
             assert fault == "none"
         except BlockRefusedError:
             assert fault != "none"
@@ -196,7 +196,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @invariant()
     def an_open_write_has_its_block_to_itself(self) -> None:
         if self.open is not None:
-            header = self.open[0]
+            header = self.open
             block_id = self.manager.owned_blocks(Owner(OwnerKind.LEASE, str(header.lease_id)))[header.block_index]
             for lease_id, block_ids in self.blocks_of.items():
                 assert block_id not in block_ids, lease_id
@@ -225,8 +225,8 @@ def test_two_threads_at_once() -> None:
                 checksum = draft.checksum_of(memoryview(content_of(block_hash)))
                 header = BlockHeader(lease_id, EPOCH, index, BLOCK_NBYTES, block_hash, checksum)
                 try:
-                    table.begin_block(header)[:] = content_of(block_hash)
-                    table.finish_block(header, BLOCK_NBYTES)
+                    table.begin_block(header)
+                    table.finish_block(header, memoryview(content_of(block_hash)))
                 except BlockRefusedError as error:
                     assert error.cause_name == "unknown_lease", error  # noqa: PT017
             turn.wait()

@@ -1,0 +1,63 @@
+"""The assembled decode worker's health: what only a restart mends, and that it can still be stopped then."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry
+
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.fake import FakeEngine, fake_card
+from kvrelay.wire.block_frames import BlockHeader
+from kvrelay.wire.data_plane import BlockSender
+from kvrelay.wire.metrics import WireMetrics
+
+WAIT_S = 30.0
+
+
+def decode_worker() -> DecodeWorker:
+    return DecodeWorker(
+        FakeEngine(fake_card()),
+        DecodeSchedulerSettings(),
+        "tcp://127.0.0.1:*",
+        "tcp://127.0.0.1:*",
+        "decode",
+        CollectorRegistry(),
+    )
+
+
+async def test_a_dead_control_socket_is_a_reason_to_restart() -> None:
+    worker = decode_worker()
+    await worker.start()
+    assert worker.not_live() == worker.not_ready() == []
+    await worker._server.stop()
+    assert worker.not_live() == worker.not_ready() == ["the control socket is dead"]
+    await worker.stop()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_dead_kv_port_is_a_reason_to_restart_and_stops_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = decode_worker()
+    died = threading.Event()
+
+    def begin_block(header: BlockHeader) -> None:
+        died.set()
+        raise RuntimeError("nobody expects that")
+
+    monkeypatch.setattr(worker.leases, "begin_block", begin_block)
+    await worker.start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sender = BlockSender(worker.data_address, metrics=WireMetrics(CollectorRegistry()), context=context)
+    payload = memoryview(bytes(8))
+    sender.send(BlockHeader(lease_id=1, epoch=1, block_index=0, payload_nbytes=8, block_hash=bytes(16)), payload)
+    assert await asyncio.to_thread(died.wait, WAIT_S)
+    await asyncio.to_thread(worker._receiver._thread.join, WAIT_S)
+    assert worker.not_live() == worker.not_ready() == ["the KV port is dead"]
+    sender.close()
+    await asyncio.to_thread(context.term)
+    async with asyncio.timeout(WAIT_S):
+        await worker.stop()

@@ -1,0 +1,34 @@
+"""`kvrelay local --engine fake`: the whole relay without a model, in seconds."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kvrelay.engine.fake import expected_output
+from kvrelay.launcher.client import counter_values
+from kvrelay.launcher.local import LocalDeployment
+from kvrelay.launcher.settings import LocalSettings
+
+from .conftest import wait_until_idle
+from .test_demo import http, prompt, stream_ids
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+
+async def test_fakes_hand_over_real_blocks(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_FAKE_STEP_MS", "1")
+    settings = LocalSettings(port=0, engine="fake", local_prefill_max_tokens=0)
+    with LocalDeployment.from_settings(settings, model_directory) as deployment:
+        await asyncio.to_thread(deployment.wait_ready, timeout_s=60)
+        prompts = [prompt(seed, 40 + 30 * seed) for seed in range(8)]
+        async with http(deployment) as client:
+            answers = await asyncio.gather(*(stream_ids(client, tokens, 20) for tokens in prompts))
+        vocab_size = 49_152  # the demo model's
+        assert answers == [expected_output(tokens, 20, vocab_size) for tokens in prompts]
+        received = counter_values(deployment.admin_urls["decode-0"], "kvrelay_kv_blocks_received_total", {})
+        # Every prompt's blocks: those of its tokens, the last one maybe in part.
+        assert sum(received) == sum(-(-len(tokens) // 16) for tokens in prompts)
+        await asyncio.to_thread(wait_until_idle, deployment)
