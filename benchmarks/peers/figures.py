@@ -1,0 +1,214 @@
+"""The figures: which sides, which load, which numbers, and what is to be reached. Pure; ``rounds.py`` does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvrelay.launcher.bench.records import RequestRecord, RunResult
+from kvrelay.launcher.bench.summary import percentile
+from kvrelay.launcher.bench.workload import BURST, MAIN
+from peers.load import Load
+
+SETTLE_S = 1.0  # of a run with streams: all have begun by then
+_LONG = 1500  # tokens of a long prompt
+
+IDLE = "idle"
+LOADED = "loaded"
+
+Values = dict[str, float]  # "tokens_per_s" → 310.2
+Results = dict[str, RunResult]  # by the name of the load
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """``ours / theirs`` of ``metric`` is to be at least (or at most) ``limit``; the best of ``ours`` counts.
+
+    ``theirs`` None: ``metric`` itself has the limit. ``limit`` None: it is only printed.
+    """
+
+    metric: str
+    ours: tuple[str, ...]
+    theirs: str | None
+    limit: float | None = None
+    is_at_most: bool = False
+
+    def is_reached(self, value: float) -> bool | None:
+        """None without a limit."""
+        if self.limit is None:
+            return None
+        return value <= self.limit if self.is_at_most else value >= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One comparison. Each round measures every load on every side."""
+
+    name: str
+    title: str
+    sides: tuple[str, ...]
+    loads: dict[str, Load]
+    values: Callable[[Results], Values]
+    targets: tuple[Target, ...]
+    rounds: int = 5
+    warm_up: tuple[Load, ...] = ()  # what each side answers first, beside short loads of the same shapes
+    one_wave: frozenset[str] = field(
+        default_factory=frozenset
+    )  # sides that answer each place of the loop once, being slow
+
+    def load(self, name: str, side: str) -> Load:
+        """The load called ``name`` as ``side`` gets it."""
+        load = self.loads[name]
+        return load.with_requests(load.concurrency) if side in self.one_wave else load
+
+
+def throughput(results: Results) -> Values:
+    """Output tokens per second of everything, TTFT and the time between tokens."""
+    records = results[LOADED].requests
+    return {
+        "tokens_per_s": sum(record.output_tokens for record in records) / results[LOADED].duration_s,
+        "ttft_p50_s": _median([record.chunk_s[0] - record.sent_s for record in records]),
+    }
+
+
+def decode_only(results: Results) -> Values:
+    """Tokens per second between the first and the last token, of streams that are alone; and TTFT."""
+    records = results[LOADED].requests
+    tokens = sum(record.output_tokens - 1 for record in records)
+    return {
+        "decode_tokens_per_s": tokens / sum(record.chunk_s[-1] - record.chunk_s[0] for record in records),
+        "ttft_p50_s": _median([record.chunk_s[0] - record.sent_s for record in records]),
+    }
+
+
+def first_token(results: Results) -> Values:
+    """TTFT."""
+    return {"ttft_p50_s": _median([record.chunk_s[0] - record.sent_s for record in results[LOADED].requests])}
+
+
+def stutter(results: Results) -> Values:
+    """Inter-token latency of the running streams without bursts, and while a burst is being answered.
+
+    A gap counts as "in the burst" if it ended between the sending of the first long prompt and the end of the last one's
+    answer: the tail of the run, without long prompts, must not make the quantile look better.
+    """
+    idle = [gap for record in results[IDLE].requests for gap in _gaps(record, SETTLE_S, float("inf"))]
+    loaded = results[LOADED].requests
+    bursts = [record for record in loaded if record.stream == BURST]
+    from_s, until_s = min(record.sent_s for record in bursts), max(record.finished_s for record in bursts)
+    main = [record for record in loaded if record.stream == MAIN]
+    during = [gap for record in main for gap in _gaps(record, from_s, until_s)]
+    idle_p99, burst_p99 = _quantile(idle, 0.99), _quantile(during, 0.99)
+    return {
+        "itl_idle_p50_s": _median(idle),
+        "itl_idle_p99_s": idle_p99,
+        "itl_burst_p99_s": burst_p99,
+        "itl_burst_max_s": max(during),
+        "itl_p99_ratio": burst_p99 / idle_p99,
+        "ttft_long_p50_s": _median([record.chunk_s[0] - record.sent_s for record in bursts]),
+    }
+
+
+def _gaps(record: RequestRecord, from_s: float, until_s: float) -> list[float]:
+    """Those that ended between the two times."""
+    pairs = zip(record.chunk_s, record.chunk_s[1:], strict=False)
+    return [after - before for before, after in pairs if from_s <= after <= until_s]
+
+
+def _median(values: list[float]) -> float:
+    return _quantile(values, 0.5)
+
+
+def _quantile(values: list[float], q: float) -> float:
+    return percentile(sorted(values), q)
+
+
+_OURS = ("kvrelay-disaggregated", "kvrelay-local")
+_LOCAL = ("kvrelay-local",)
+_SPLIT = ("kvrelay-disaggregated",)
+
+FIGURES = (
+    Figure(
+        "total8",
+        "output tokens/s, 8 requests at a time, 128 in / 64 out",
+        (*_OURS, "vllm", "openvino"),
+        {LOADED: Load(8, requests=32)},
+        throughput,
+        (Target("tokens_per_s", _OURS, "vllm", 1.1), Target("tokens_per_s", _OURS, "openvino")),
+    ),
+    Figure(
+        "total32",
+        "output tokens/s, 32 requests at a time, 128 in / 64 out",
+        (*_OURS, "vllm", "openvino", "transformers-static", "transformers-continuous"),
+        {LOADED: Load(32, requests=64)},
+        throughput,
+        (
+            Target("tokens_per_s", _OURS, "vllm", 1.1),
+            Target("tokens_per_s", _OURS, "openvino", 1.0),
+            Target("tokens_per_s", _OURS, "transformers-continuous", 4.0),
+            Target("tokens_per_s", _OURS, "transformers-static", 1.4),
+        ),
+        one_wave=frozenset({"transformers-continuous"}),
+    ),
+    Figure(
+        "single",
+        "one stream, decode only, 128 in / 128 out",
+        (*_LOCAL, "vllm", "kvrelay-int8", "llama.cpp", "openvino"),
+        {LOADED: Load(1, output_len=128, requests=3)},
+        decode_only,
+        (
+            Target("decode_tokens_per_s", _LOCAL, "vllm", 1.3),
+            Target("decode_tokens_per_s", ("kvrelay-int8",), "llama.cpp", 0.9),
+            Target("decode_tokens_per_s", ("kvrelay-int8",), "openvino"),
+        ),
+    ),
+    Figure(
+        "long-prompt",
+        "TTFT of a 1,500-token prompt, idle, two threads for the model",
+        ("kvrelay-disaggregated-2t", *_LOCAL),
+        {LOADED: Load(1, input_len=_LONG, output_len=8, requests=3)},
+        first_token,
+        (Target("ttft_p50_s", ("kvrelay-disaggregated-2t",), "kvrelay-local", 1.05, is_at_most=True),),
+    ),
+    Figure(
+        "burst",
+        "4 running streams while 1,500-token prompts arrive every 3 s",
+        (*_OURS, "vllm", "vllm-chunks256"),
+        {
+            IDLE: Load(4, input_len=100, output_len=600, requests=4),
+            LOADED: Load(
+                4, input_len=100, output_len=1000, duration_s=13.0, burst=f"every=3s,n=1,input={_LONG},output=16"
+            ),
+        },
+        stutter,
+        targets=(
+            Target("itl_p99_ratio", _SPLIT, None, 1.5, is_at_most=True),
+            Target("itl_p99_ratio", _LOCAL, None),
+            Target("itl_p99_ratio", ("vllm",), None),
+            Target("itl_p99_ratio", ("vllm-chunks256",), None),
+        ),
+        warm_up=(Load(1, input_len=_LONG, output_len=8, requests=1),),
+    ),
+    Figure(
+        "pd1",
+        "prefill and decode with one core each, one stream, 128 in / 64 out",
+        (*_SPLIT, "vllm-nixl"),
+        {LOADED: Load(1, requests=3)},
+        throughput,
+        (
+            Target("tokens_per_s", _SPLIT, "vllm-nixl", 4.0),
+            Target("ttft_p50_s", _SPLIT, "vllm-nixl", 0.25, is_at_most=True),
+        ),
+    ),
+    Figure(
+        "pd8",
+        "prefill and decode with one core each, 8 streams, 128 in / 64 out",
+        (*_SPLIT, "vllm-nixl"),
+        {LOADED: Load(8, requests=16)},
+        throughput,
+        (
+            Target("tokens_per_s", _SPLIT, "vllm-nixl", 4.0),
+            Target("ttft_p50_s", _SPLIT, "vllm-nixl", 0.25, is_at_most=True),
+        ),
+    ),
+)

@@ -1,0 +1,160 @@
+"""Measures a figure in rounds: every side once per round, one after the other, the others paused.
+
+The order turns round every time, so that a machine that gets slower favours nobody. A side that fails is noted with what it
+said; the others go on without it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from kvrelay.launcher.bench.records import RunResult
+from peers.errors import PeerError
+from peers.figures import Figure, Values
+from peers.load import failures, warm_up_of
+from peers.sides import Side
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one side did in one round."""
+
+    figure: str
+    round: int
+    side: str
+    values: Values  # empty if it failed
+    cpu_server: float  # cores
+    cpu_others: float  # cores: whatever is neither the side nor the generator
+    problem: str | None = None
+
+
+@dataclass(slots=True)
+class Stage:
+    """The sides that run now. All are paused but the one whose turn it is. Leaving it stops them all."""
+
+    makers: Mapping[str, Callable[[], Side]]
+    say: Say
+    _running: dict[str, Side] = field(default_factory=dict)
+    _dead: dict[str, str] = field(default_factory=dict)  # name → why
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.keep(())
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Stop all others, each of them even if the one before would not."""
+        with ExitStack() as stack:
+            for name in [name for name in self._running if name not in names]:
+                stack.callback(self._running.pop(name).stop)
+
+    def problem(self, name: str) -> str | None:
+        """Why ``name`` is not there."""
+        return self._dead.get(name)
+
+    def bring(self, names: Sequence[str]) -> None:
+        """Start those that do not run, one after the other, and pause them. Those that failed before get another chance."""
+        self._dead.clear()
+        for name in names:
+            if name in self._running:
+                continue
+            self.say(f"starting {name}")
+            try:
+                side = self.makers[name]()
+                self._running[name] = side
+                side.start()
+                side.pause()
+            except PeerError as error:
+                self.fail(name, str(error))
+
+    def side(self, name: str) -> Side:
+        """One that runs."""
+        return self._running[name]
+
+    def fail(self, name: str, why: str) -> None:
+        """Give it up until the next ``bring``."""
+        self._dead[name] = why
+        self.say(f"{name} does not take part: {why}")
+        side = self._running.pop(name, None)
+        if side is not None:
+            side.stop()
+
+
+def run_figure(figure: Figure, stage: Stage, rounds: int, sides: Sequence[str], say: Say) -> list[Sample]:
+    """All samples, in the order in which they were taken."""
+    stage.bring(sides)
+    for name in sides:
+        if stage.problem(name) is None:
+            _turn(figure, stage, name, lambda side: _warm_up(figure, side))
+    samples: list[Sample] = []
+    for number in range(rounds):
+        for name in sides if number % 2 == 0 else tuple(reversed(sides)):
+            sample = _sample(figure, stage, number, name)
+            samples.append(sample)
+            say(_line(sample, rounds))
+    return samples
+
+
+def _sample(figure: Figure, stage: Stage, number: int, name: str) -> Sample:
+    results: dict[str, RunResult] = {}
+
+    def measure(side: Side) -> None:
+        side.probe(new_seed())
+        for load in figure.loads:
+            results[load] = side.measure(figure.load(load, name), new_seed())
+
+    if stage.problem(name) is None:
+        _turn(figure, stage, name, measure)
+    problem = stage.problem(name) or _failures(results)
+    cpus = [result.cpu for result in results.values() if result.cpu is not None]
+    return Sample(
+        figure=figure.name,
+        round=number,
+        side=name,
+        values={} if problem else figure.values(results),
+        cpu_server=max((cpu.server or 0.0 for cpu in cpus), default=0.0),
+        cpu_others=max((cpu.others for cpu in cpus), default=0.0),
+        problem=problem,
+    )
+
+
+def new_seed() -> int:
+    """No prompt twice: the second time it would be in a prefix cache."""
+    return random.SystemRandom().randrange(2**31)
+
+
+def _turn(figure: Figure, stage: Stage, name: str, act: Callable[[Side], None]) -> None:
+    """Let one side have the machine."""
+    side = stage.side(name)
+    side.resume()
+    try:
+        act(side)
+    except PeerError as error:
+        stage.fail(name, f"{figure.name}: {error}")
+        return
+    side.pause()
+
+
+def _warm_up(figure: Figure, side: Side) -> None:
+    for load in [*figure.warm_up, *(warm_up_of(figure.load(name, side.name)) for name in figure.loads)]:
+        side.measure(load, new_seed())
+
+
+def _failures(results: Mapping[str, RunResult]) -> str | None:
+    for result in results.values():
+        failed = failures(result)
+        if failed:
+            return f"{len(failed)} of {len(result.requests)} requests failed: {failed[0].error}: {failed[0].error_text}"
+    return None
+
+
+def _line(sample: Sample, rounds: int) -> str:
+    what = sample.problem or ", ".join(f"{name} {value:.4g}" for name, value in sample.values.items())
+    cpu = f"(cores: it {sample.cpu_server:.2f}, others {sample.cpu_others:.2f})"
+    return f"{sample.figure} round {sample.round + 1}/{rounds} {sample.side}: {what} {cpu}"

@@ -1,0 +1,214 @@
+"""Sides with an HTTP server: how each is started, and the load from `kvrelay bench`, the same for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from kvrelay.launcher.bench.records import RunResult, read_result
+from kvrelay.launcher.ports import free_ports
+from peers.errors import PeerError
+from peers.load import SAMPLE_S, Load, SideMeter
+from peers.sides import Places, Side
+from peers.trees import ProcessTree
+
+_START_S = 600.0
+_RUN_S = 400.0  # longest that one sample may take
+_ANSWER_S = 90.0  # longest that one answer may take, else it has failed
+_PROBE_S = 120.0
+_POLL_S = 0.2
+_MODEL = "SmolLM2-135M-Instruct"
+_VLLM = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One command of a server, and what answers 200 when it is ready."""
+
+    command: tuple[str, ...]
+    ready_url: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ServerSide(Side):
+    """Programs that make up a server, started in order; each waits for those before it."""
+
+    url: str
+    model: str
+    programs: Sequence[Program]
+
+    def start(self) -> None:
+        self.launch()
+        self.wait_ready()
+        self.probe(seed=0)
+
+    def launch(self) -> None:
+        """Start the programs. Raises PeerError if one is not installed."""
+        for number, program in enumerate(self.programs):
+            log = self.places.work / f"{self.name}-{number}.log"
+            self._launch(ProcessTree(self.name, program.command, environment=program.environment, log=log))
+
+    def wait_ready(self) -> None:
+        """Until all say that they are. Raises PeerError."""
+        deadline_s = time.monotonic() + _START_S
+        for program in self.programs:
+            while not _answers(program.ready_url):
+                self.check_alive()
+                if time.monotonic() > deadline_s:
+                    raise PeerError(f"{self.name} is not ready after {_START_S:.0f} s: {self._trees[-1].tail()}")
+                time.sleep(_POLL_S)
+
+    def rss_bytes(self) -> dict[str, int]:
+        """Resident memory of each process, by command line."""
+        return {command: size for tree in self._trees for command, size in tree.rss_bytes().items()}
+
+    def probe(self, seed: int) -> None:
+        prompt = [1000 + (seed * 7919 + place * 31) % 19000 for place in range(128)]
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        deadline_s = time.monotonic() + _PROBE_S
+        while True:
+            try:
+                with _opener().open(request, timeout=_PROBE_S) as answer:
+                    answer.read()
+                return
+            except OSError as error:
+                self.check_alive()
+                if time.monotonic() > deadline_s:
+                    raise PeerError(f"{self.name} does not answer a request: {error}") from error
+                time.sleep(_POLL_S)
+
+    def measure(self, load: Load, seed: int) -> RunResult:
+        output = self.places.work / f"{self.name}.json"
+        output.unlink(missing_ok=True)
+        log = self.places.work / f"{self.name}-bench.log"
+        children: list[int] = []
+        meter = SideMeter(self.pids, lambda: children)
+        with log.open("ab") as file:
+            bench = subprocess.Popen(
+                _bench_command(self.url, self.model, self.name, load, seed, output),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")},
+            )
+            children.append(bench.pid)
+            try:
+                deadline_s = time.monotonic() + _RUN_S
+                while bench.poll() is None and time.monotonic() < deadline_s:
+                    meter.sample()
+                    time.sleep(SAMPLE_S)
+            finally:
+                bench.kill()
+                bench.wait()
+        cpu = meter.stop()
+        if not output.exists():
+            self.check_alive()
+            raise PeerError(f"{self.name}: kvrelay bench left no result (status {bench.returncode}); see {log}")
+        return msgspec.structs.replace(read_result(output), cpu=cpu)
+
+
+def kvrelay(name: str, about: str, places: Places, *options: str) -> ServerSide:
+    """`kvrelay local` with ``options``, in bf16."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    command = (
+        *(sys.executable, "-P", "-m", "kvrelay.launcher", "local", "--quiet"),
+        *("--model", str(places.model), "--port", str(port), "--dtype", "bfloat16", *options),
+    )
+    return ServerSide(name, about, places, url, places.model.name, (Program(command, f"{url}/health/ready"),))
+
+
+def vllm(name: str, about: str, places: Places, *options: str) -> ServerSide:
+    """vllm-cpu with both cores, in bf16."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    environment = {**_VLLM, "VLLM_CPU_OMP_THREADS_BIND": "0-1", "OMP_NUM_THREADS": "2"}
+    program = Program(_vllm_command(places, port, *options), f"{url}/health", environment)
+    return ServerSide(name, about, places, url, _MODEL, (program,))
+
+
+def vllm_nixl(name: str, about: str, places: Places) -> ServerSide:
+    """Two vllm-cpu with one core each, KV over NIXL, vllm-router in front."""
+    prefill_port, decode_port, router_port, metrics_port, *channels = free_ports(6)
+    urls = [f"http://127.0.0.1:{port}" for port in (prefill_port, decode_port)]
+    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    programs = []
+    for core, port in enumerate((prefill_port, decode_port)):
+        environment = {
+            **_VLLM,
+            "VLLM_CPU_OMP_THREADS_BIND": str(core),
+            "OMP_NUM_THREADS": "1",
+            "UCX_TLS": "tcp,self",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(channels[core]),
+        }
+        command = _vllm_command(places, port, "--kv-transfer-config", json.dumps(transfer))
+        programs.append(Program(command, f"{urls[core]}/health", environment))
+    url = f"http://127.0.0.1:{router_port}"
+    router = (
+        *(places.program("vllm", "vllm-router"), "--vllm-pd-disaggregation", "--kv-connector", "nixl"),
+        *("--prefill", urls[0], "--decode", urls[1], "--host", "127.0.0.1", "--port", str(router_port)),
+        *("--prometheus-port", str(metrics_port), "--log-level", "warning"),
+    )
+    return ServerSide(name, about, places, url, _MODEL, (*programs, Program(router, f"{url}/health")))
+
+
+def llama_cpp(name: str, about: str, places: Places) -> ServerSide:
+    """llama.cpp's own server, on the GGUF file as it is."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    script = Path(__file__).parent / "runners" / "llama_server.py"
+    command = (places.program("llama", "python"), str(script), places.need_gguf(), "2", str(port), "8", "2048")
+    return ServerSide(name, about, places, url, places.need_gguf(), (Program(command, f"{url}/health"),))
+
+
+def _vllm_command(places: Places, port: int, *options: str) -> tuple[str, ...]:
+    return (
+        *(places.program("vllm", "vllm"), "serve", str(places.model), "--served-model-name", _MODEL),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
+        *("--max-model-len", "2048", "--max-num-seqs", "64", *options),
+    )
+
+
+def _bench_command(url: str, model: str, name: str, load: Load, seed: int, output: Path) -> list[str]:
+    command = [sys.executable, "-P", "-m", "kvrelay.launcher", "bench", "--url", url, "--model", model, "--name", name]
+    command += ["--concurrency", str(load.concurrency), "--prompt-seed", str(seed), "--output", str(output)]
+    command += ["--timeout-s", str(_ANSWER_S), "--input-len", str(load.input_len), "--output-len", str(load.output_len)]
+    if load.requests is not None:
+        command += ["--requests", str(load.requests)]
+    if load.duration_s is not None:
+        command += ["--duration-s", str(load.duration_s)]
+    if load.burst is not None:
+        command += ["--burst", load.burst]
+    return command
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """Past proxies: all servers are on this machine."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _answers(url: str) -> bool:
+    try:
+        with _opener().open(url, timeout=5.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False

@@ -1,0 +1,161 @@
+"""A process with all its descendants: started, paused, resumed, and ended for sure.
+
+Servers start helpers, some in sessions of their own, so signals go to every descendant, not to a process group. A tree dies
+with the benchmark even if that is killed: it is started through kvrelay's ``lifeline``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from peers.errors import PeerError
+
+_POLL_S = 0.05
+_KILL_S = 10.0  # how long the kernel may take to remove what was killed
+_TAIL_CHARS = 1500
+
+
+class ProcessTree:
+    """One started command. The owner calls ``stop``; until then it may ``pause`` and ``resume``."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        cores: Sequence[int] | None = None,
+        has_pipes: bool = False,
+    ) -> None:
+        """Start ``command``; its output is appended to ``log``.
+
+        ``environment`` comes on top of ours. ``cores``: the only ones it may run on. ``has_pipes``: its stdin and stdout are
+        pipes for the owner, only stderr goes to the log. Raises PeerError if there is no such program.
+        """
+        self.name = name
+        self.log = log
+        if not Path(command[0]).exists():
+            raise PeerError(
+                f"{name}: there is no {command[0]}; is --peers-dir right? (benchmarks/README.md installs the peers)"
+            )
+        pinned = [] if cores is None else ["/usr/bin/taskset", "-c", ",".join(str(core) for core in cores)]
+        lifeline = [sys.executable, "-P", "-m", "kvrelay.launcher.lifeline", str(os.getpid())]
+        pipe = subprocess.PIPE if has_pipes else None
+        with log.open("ab") as file:
+            self.process: subprocess.Popen[str] = subprocess.Popen(
+                [*lifeline, *pinned, *command],
+                stdin=pipe or subprocess.DEVNULL,
+                stdout=pipe or file,
+                stderr=file,
+                env={**os.environ, **environment},
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the benchmark, which stops everything in order
+            )
+        self._seen: dict[int, psutil.Process] = {}
+
+    @property
+    def pipes(self) -> tuple[IO[str], IO[str]]:
+        """What to write to and to read from."""
+        assert self.process.stdin is not None, f"{self.name} was started without pipes"
+        assert self.process.stdout is not None, f"{self.name} was started without pipes"
+        return self.process.stdin, self.process.stdout
+
+    def check_alive(self) -> None:
+        """Raises PeerError with the end of the log if the command has ended."""
+        if self.process.poll() is not None:
+            raise PeerError(
+                f"{self.name} ended with status {self.process.returncode}; {self.log} ends with:\n{self.tail()}"
+            )
+
+    def tail(self) -> str:
+        """The end of the log."""
+        return self.log.read_text(errors="replace")[-_TAIL_CHARS:]
+
+    def pids(self) -> list[int]:
+        """All living processes of the tree. Each descendant is remembered: one whose parent has died belongs to it still."""
+        for root in [*self._seen.values(), *self._root()]:
+            try:
+                for member in [root, *root.children(recursive=True)]:
+                    self._seen.setdefault(member.pid, member)
+            except psutil.NoSuchProcess:
+                continue
+        self._seen = {pid: member for pid, member in self._seen.items() if _is_running(member)}
+        return list(self._seen)
+
+    def pause(self) -> None:
+        """Take the CPU away from the tree, without its consent."""
+        self._signal_all(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Undo ``pause``."""
+        self._signal_all(signal.SIGCONT)
+
+    def rss_bytes(self) -> dict[str, int]:
+        """Resident memory of each process of the tree, by command line."""
+        sizes: dict[str, int] = {}
+        for member in [self._seen[pid] for pid in self.pids()]:
+            try:
+                info: Any = member.memory_info()
+                sizes[" ".join(member.cmdline())] = int(info.rss)
+            except psutil.Error:
+                continue
+        return sizes
+
+    def stop(self, grace_s: float) -> None:
+        """Ask the tree to end, and kill what is left after ``grace_s``. Afterwards no process of it exists.
+
+        Raises PeerError if the kernel does not end one.
+        """
+        self.pids()
+        self.resume()
+        if self.process.poll() is None:
+            self.process.terminate()
+        if not self._are_gone(grace_s):
+            self._signal_all(signal.SIGKILL)
+            if not self._are_gone(_KILL_S):
+                raise PeerError(f"{self.name}: processes {self.pids()} are there {_KILL_S:.0f} s after SIGKILL")
+        self.process.wait(_KILL_S)
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+    def _are_gone(self, limit_s: float) -> bool:
+        """Wait for the end of all."""
+        deadline_s = time.monotonic() + limit_s
+        while self.pids():
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _root(self) -> list[psutil.Process]:
+        try:
+            return [] if self.process.poll() is not None else [psutil.Process(self.process.pid)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for _ in range(2):  # once more for those that were started meanwhile
+            for pid in self.pids():
+                try:
+                    self._seen[pid].send_signal(number)
+                except psutil.NoSuchProcess:
+                    continue
+
+
+def _is_running(process: psutil.Process) -> bool:
+    """Zombies do not run."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
