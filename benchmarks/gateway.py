@@ -4,9 +4,10 @@
     .venv/bin/python benchmarks/gateway.py --help
 
 *Added time* is measured on one clock: this process plays the decode worker (the real control socket; one message a step with a
-token of every running request, every ``--step-ms``) and the HTTP client. A token's added time is from its message's departure
-until its chunk has been read; the first token's also holds the way of the request, from its first byte until the worker has it.
-So it contains ZeroMQ, loopback and this client, not only the gateway.
+token of every running request, every ``--step-ms``) and the client. A token's time is from its message's departure until the
+client has it; the first token's also holds the way of the request, from the client's sending until the worker has it. The same
+is measured without a gateway, with a client that speaks to the worker over its control link. What the gateway adds is a
+token's time with it, less the median without it.
 
 *Throughput* is real processes: one gateway, one decode worker with the fake engine, ``kvrelay bench`` with 200 streams that
 ask for more than can be had. CPU time by component tells what limits it.
@@ -20,12 +21,14 @@ import itertools
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -36,9 +39,9 @@ import uvloop
 import zmq
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.sampling import FinishReason, SampledToken
+from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.engine.fake import fake_card
-from kvrelay.launcher.bench.client import Answer, StreamingClient
+from kvrelay.launcher.bench.client import StreamingClient
 from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.records import read_result
 from kvrelay.launcher.bench.summary import percentile, summarize
@@ -46,7 +49,7 @@ from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.ports import free_ports
 from kvrelay.launcher.settings import LocalSettings
-from kvrelay.wire.control import ControlServer
+from kvrelay.wire.control import ControlClient, ControlServer
 from kvrelay.wire.messages import (
     Hello,
     HelloRefused,
@@ -136,6 +139,49 @@ class PacedWorker:
         )
 
 
+class DirectClient:
+    """A client without a gateway: requests over the worker's control link. Implements ClientHandler."""
+
+    def __init__(self, address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.is_up = asyncio.Event()
+        self._arrived_s: dict[str, list[float]] = {}
+        self._is_over: dict[str, asyncio.Event] = {}
+        hello = Hello(role=Role.GATEWAY, peer_id="direct")
+        metrics = WireMetrics(CollectorRegistry())
+        self.link = ControlClient(address, hello, self, LinkSettings(), metrics=metrics, context=context)
+
+    def on_welcome(self, welcome: Welcome) -> None:
+        """Begin."""
+        self.is_up.set()
+
+    def on_message(self, message: Message) -> None:
+        """Note when tokens came."""
+        now_s = time.monotonic()
+        for item in message.items if isinstance(message, Tokens) else ():
+            self._arrived_s[item.request_id].append(now_s)
+            if item.finish_reason is not None:
+                self._is_over[item.request_id].set()
+
+    def on_lost(self, reason: str) -> None:
+        """The end of the run."""
+
+    def on_refused(self, refused: HelloRefused) -> None:
+        """Never in a benchmark."""
+
+    async def ask(self, mark: int, tokens: int) -> tuple[float, list[float]]:
+        """When a request was sent, and when its tokens came."""
+        name = str(mark)
+        self._arrived_s[name], self._is_over[name] = [], asyncio.Event()
+        prompt = _prompt(mark)
+        sampling = SamplingParams(max_tokens=tokens, temperature=0.0)
+        sent_s = time.monotonic()
+        self.link.send(Submit(
+            request_id=name, attempt=1, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=sampling
+        ))  # fmt: skip
+        await self._is_over[name].wait()
+        return sent_s, self._arrived_s.pop(name)
+
+
 @contextmanager
 def gateway_process(worker_address: str, directory: Path) -> Iterator[tuple[str, psutil.Process]]:
     """A gateway with one decode worker; its URL and process."""
@@ -163,52 +209,91 @@ async def playing(worker: PacedWorker) -> AsyncIterator[str]:
         await worker.server.stop()
 
 
-async def measure_added(
-    directory: Path, streams: int, rounds: int, tokens: int, step_s: float
-) -> dict[str, list[float]]:
-    """Seconds added to first tokens and to later ones; ``streams`` requests at a time, ``rounds`` each after a warm-up round."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """``streams`` requests at a time, ``rounds`` of each behind one that warms up."""
+
+    streams: int
+    rounds: int
+    tokens: int
+    step_s: float
+
+
+Ask = Callable[
+    [int, int], Awaitable[tuple[float, list[float]]]
+]  # mark and tokens to: when it was sent, when tokens came
+
+
+async def measure_times(worker: PacedWorker, load: Load, ask: Ask) -> dict[str, list[float]]:
+    """Seconds on the way of first tokens, there and back, and of later ones."""
+    times: dict[str, list[float]] = {"first token": [], "later tokens": []}
+    marks = itertools.count(FIRST_MARK)
+
+    async def stream(place: int) -> None:
+        pauses = random.Random(place)
+        for number in range(load.rounds + 1):
+            # The worker's steps end many requests at the same moment; their users do not ask again in the same one.
+            await asyncio.sleep(pauses.uniform(0, 10 * load.step_s))
+            mark = next(marks)
+            asked_s, came_s = await ask(mark, load.tokens)
+            received_s, sent_s = worker.received_s[mark], worker.sent_s[mark]
+            if len(came_s) != len(sent_s):
+                raise SystemExit(f"{len(sent_s)} tokens were sent, {len(came_s)} came: they cannot be paired")
+            if number:
+                times["first token"].append(received_s - asked_s + came_s[0] - sent_s[0])
+                times["later tokens"] += [came - sent for came, sent in zip(came_s[1:], sent_s[1:], strict=True)]
+
+    await asyncio.gather(*(stream(place) for place in range(load.streams)))
+    return times
+
+
+async def measure_direct(load: Load) -> dict[str, list[float]]:
+    """The same without a gateway."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    worker = PacedWorker(step_s, context)
-    added: dict[str, list[float]] = {"first token": [], "later tokens": []}
+    worker = PacedWorker(load.step_s, context)
+    async with playing(worker) as address:
+        client = DirectClient(address, context)
+        client.link.start()
+        await client.is_up.wait()
+        times = await measure_times(worker, load, client.ask)
+        await client.link.stop()
+    context.term()
+    return times
+
+
+async def measure_gateway(directory: Path, load: Load) -> dict[str, list[float]]:
+    """Over HTTP, through a gateway."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    worker = PacedWorker(load.step_s, context)
     async with playing(worker) as worker_address:
         with gateway_process(worker_address, directory) as (url, process):
             await _ready(url)
             http = HttpStreams(ServerAddress(url), {})
             client = StreamingClient(http, "completions", timeout_s=60.0, clock=time.monotonic)
-            marks = itertools.count(FIRST_MARK)
 
-            async def stream(place: int) -> None:
-                pauses = random.Random(place)
-                for number in range(rounds + 1):
-                    # The worker's steps end many requests at the same moment; their users do not ask again in the same one.
-                    await asyncio.sleep(pauses.uniform(0, 10 * step_s))
-                    mark = next(marks)
-                    answer = await client.ask(_body(mark, tokens), on_chunk=lambda: None)
-                    if answer.error is not None:
-                        raise SystemExit(f"a request failed: {answer.error}: {answer.error_text}")
-                    if number:
-                        _note(added, answer, worker.received_s[mark], worker.sent_s[mark])
+            async def ask(mark: int, tokens: int) -> tuple[float, list[float]]:
+                answer = await client.ask(_body(mark, tokens), on_chunk=lambda: None)
+                if answer.error is not None:
+                    raise SystemExit(f"a request failed: {answer.error}: {answer.error_text}")
+                return answer.sent_s, answer.chunk_s
 
             try:
-                await asyncio.gather(*(stream(place) for place in range(streams)))
+                times = await measure_times(worker, load, ask)
             finally:
                 await http.close()
-            print(f"gateway memory after {streams * (rounds + 1)} requests: {process.memory_info().rss / 2**20:.0f} MB")
+            memory_mb = process.memory_info().rss / 2**20
+            print(f"gateway memory after {load.streams * (load.rounds + 1)} requests: {memory_mb:.0f} MB")
     context.term()
-    return added
+    return times
 
 
-def _note(added: dict[str, list[float]], answer: Answer, received_s: float, sent_s: list[float]) -> None:
-    if len(answer.chunk_s) != len(sent_s):
-        raise SystemExit(f"{len(sent_s)} tokens were sent, {len(answer.chunk_s)} chunks came: they cannot be paired")
-    added["first token"].append(received_s - answer.sent_s + answer.chunk_s[0] - sent_s[0])
-    added["later tokens"] += [chunk - sent for chunk, sent in zip(answer.chunk_s[1:], sent_s[1:], strict=True)]
+def _prompt(mark: int) -> list[int]:
+    return [mark, *range(2000, 2127)]
 
 
 def _body(mark: int, tokens: int) -> bytes:
-    prompt = [mark, *range(2000, 2127)]
     body = {
-        "prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0,
+        "prompt": _prompt(mark), "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
     return msgspec.json.encode(body)
@@ -282,14 +367,19 @@ def main(
     output: Path | None,
 ) -> None:
     """Run it."""
-    added = uvloop.run(measure_added(resolve_model("demo", needs_weights=False), streams, rounds, 64, step_ms * 1e-3))
+    pace = Load(streams, rounds, tokens=64, step_s=step_ms * 1e-3)
+    direct = uvloop.run(measure_direct(pace))
+    through = uvloop.run(measure_gateway(resolve_model("demo", needs_weights=False), pace))
     figures: dict[str, float] = {}
-    for name, values in added.items():
-        ordered = sorted(values)
-        found = {q: percentile(ordered, share) * 1e3 for q, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
-        figures |= {f"{name} {q} ms": value for q, value in found.items()}
+    for name, values in through.items():
+        without_ms = statistics.median(direct[name]) * 1e3
+        ordered = sorted(value * 1e3 - without_ms for value in values)
+        found = {q: percentile(ordered, share) for q, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
+        figures |= {f"{name} {q} ms": value for q, value in found.items()} | {f"{name} direct ms": without_ms}
         shown = ", ".join(f"{q} {value:.2f}" for q, value in found.items())
-        print(f"added to {name} ({streams} streams, {len(ordered)} tokens): {shown} ms", flush=True)
+        print(
+            f"added to {name} ({streams} streams, {len(ordered)} tokens): {shown} ms; without gateway {without_ms:.2f} ms"
+        )
     load = measure_throughput(load_streams, load_seconds, load_step_ms)
     figures |= load
     print(

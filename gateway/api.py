@@ -10,10 +10,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvrelay.common.model_card import ModelCard
+from kvrelay.gateway.bodies import read_body
 from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
 from kvrelay.gateway.formats import ChatFormat, CompletionFormat
 from kvrelay.gateway.generation import Generation
+from kvrelay.gateway.http import Endpoint
 from kvrelay.gateway.openai_schema import ChatBody, CompletionBody, SamplingBody
 from kvrelay.gateway.params import check_token_ids, limit_tokens, sampling_params
 from kvrelay.gateway.streaming import Format, Job, Responder
@@ -38,9 +40,22 @@ class OpenAIRoutes:
         self._pool = pool
         self._responder = responder
         self.router = APIRouter(prefix="/v1", tags=["OpenAI"])
+        # Only documented here: the app's edge calls ``endpoints`` itself.
         self.router.add_api_route("/chat/completions", self.chat, methods=["POST"], response_model=None)
         self.router.add_api_route("/completions", self.completions, methods=["POST"], response_model=None)
         self.router.add_api_route("/models", self.models, methods=["GET"])
+
+    @property
+    def endpoints(self) -> dict[str, Endpoint]:
+        """What answers a POST to these paths."""
+
+        async def chat(request: Request) -> Response:
+            return await self.chat(await read_body(ChatBody, request), request)
+
+        async def completions(request: Request) -> Response:
+            return await self.completions(await read_body(CompletionBody, request), request)
+
+        return {"/v1/chat/completions": chat, "/v1/completions": completions}
 
     async def models(self) -> dict[str, Any]:
         """The model that is served."""

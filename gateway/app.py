@@ -48,9 +48,10 @@ def create_app(settings: GatewaySettings, *, link_settings: LinkSettings | None 
     app = FastAPI(title="kvrelay", version=__version__, lifespan=lifespan)
     install_error_handlers(app)
     model_name = settings.served_model_name or directory.name
-    app.include_router(OpenAIRoutes(model_name, tokenizer, template, pool, responder).router)
+    routes = OpenAIRoutes(model_name, tokenizer, template, pool, responder)
+    app.include_router(routes.router)
     _add_operations(app, pool, metrics)
-    return Edge(app, settings.max_body_bytes, metrics)
+    return Edge(app, routes.endpoints, settings.max_body_bytes, metrics)
 
 
 def _add_operations(app: FastAPI, pool: WorkerPool, metrics: GatewayMetrics) -> None:

@@ -55,6 +55,7 @@ def serve(settings: GatewaySettings) -> int:
         app,
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # nothing here depends on who the client says it is
         loop="uvloop",
         http="httptools",
         timeout_graceful_shutdown=max(1, round(settings.drain_s)),

@@ -9,6 +9,7 @@ ApiError. A request that is given up (the consumer closes the iterator) is cance
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -196,10 +197,10 @@ class Relay:
             now_s = time.monotonic()
             if (change_s := progress.avoidance.next_change_s(now_s)) is not None:
                 wait_s = min(wait_s, change_s - now_s)
-            try:
-                await asyncio.wait_for(self._pool.changed.wait(), wait_s)
-            except TimeoutError:
-                continue
+            # Not wait_for: up to Python 3.11 it swallows a cancellation that comes with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._pool.changed.wait()
 
     def _unavailable(self, max_len: int) -> ApiError:
         reasons = [reason.split(" (")[0] for reason in self._pool.not_ready()]

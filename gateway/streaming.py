@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -23,8 +24,6 @@ from kvrelay.gateway.generation import Generation, Generator, TextDelta, Usage
 from kvrelay.gateway.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 Indexed = tuple[int, TextDelta]
 
@@ -77,10 +76,11 @@ class Responder:
         usages = [Usage(len(generation.prompt_token_ids)) for generation in job.generations]
         deltas = self._deltas(job.generations, usages)
         try:
-            first = await unless_disconnected(request.receive, anext(deltas))
-            if job.is_stream:
-                return EventStream(self._events(job, first, deltas, usages), deltas, self._on_disconnect)
-            return await unless_disconnected(request.receive, self._whole(job, first, deltas, usages))
+            async with EndAtDisconnect(request.receive):
+                first = await anext(deltas)
+                if not job.is_stream:
+                    return await self._whole(job, first, deltas, usages)
+            return EventStream(self._events(job, first, deltas, usages), deltas, self._on_disconnect)
         except BaseException as error:
             await deltas.aclose()
             if isinstance(error, ClientLeftError):
@@ -147,7 +147,8 @@ class EventStream(Response):
         """Send all events, or stop at a disconnect."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await unless_disconnected(receive, self._send_all(send))
+            async with EndAtDisconnect(receive):
+                await self._send_all(send)
         except ClientLeftError:
             self._on_disconnect()
         finally:
@@ -195,20 +196,30 @@ async def merged(generators: Sequence[AsyncGenerator[TextDelta]]) -> AsyncGenera
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def unless_disconnected(receive: Callable[[], Awaitable[Message]], work: Awaitable[T]) -> T:
-    """The result of ``work``. Raises ClientLeftError, and cancels ``work``, when the client leaves first."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientLeftError
-        return task.result()
-    finally:
-        for pending in (task, watcher):
-            if not pending.done():
-                pending.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+class EndAtDisconnect:
+    """What is inside is cancelled when the client leaves; then ClientLeftError comes out."""
+
+    def __init__(self, receive: Callable[[], Awaitable[Message]]) -> None:
+        self._receive = receive
+        self._has_left = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._num_cancellations = task.cancelling()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._watcher.cancel()
+        if self._has_left and self._task.uncancel() <= self._num_cancellations and isinstance(error, CancelledError):
+            raise ClientLeftError from error
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._has_left = True
+        self._task.cancel()
 
 
 def total(usages: Sequence[Usage]) -> dict[str, object]:
@@ -218,11 +229,6 @@ def total(usages: Sequence[Usage]) -> dict[str, object]:
         num_output_tokens=sum(usage.num_output_tokens for usage in usages),
         num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
     ).body()
-
-
-async def _disconnected(receive: Callable[[], Awaitable[Message]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -11,18 +11,19 @@ All of it runs on one asyncio loop. Sending never blocks: a message that cannot 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 import zmq
-import zmq.asyncio
 
 from kvrelay.wire.addresses import SocketFile
 from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
 from kvrelay.wire.errors import MalformedMessageError, WireError
+from kvrelay.wire.loop_socket import LoopSocket
 from kvrelay.wire.messages import (
     PROTOCOL_MAX,
     PROTOCOL_MIN,
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 _Event = TypeVar("_Event")
 
 _SEND_QUEUE = 100_000  # messages to one peer; a peer that reads nothing is lost long before
+_TIMER_S = 0.001  # a loop's timers are no finer, and one that fires early would fire again and again
 
 
 class ServerHandler(Protocol):
@@ -84,17 +86,12 @@ class _Peer:
     heard_s: float
 
 
-def _configure(socket: zmq.Socket[Any], settings: LinkSettings) -> None:
+def _configure(socket: zmq.Socket[bytes], settings: LinkSettings) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_FRAME_NBYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(settings.ping_interval_s * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.peer_timeout_s * 1000))
-
-
-def _was_done(sending: Any) -> bool:
-    """Whether a DONTWAIT send succeeded: pyzmq completes its future before it returns it."""
-    return cast("asyncio.Future[Any]", sending).exception() is None
 
 
 class ControlServer:
@@ -116,53 +113,44 @@ class ControlServer:
         self._codec = Codec()
         self._peers: dict[str, _Peer] = {}
         self._strangers: set[bytes] = set()
-        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.shadow(context).socket(zmq.ROUTER)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._router = context.socket(zmq.ROUTER)
+        self._socket = LoopSocket(self._router, self._on_frames)
+        self._sweeper: asyncio.Task[None] | None = None
         self._file: SocketFile | None = None
 
     async def start(self) -> str:
         """Listen; returns the real address. Raises WireError if it cannot be had."""
-        _configure(self._socket, self._settings)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        _configure(self._router, self._settings)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
-            self._socket.bind(self._address)
+            self._router.bind(self._address)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self._router.close()
             raise WireError(f"cannot listen on {self._address}: {error}; choose another --address") from error
-        address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._file = SocketFile(address)
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._sweep())]
+        self._socket.start()
+        self._sweeper = asyncio.create_task(self._sweep())
         return address
 
     @property
     def is_alive(self) -> bool:
         """Whether messages are being received."""
-        return bool(self._tasks) and not any(task.done() for task in self._tasks)
+        return self._socket.is_alive and self._sweeper is not None and not self._sweeper.done()
 
     def send(self, peer_id: str, message: Message) -> bool:
         """Queue a message; False if the peer is not connected. Never blocks."""
-        if self._socket.closed:
-            return False
-        frames = [peer_id.encode(), self._codec.encode(message)]
-        return _was_done(self._socket.send_multipart(frames, flags=zmq.DONTWAIT))
+        return self._socket.send([peer_id.encode(), self._codec.encode(message)])
 
     async def stop(self) -> None:
         """Close the socket. Queued messages get a moment to leave."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.close(linger=200)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+        self._socket.close(linger_ms=200)
         if self._file is not None:
             self._file.remove()
-
-    async def _receive(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart()
-            try:
-                self._on_frames(frames)
-            except Exception:
-                logger.exception("a handler failed on a message; the link goes on")
 
     def _on_frames(self, frames: list[bytes]) -> None:
         if len(frames) != 2:
@@ -254,10 +242,13 @@ class ControlClient:
         self._handler = handler
         self._settings = settings
         self._metrics = metrics
-        self._context = zmq.asyncio.Context.shadow(context)
+        self._context = context
         self._codec = Codec()
-        self._socket: zmq.asyncio.Socket | None = None
+        self._socket: LoopSocket | None = None
         self._is_up = False
+        self._heard_s = 0.0  # monotonic
+        self._end_reason: str | None = None  # of the session
+        self._changed = asyncio.Event()  # the session is up, or at its end
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -280,30 +271,33 @@ class ControlClient:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def _send(self, message: Message) -> bool:
-        if self._socket is None or self._socket.closed:
-            return False
-        return _was_done(self._socket.send(self._codec.encode(message), flags=zmq.DONTWAIT))
+        return self._socket is not None and self._socket.send([self._codec.encode(message)])
 
     async def _run(self) -> None:
         first_pause_s = pause_s = self._settings.ping_interval_s / 4
         while True:
-            self._socket = self._context.socket(zmq.DEALER)
-            _configure(self._socket, self._settings)
-            self._socket.setsockopt(zmq.ROUTING_ID, self._hello.peer_id.encode())
-            monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            dealer = self._context.socket(zmq.DEALER)
+            _configure(dealer, self._settings)
+            dealer.setsockopt(zmq.ROUTING_ID, self._hello.peer_id.encode())
+            monitor = LoopSocket(dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED), self._on_disconnected)
+            self._socket = LoopSocket(dealer, self._on_frames)
+            self._end_reason = None
+            self._changed.clear()
             linger_ms = 0
             try:
-                self._socket.connect(self.address)
-                reason = await self._session(self._socket, monitor)
+                dealer.connect(self.address)
+                monitor.start()
+                self._socket.start()
+                reason = await self._session()
             except asyncio.CancelledError:
                 linger_ms = 200  # for the Bye
                 self.send(Bye())
                 raise
             finally:
                 was_up, self._is_up = self._is_up, False
-                self._socket.disable_monitor()
-                monitor.close(linger=0)
-                self._socket.close(linger=linger_ms)
+                dealer.disable_monitor()
+                monitor.close(linger_ms=0)
+                self._socket.close(linger_ms)
             if was_up:
                 pause_s = first_pause_s
                 self._metrics.lost_peers.inc()
@@ -311,55 +305,56 @@ class ControlClient:
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, self._settings.reconnect_max_s)
 
-    async def _session(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> str:
+    async def _session(self) -> str:
         """Talk until the link breaks; returns why."""
-        poller = zmq.asyncio.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
         self._send(self._hello)
-        heard_s = pinged_s = time.monotonic()
-        while True:
+        self._heard_s = pinged_s = time.monotonic()
+        while self._end_reason is None:
             now_s = time.monotonic()
             limit_s = self._settings.peer_timeout_s if self._is_up else self._settings.hello_timeout_s
-            if now_s - heard_s > limit_s:
+            if now_s - self._heard_s > limit_s:
                 return f"silent for {limit_s:g} s"
-            if self._is_up and now_s - pinged_s >= self._settings.ping_interval_s:
-                pinged_s = now_s
-                self._send(Ping())
-            wait_s = heard_s + limit_s - now_s
+            wait_s = self._heard_s + limit_s - now_s
             if self._is_up:
+                if now_s - pinged_s >= self._settings.ping_interval_s:
+                    pinged_s = now_s
+                    self._send(Ping())
                 wait_s = min(wait_s, pinged_s + self._settings.ping_interval_s - now_s)
-            ready = dict(await poller.poll(max(1, int(wait_s * 1000) + 1)))
-            if socket in ready:
-                heard_s = time.monotonic()
-                refused = self._receive_all(socket)
-                if refused is not None:
-                    return refused
-            if monitor in ready:
-                return "the connection broke"
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s + _TIMER_S):
+                    await self._changed.wait()
+            self._changed.clear()
+        return self._end_reason
 
-    def _receive_all(self, socket: zmq.asyncio.Socket) -> str | None:
-        """Take all messages there are; a reason to end the session, or None."""
-        while True:
-            received = cast("asyncio.Future[list[bytes]]", socket.recv_multipart(flags=zmq.DONTWAIT))
-            if received.exception() is not None:
-                return None  # nothing more
-            try:
-                message = self._codec.decode(b"".join(received.result()))
-            except MalformedMessageError as error:
-                self._metrics.refused_messages.labels("malformed").inc()
-                logger.warning("dropped a control frame from %s: %s", self.address, error)
-                continue
-            if isinstance(message, HelloRefused):
-                if self._is_up:
-                    return message.detail  # it forgot us, or is another process by now
+    def _end(self, reason: str) -> None:
+        self._end_reason = self._end_reason or reason
+        self._changed.set()
+
+    def _on_disconnected(self, _event: list[bytes]) -> None:
+        self._end("the connection broke")
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        self._heard_s = time.monotonic()
+        if self._end_reason is not None:
+            return  # what comes after the end is of a session that nobody holds any more
+        try:
+            message = self._codec.decode(frames[0] if len(frames) == 1 else b"".join(frames))
+        except MalformedMessageError as error:
+            self._metrics.refused_messages.labels("malformed").inc()
+            logger.warning("dropped a control frame from %s: %s", self.address, error)
+            return
+        if isinstance(message, HelloRefused):
+            if self._is_up:
+                self._end(message.detail)  # it forgot us, or is another process by now
+            else:
                 self._handle(self._handler.on_refused, message)
-                return f"refused: {message.detail}"
-            if isinstance(message, Welcome):
-                self._is_up = True
-                self._handle(self._handler.on_welcome, message)
-            elif self._is_up:
-                self._handle(self._handler.on_message, message)
+                self._end(f"refused: {message.detail}")
+        elif isinstance(message, Welcome):
+            self._is_up = True
+            self._changed.set()
+            self._handle(self._handler.on_welcome, message)
+        elif self._is_up:
+            self._handle(self._handler.on_message, message)
 
     def _handle(self, call: Callable[[_Event], None], event: _Event) -> None:
         try:

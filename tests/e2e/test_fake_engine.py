@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvrelay.engine.fake import expected_output
@@ -31,4 +32,24 @@ async def test_fakes_hand_over_real_blocks(model_directory: Path, monkeypatch: p
         received = counter_values(deployment.admin_urls["decode-0"], "kvrelay_kv_blocks_received_total", {})
         # Every prompt's blocks: those of its tokens, the last one maybe in part.
         assert sum(received) == sum(-(-len(tokens) // 16) for tokens in prompts)
+        await asyncio.to_thread(wait_until_idle, deployment)
+
+
+async def test_a_client_that_hangs_up_frees_both_workers(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the prompt is computed, and in the middle of the stream."""
+    monkeypatch.setenv("KVRELAY_FAKE_STEP_MS", "50")
+    monkeypatch.setenv("KVRELAY_FAKE_TOKEN_US", "5000")  # two seconds for the prompt
+    settings = LocalSettings(port=0, engine="fake", local_prefill_max_tokens=0)
+    with LocalDeployment.from_settings(settings, model_directory) as deployment:
+        await asyncio.to_thread(deployment.wait_ready, timeout_s=60)
+        async with http(deployment) as client:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post("/v1/completions", json={"prompt": prompt(1, 400), "stream": True}, timeout=0.5)
+            body = {"prompt": prompt(2, 2), "max_tokens": 1000, "stream": True, "ignore_eos": True}
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.aiter_lines()
+                for _ in range(4):
+                    await anext(lines)
         await asyncio.to_thread(wait_until_idle, deployment)

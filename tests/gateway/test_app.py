@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,15 +15,16 @@ import pytest
 from pydantic import ValidationError
 from starlette.types import Message
 
-from kvrelay.common.sampling import FinishReason
+from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import TextDelta
 from kvrelay.gateway.openai_schema import CompletionBody
-from kvrelay.gateway.streaming import ClientLeftError, EventStream, merged, unless_disconnected
+from kvrelay.gateway.streaming import ClientLeftError, EndAtDisconnect, EventStream, merged
 from kvrelay.gateway.tokenizer import Tokenizer
+from kvrelay.gateway.workers import WorkerPool
 from kvrelay.wire.messages import FailureCode, Submit
 
-from .http_app import CHAT, TEXT, app_for, lifespan, saying
+from .http_app import CHAT, TEXT, app_for, lifespan, saying, tokens_of
 from .players import Player, failing
 
 USER = [{"role": "user", "content": "hand over"}]
@@ -249,6 +251,46 @@ async def test_without_workers_every_request_gets_503_at_once(
         assert "tcp://" not in response.text
 
 
+async def test_workers_that_go_while_a_prompt_is_encoded_are_a_503(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        encode = Tokenizer.encode
+
+        def slow(self: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+            monkeypatch.setattr(WorkerPool, "cards", lambda self: [])
+            return encode(self, text, add_special_tokens=add_special_tokens)
+
+        monkeypatch.setattr(Tokenizer, "encode", slow)
+        answer = await app.client.post(TEXT, json={"prompt": ["one", "two"]})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
+async def test_a_token_that_cannot_be_has_a_finite_log_probability(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer]
+) -> None:
+    def script(player: Player, submit: Submit) -> None:
+        (token,) = tokens_of(tokenizer(), "x")
+        impossible = SampledToken(token.token_id, float("-inf"), ((token.token_id, float("-inf")), (5, float("nan"))))
+        player.tokens(submit, 0, [impossible], FinishReason.STOP)
+
+    def no_constants(name: str) -> float:
+        raise AssertionError(f"{name} is not JSON")
+
+    async with app_for(model_directory, script) as app:
+        for path, body in (
+            (CHAT, {"messages": [{"role": "user", "content": "x"}], "logprobs": True}),
+            (TEXT, {"prompt": "x", "logprobs": 2}),
+        ):
+            for stream in (False, True):
+                response = await app.client.post(path, json={**body, "stream": stream})
+                for line in response.text.split("\n\n"):
+                    text = line.removeprefix("data: ").strip()
+                    if text and text != "[DONE]":
+                        json.loads(text, parse_constant=no_constants)
+                assert "-9999.0" in response.text
+
+
 async def test_a_failure_before_the_first_token_is_a_status(model_directory: Path) -> None:
     async with app_for(model_directory, failing(FailureCode.INTERNAL), relay={"max_attempts": 1}) as app:
         for stream in (True, False):
@@ -310,7 +352,7 @@ async def test_a_client_that_leaves_while_it_sends(model_directory: Path, tokeni
         assert not app.player.submits
         metrics = await app.metrics()
         assert metrics["kvrelay_client_disconnects_total"] == 1
-        assert metrics['kvrelay_requests_total{outcome="client_left",route="other"}'] == 1
+        assert metrics['kvrelay_requests_total{outcome="client_left",route="/v1/completions"}'] == 1
 
 
 # -- streams -------------------------------------------------------------------------------------------------------
@@ -376,8 +418,25 @@ async def test_work_ends_with_the_client() -> None:
         return {"type": "http.disconnect"}
 
     with pytest.raises(ClientLeftError):
-        await unless_disconnected(receive, work())
+        async with EndAtDisconnect(receive):
+            await work()
     assert was_cancelled.is_set()
+    await asyncio.sleep(0)  # nothing of the cancellation is left
+
+
+async def test_work_of_a_client_that_stays_is_left_alone() -> None:
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with EndAtDisconnect(receive):
+        await asyncio.sleep(0)
+    with pytest.raises(ZeroDivisionError):
+        async with EndAtDisconnect(receive):
+            raise ZeroDivisionError
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0), EndAtDisconnect(receive):
+            await asyncio.Event().wait()
 
 
 async def test_the_lifespan_ends_with_workers_that_never_came(model_directory: Path) -> None:

@@ -71,6 +71,12 @@ def test_bytes_that_are_no_text_come_out_as_the_whole_decodes_them(token_ids: li
     assert len(whole) - len(sent) <= 4
 
 
+def test_an_end_token_that_the_tokenizer_does_not_call_special_stays_silent() -> None:
+    ids = BYTES.encode("ab", add_special_tokens=False)
+    detokenizer = Detokenizer(BYTES, silent_ids=(ids[1],))
+    assert detokenizer.push(ids) + detokenizer.push(ids[:1]) + detokenizer.finish() == "aa"
+
+
 def test_no_window_grows_with_the_text() -> None:
     """Neither by tokens without text, nor by bytes that never become a character."""
     seen: list[int] = []
