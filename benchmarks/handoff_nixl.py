@@ -1,8 +1,9 @@
 """NIXL's side of ``handoff.py``: WRITE from one process's memory into another's over UCX. Run by an interpreter that has ``nixl``.
 
-``handoff_nixl.py BLOCK_NBYTES NUM_BLOCKS``; reads lines ``{"is_checked": bool}`` and answers each with one line of figures. UCX
-takes its transports from the environment that ``handoff.py`` sets. A round is timed as for the others: until the sender
-knows that the receiver has everything, which here is the transfer's own completion.
+``handoff_nixl.py BLOCK_NBYTES NUM_BLOCKS NUM_PARTS``: a block lies in ``NUM_PARTS`` pieces, one in each of as many equal
+regions, as in a pool with a tensor for each layer's keys and values. Reads lines ``{"is_checked": bool}`` and answers each with
+one line of figures. UCX takes its transports from the environment that ``handoff.py`` sets. A round is timed as for the others:
+until the sender knows that the receiver has everything, which here is the transfer's own completion.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def wait(agent: Any, handle: Any, state: str) -> None:
 
 def main() -> int:
     """The sending process, and the parent of the other."""
-    block_nbytes, num_blocks = int(sys.argv[1]), int(sys.argv[2])
-    nbytes = block_nbytes * num_blocks
+    block_nbytes, num_blocks, num_parts = (int(argument) for argument in sys.argv[1:])
+    piece_nbytes, nbytes = block_nbytes // num_parts, block_nbytes * num_blocks
     context = multiprocessing.get_context("spawn")
     receiver, child_end = context.Pipe()
     process = context.Process(target=receive, args=(nbytes, child_end), daemon=True)
@@ -79,7 +80,8 @@ def main() -> int:
     peer = agent.add_remote_agent(metadata)
 
     def blocks(start: int) -> Any:
-        places = [(start + index * block_nbytes, block_nbytes, 0) for index in range(num_blocks)]
+        pieces = [part * num_blocks + block for block in range(num_blocks) for part in range(num_parts)]
+        places = [(start + piece * piece_nbytes, piece_nbytes, 0) for piece in pieces]
         return agent.get_xfer_descs(places, mem_type="DRAM")
 
     handle = agent.initialize_xfer("WRITE", blocks(address), blocks(remote_address), peer)

@@ -24,7 +24,8 @@ from kvrelay.decode_worker.model_worker import Add, Command, NewToken, Remove, R
 from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.sequence import Sequence
-from kvrelay.wire.leases import LeaseTable, VerifiedLease
+from kvrelay.wire.lease import VerifiedLease
+from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import (
     PROTOCOL_MAX,
     Abort,

@@ -23,7 +23,8 @@ from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.metrics import EngineMetrics
 from kvrelay.wire.control import ControlServer
 from kvrelay.wire.data_plane import BlockReceiver
-from kvrelay.wire.leases import LeaseSettings, LeaseTable, VerifiedLease
+from kvrelay.wire.lease import LeaseSettings, VerifiedLease
+from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import FailureCode
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings

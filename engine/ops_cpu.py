@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -25,7 +26,7 @@ class CpuStep:
         tables: tuple[torch.Tensor, torch.Tensor],
         scratch: AttentionScratch,
     ) -> None:
-        self._pool = pool
+        _, _, _, num_kv_heads, block_size, head_dim = pool.shape
         self._windows = config.sliding_windows
         self._plans = {
             window: AttentionPlan(batch, pool, config.num_q_heads, window, scratch)
@@ -33,21 +34,23 @@ class CpuStep:
         }
         positions = torch.from_numpy(batch.positions)
         self._cos, self._sin = (table[positions][:, None, :] for table in tables)  # [num_tokens, 1, head_dim]
-        slots = torch.from_numpy(batch.slot_mapping)
-        block_size = pool.shape[4]
-        self._block_ids = slots // block_size
-        self._offsets = slots % block_size
+        self._flat_pool = pool.view(-1, head_dim)
+        self._rows_per_layer = 2 * num_kv_heads * block_size
+        blocks, offsets = np.divmod(batch.slot_mapping, block_size)
+        first = blocks * (pool.shape[1] * self._rows_per_layer) + offsets
+        rows = first[:, None] + np.arange(2 * num_kv_heads) * block_size
+        self._new_rows = torch.from_numpy(rows.reshape(-1))  # of the flat pool, layer 0
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
         """See StepContext."""
         heads = torch.cat((query, key), dim=1)
         # Rounded where the reference rounds: after each product and after the sum.
-        first, second = heads.chunk(2, dim=-1)
-        heads = (heads * self._cos).add_(torch.cat((second, first), dim=-1).mul_(self._sin))
+        swapped = heads.roll(heads.shape[-1] // 2, -1)
+        heads = (heads * self._cos).add_(swapped.mul_(self._sin))
         query, key = heads.split_with_sizes((query.shape[1], key.shape[1]), dim=1)
         # A broken sequence's NaN would outlive it: attention reads a block's unwritten tail under a mask, and 0 * NaN is NaN.
-        kv = torch.stack((key, value), dim=1).nan_to_num_(0.0, 0.0, 0.0)
-        self._pool[:, layer][self._block_ids, :, :, self._offsets] = kv
+        kv = torch.cat((key, value), dim=1).nan_to_num_(0.0, 0.0, 0.0)
+        self._flat_pool.index_copy_(0, self._new_rows + layer * self._rows_per_layer, kv.view(-1, kv.shape[-1]))
         return query
 
     def attention(self, query: torch.Tensor, layer: int) -> torch.Tensor:
@@ -85,9 +88,10 @@ class CpuOps:
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See Ops."""
-        wide = hidden.float()
-        scale = (wide * wide).mean(-1, keepdim=True).add_(self._config.rms_norm_eps).rsqrt_()
-        return (wide * scale).to(hidden.dtype).mul_(weight)
+        wide = hidden.to(torch.float32, copy=True)
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        scale = squares.div_(wide.shape[-1]).add_(self._config.rms_norm_eps).rsqrt_()
+        return wide.mul_(scale).to(hidden.dtype).mul_(weight)
 
     def add_rms_norm(self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See Ops."""

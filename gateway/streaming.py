@@ -72,7 +72,7 @@ class Responder:
         self._metrics = metrics
 
     async def respond(self, request: Request, job: Job) -> Response:
-        """The response; everything that fails before its status line is raised as ApiError."""
+        """The response; everything that fails before its status line is raised, as ApiError or ClientLeftError."""
         usages = [Usage(len(generation.prompt_token_ids)) for generation in job.generations]
         deltas = self._deltas(job.generations, usages)
         try:
@@ -81,10 +81,8 @@ class Responder:
                 if not job.is_stream:
                     return await self._whole(job, first, deltas, usages)
             return EventStream(self._events(job, first, deltas, usages), deltas, self._on_disconnect)
-        except BaseException as error:
+        except BaseException:
             await deltas.aclose()
-            if isinstance(error, ClientLeftError):
-                self._on_disconnect()
             raise
 
     def _deltas(self, generations: Sequence[Generation], usages: Sequence[Usage]) -> AsyncGenerator[Indexed]:

@@ -24,7 +24,6 @@ from kvrelay.wire.addresses import SocketFile
 from kvrelay.wire.block_frames import HEADER_NBYTES, BlockHeader, parse_header
 from kvrelay.wire.errors import BlockRefusedError, WireError
 from kvrelay.wire.leases import LeaseTable
-from kvrelay.wire.memory import keep_freed_memory
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import TAG_NBYTES, BlockSealer
 
@@ -203,8 +202,7 @@ class BlockReceiver:
         self._logged_s = 0.0
 
     def start(self) -> None:
-        """Start receiving. From now on the process keeps the memory of freed frames (:mod:`kvrelay.wire.memory`)."""
-        keep_freed_memory()
+        """Start receiving. A process that does so for long should keep freed memory (:mod:`kvrelay.common.memory`)."""
         self._thread.start()
 
     @property

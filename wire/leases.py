@@ -20,112 +20,18 @@ called without the lock held, on either thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.errors import BlockRefusedError
-from kvrelay.wire.handoff import HandoffState, advance
+from kvrelay.wire.handoff import HandoffState
+from kvrelay.wire.landing import land, misfit
+from kvrelay.wire.lease import BlockReservations, Lease, LeaseHandler, LeaseSettings, VerifiedLease, WritableStore
 from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Offer, Refuse, Renew
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.seal import TAG_NBYTES, BlockOpener, new_key
-
-
-class BlockReservations(Protocol):
-    """The block manager, as a lease sees it. Thread-safe."""
-
-    def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int] | None:
-        """Blocks for a lease, of which the leading ``n`` (second value) hold what ``hashes`` name; None without room."""
-
-    def release(self, lease_key: str) -> None:
-        """Give the lease's blocks back."""
-
-    def publish(self, lease_key: str, index: int, block_hash: bytes) -> None:
-        """The lease's block ``index`` is full and proved."""
-
-
-class WritableStore(Protocol):
-    """The pool's bytes, as a lease sees them (see kvrelay.engine.interface.BlockStore)."""
-
-    @property
-    def block_nbytes(self) -> int:
-        """Bytes of one block."""
-
-    def open_write(self, block_id: int) -> memoryview:
-        """A writable view of the block."""
-
-    def close_write(self, block_id: int) -> None:
-        """The view is filled, or given up."""
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiedLease:
-    """All that the decode worker needs to go on with the sequence."""
-
-    lease_id: int
-    lease_key: str  # under which the blocks are reserved
-    peer_id: str
-    offer: Offer
-    commit: Commit
-    block_ids: list[int]
-    transfer_s: float  # commit received until the last block was verified
-
-
-class LeaseHandler(Protocol):
-    """Hears how leases end. Called on the network or the receiver thread, never with a lock held."""
-
-    def on_lease_verified(self, lease: VerifiedLease) -> None:
-        """The blocks are the handler's now."""
-
-    def on_lease_rejected(
-        self, lease_id: int, peer_id: str, key: tuple[str, int], code: FailureCode, detail: str
-    ) -> None:
-        """The blocks are released; nothing was or will be sampled from them."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseSettings:
-    """What leases are checked against."""
-
-    epoch: int
-    fingerprint: bytes
-    block_size: int
-    ttl_s: float
-    seals_kv: bool = False  # every lease gets a key, and takes sealed blocks only
-
-
-@dataclass(slots=True, eq=False)
-class _Lease:
-    lease_id: int
-    peer_id: str
-    offer: Offer
-    block_ids: list[int]
-    num_cached: int
-    expires_s: float
-    opener: BlockOpener | None  # None: blocks come plain
-    state: HandoffState = HandoffState.GRANTED
-    received: set[int] = field(default_factory=set)
-    writing: memoryview | None = None  # the view that the receiver thread is filling
-    commit: Commit | None = None
-    committed_s: float = 0.0
-    failure: tuple[FailureCode, str] | None = None
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return (self.offer.request_id, self.offer.attempt)
-
-    @property
-    def lease_key(self) -> str:
-        return str(self.lease_id)
-
-    @property
-    def is_complete(self) -> bool:
-        return self.num_cached + len(self.received) == len(self.offer.block_hashes)
-
-    def advance(self, state: HandoffState) -> None:
-        self.state = advance(self.state, state, f"lease {self.lease_id} of request {self.key}")
+from kvrelay.wire.seal import BlockOpener, new_key
 
 
 class LeaseTable:
@@ -148,8 +54,8 @@ class LeaseTable:
         self._clock = clock
         self._root_hash = root_hash(settings.fingerprint)
         self._lock = threading.Lock()
-        self._leases: dict[int, _Lease] = {}
-        self._by_key: dict[tuple[str, int], _Lease] = {}
+        self._leases: dict[int, Lease] = {}
+        self._by_key: dict[tuple[str, int], Lease] = {}
         self._next_id = 1
 
     @property
@@ -185,7 +91,7 @@ class LeaseTable:
             seal_key = new_key() if self._settings.seals_kv else None
             opener = None if seal_key is None else BlockOpener(seal_key)
             expires_s = self._clock() + self._settings.ttl_s
-            lease = _Lease(lease_id, peer_id, offer, block_ids, num_cached, expires_s, opener)
+            lease = Lease(lease_id, peer_id, offer, block_ids, num_cached, expires_s, opener)
             self._leases[lease_id] = self._by_key[key] = lease
         self._metrics.reused_blocks.inc(num_cached)
         return Grant(
@@ -281,10 +187,13 @@ class LeaseTable:
                 raise self._refused("unknown_lease", f"lease {header.lease_id} is not live")
             if header.block_index in lease.received or header.block_index < lease.num_cached:
                 raise self._refused("duplicate", f"block {header.block_index} of lease {header.lease_id} is there")
-            refusal = self._mismatch(lease, header)
+            refusal = misfit(
+                header, lease.offer.block_hashes, self._store.block_nbytes, is_sealed=lease.opener is not None
+            )
             if refusal is None:
                 lease.writing = self._store.open_write(lease.block_ids[header.block_index])
                 return
+            self._counted(refusal)
             self._doom(lease, FailureCode.INTEGRITY, str(refusal))
         self._settle(lease)
         raise refusal
@@ -296,7 +205,9 @@ class LeaseTable:
             block_id, view = lease.block_ids[header.block_index], lease.writing
         assert view is not None, f"block {header.block_index} of lease {header.lease_id} is finished, but was not begun"
         # Outside of the lock: nobody else may touch this block now.
-        refusal = self._land(header, payload, view, lease.opener)
+        refusal = land(header, payload, view, lease.opener)
+        if refusal is not None:
+            self._counted(refusal)
         self._store.close_write(block_id)
         with self._lock:
             lease.writing = None
@@ -338,53 +249,24 @@ class LeaseTable:
             return (FailureCode.INTEGRITY, "the block hashes are not those of the tokens")
         return None
 
-    def _mismatch(self, lease: _Lease, header: BlockHeader) -> BlockRefusedError | None:
-        hashes = lease.offer.block_hashes
-        if header.is_sealed != (lease.opener is not None):
-            came, taken = ("sealed", "plain") if header.is_sealed else ("plain", "sealed")
-            return self._refused("wrong_seal", f"a {came} block; lease {header.lease_id} takes {taken} ones only")
-        if header.block_index >= len(hashes):
-            return self._refused("wrong_block", f"block {header.block_index} of {len(hashes)}")
-        if header.block_hash != hashes[header.block_index]:
-            return self._refused("wrong_block", f"block {header.block_index} has another block's hash")
-        if header.payload_nbytes != self._store.block_nbytes:
-            detail = f"{header.payload_nbytes} bytes announced, a block has {self._store.block_nbytes}"
-            return self._refused("bad_size", detail)
-        return None
-
-    def _land(
-        self, header: BlockHeader, payload: memoryview | None, view: memoryview, opener: BlockOpener | None
-    ) -> BlockRefusedError | None:
-        """Write the payload into ``view`` and prove it; returns why it is refused, if it is."""
-        nbytes = 0 if payload is None else len(payload)
-        expected_nbytes = header.payload_nbytes + (0 if opener is None else TAG_NBYTES)
-        if payload is None or nbytes != expected_nbytes:
-            return self._refused("bad_size", f"{nbytes} bytes came, {expected_nbytes} were announced")
-        if opener is not None:
-            if not opener.open(header, payload, view):
-                return self._refused("bad_seal", f"block {header.block_index} of lease {header.lease_id}")
-            return None
-        view[:] = payload
-        # Over the memory that the model will read, not over the frame.
-        if header.checksum_of(view) != header.checksum:
-            return self._refused("bad_checksum", f"block {header.block_index} of lease {header.lease_id}")
-        return None
-
     def _refused(self, cause: str, detail: str) -> BlockRefusedError:
-        self._metrics.refused_blocks.labels(cause).inc()
-        return BlockRefusedError(cause, detail)
+        return self._counted(BlockRefusedError(cause, detail))
 
-    def _live(self, peer_id: str, lease_id: int, epoch: int) -> _Lease | None:
+    def _counted(self, refusal: BlockRefusedError) -> BlockRefusedError:
+        self._metrics.refused_blocks.labels(refusal.cause_name).inc()
+        return refusal
+
+    def _live(self, peer_id: str, lease_id: int, epoch: int) -> Lease | None:
         """The lease, if it is live and ``peer_id``'s: nobody speaks for another worker's hand-off."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.state.is_over or lease.peer_id != peer_id or epoch != self._settings.epoch:
             return None
         return lease
 
-    def _touch(self, lease: _Lease) -> None:
+    def _touch(self, lease: Lease) -> None:
         lease.expires_s = self._clock() + self._settings.ttl_s
 
-    def _end(self, concerns: Callable[[_Lease], bool], code: FailureCode, detail: str) -> None:
+    def _end(self, concerns: Callable[[Lease], bool], code: FailureCode, detail: str) -> None:
         with self._lock:
             doomed = [lease for lease in self._leases.values() if not lease.state.is_over and concerns(lease)]
             for lease in doomed:
@@ -392,11 +274,11 @@ class LeaseTable:
         for lease in doomed:
             self._settle(lease)
 
-    def _doom(self, lease: _Lease, code: FailureCode, detail: str) -> None:
+    def _doom(self, lease: Lease, code: FailureCode, detail: str) -> None:
         lease.failure = (code, detail)
         lease.advance(HandoffState.ABORTING)
 
-    def _settle(self, lease: _Lease) -> None:
+    def _settle(self, lease: Lease) -> None:
         """Bring a lease to its end if it has reached one; exactly one caller gets to tell the handler."""
         verified: VerifiedLease | None = None
         with self._lock:

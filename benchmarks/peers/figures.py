@@ -166,9 +166,10 @@ FIGURES = (
         "long-prompt",
         "TTFT of a 1,500-token prompt, idle, two threads for the model",
         ("kvrelay-disaggregated-2t", *_LOCAL),
-        {LOADED: Load(1, input_len=_LONG, output_len=8, requests=3)},
+        {LOADED: Load(1, input_len=_LONG, output_len=8, requests=2)},
         first_token,
         (Target("ttft_p50_s", ("kvrelay-disaggregated-2t",), "kvrelay-local", 1.05, is_at_most=True),),
+        rounds=15,
     ),
     Figure(
         "burst",

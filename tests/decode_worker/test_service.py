@@ -20,7 +20,8 @@ from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.metrics import EngineMetrics
 from kvrelay.engine.sequence import Sequence
-from kvrelay.wire.leases import LeaseSettings, LeaseTable
+from kvrelay.wire.lease import LeaseSettings
+from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import (
     Cancel,
     Cancelled,

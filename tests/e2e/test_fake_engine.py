@@ -19,8 +19,12 @@ from .test_demo import http, prompt, stream_ids
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 
-async def test_fakes_hand_over_real_blocks(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seal_kv", ["false", "true"])
+async def test_fakes_hand_over_real_blocks(
+    seal_kv: str, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVRELAY_FAKE_STEP_MS", "1")
+    monkeypatch.setenv("KVRELAY_SEAL_KV", seal_kv)
     settings = LocalSettings(port=0, engine="fake", local_prefill_max_tokens=0)
     with LocalDeployment.from_settings(settings, model_directory) as deployment:
         await asyncio.to_thread(deployment.wait_ready, timeout_s=60)

@@ -177,7 +177,7 @@ USER = [{"role": "user", "content": "hi"}]
 BAD = {
     "empty messages": (CHAT, {"messages": []}, 400, "messages", "at least 1"),
     "no messages": (CHAT, {}, 400, "messages", "required"),
-    "messages of the wrong type": (CHAT, {"messages": "hi"}, 400, "messages", "list"),
+    "messages of the wrong type": (CHAT, {"messages": "hi"}, 400, "messages", "array"),
     "a message without role": (CHAT, {"messages": [{"content": "x"}]}, 400, "messages", "role"),
     "content of the wrong type": (CHAT, {"messages": [{"role": "user", "content": 7}]}, 400, "messages", "7"),
     "a picture": (

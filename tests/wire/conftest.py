@@ -20,7 +20,8 @@ from kvrelay.engine.fake import MemoryStore
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.data_plane import BlockReceiver, BlockSender, SendTicket
 from kvrelay.wire.errors import BlockRefusedError
-from kvrelay.wire.leases import LeaseSettings, LeaseTable, VerifiedLease
+from kvrelay.wire.lease import LeaseSettings, VerifiedLease
+from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Message, Offer, Reject, Timings, Verified
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable

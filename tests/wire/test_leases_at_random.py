@@ -17,7 +17,8 @@ from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind
 from kvrelay.engine.fake import MemoryStore
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.errors import BlockRefusedError
-from kvrelay.wire.leases import LeaseSettings, LeaseTable
+from kvrelay.wire.lease import LeaseSettings
+from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import Abort, Commit, Grant, Offer, Renew, Timings
 from kvrelay.wire.metrics import WireMetrics
 

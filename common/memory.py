@@ -1,8 +1,9 @@
-"""How this process's memory allocator treats received blocks.
+"""How a worker process's memory allocator treats large pieces that come and go.
 
-ZeroMQ takes the memory of every large frame from ``malloc`` and gives it back a moment later. As it comes, glibc returns much of
-that to the system, and the next frame is faulted in again, page by page and zeroed: with blocks of 360 KiB that took four
-tenths of the receiver's CPU time.
+ZeroMQ takes the memory of every large frame from ``malloc`` and gives it back a moment later, and so does torch with what lies
+between two operations on the CPU. As it comes, glibc returns much of that to the system, and the next piece is faulted in again,
+page by page and zeroed: with blocks of 360 KiB that took four tenths of a receiver's CPU time, and on a bad day more of a
+prefill step than its matrix products.
 """
 
 from __future__ import annotations

@@ -1,0 +1,313 @@
+"""What :mod:`handoff` compares: for each way a receiving and a sending process, each with a pool of its own."""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import xxhash
+import zmq
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.memory import keep_freed_memory
+from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.wire.codec import Codec
+from kvrelay.wire.data_plane import BlockReceiver, BlockSender
+from kvrelay.wire.lease import LeaseSettings, VerifiedLease
+from kvrelay.wire.leases import LeaseTable
+from kvrelay.wire.messages import Commit, FailureCode, Grant, Message, Offer, Timings, Verified
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
+
+BLOCK_SIZE = 16  # tokens
+FINGERPRINT = b"handoff benchmark"
+EPOCH = 1
+HEADER = bytes(64)  # what plain pyzmq sends in front of a block
+ANSWER_S = 60.0  # a side that says nothing for so long has failed
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is moved in a round."""
+
+    block_nbytes: int
+    num_blocks: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a round."""
+        return self.block_nbytes * self.num_blocks
+
+
+class Pool:
+    """A pool's bytes, as tables on both sides see them."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.block_nbytes = sizes.block_nbytes
+        memory = mmap.mmap(-1, sizes.nbytes)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = memoryview(memory)
+        self.bytes[:] = bytes(sizes.nbytes)  # faulted in before anything is timed
+
+    def open_read(self, block_id: int) -> memoryview:
+        """The block's bytes."""
+        return self.bytes[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
+
+    def close_read(self, block_id: int) -> None:
+        """Nothing to do in host memory."""
+
+    def open_write(self, block_id: int) -> memoryview:
+        """The block's bytes."""
+        return self.open_read(block_id)
+
+    def close_write(self, block_id: int) -> None:
+        """Nothing to do in host memory."""
+
+    def digest(self) -> str:
+        """Of all bytes."""
+        return xxhash.xxh3_128_hexdigest(self.bytes)
+
+
+class WholePool:
+    """Reservations that give every lease the whole pool: one hand-off at a time, nothing cached."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._block_ids = list(range(num_blocks))
+
+    def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int]:
+        """The whole pool."""
+        return self._block_ids, 0
+
+    def release(self, lease_key: str) -> None:
+        """Nothing to do."""
+
+    def publish(self, lease_key: str, index: int, block_hash: bytes) -> None:
+        """Nothing to do."""
+
+
+# -- the receiving process ---------------------------------------------------------------------------------------------
+
+
+class LeaseEnds:
+    """Tells the main thread how a lease ended."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[VerifiedLease | str] = queue.SimpleQueue()
+
+    def on_lease_verified(self, lease: VerifiedLease) -> None:
+        """Every block proved right."""
+        self.queue.put(lease)
+
+    def on_lease_rejected(
+        self, lease_id: int, peer_id: str, key: tuple[str, int], code: FailureCode, detail: str
+    ) -> None:
+        """Never in a benchmark."""
+        self.queue.put(f"{code}: {detail}")
+
+
+class KvrelayReceiver:
+    """Leases and a block receiver; plain or sealed."""
+
+    def __init__(self, pool: Pool, sizes: Sizes, peer: Connection, *, seals_kv: bool) -> None:
+        self._ends, self._peer, self._codec = LeaseEnds(), peer, Codec()
+        settings = LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, ttl_s=ANSWER_S, seals_kv=seals_kv)
+        metrics = WireMetrics(CollectorRegistry())
+        # One block more than is sent: a lease has room for the first token behind the prompt.
+        self._leases = LeaseTable(settings, WholePool(sizes.num_blocks + 1), pool, self._ends, metrics, time.monotonic)
+        self._receiver = BlockReceiver("tcp://127.0.0.1:0", self._leases, sizes.block_nbytes, context=zmq.Context())
+        self._receiver.start()
+        self.address = self._receiver.address
+
+    def run(self) -> None:
+        """One hand-off."""
+        offer = self._codec.decode(self._peer.recv_bytes())
+        assert isinstance(offer, Offer)
+        self._peer.send_bytes(self._codec.encode(self._leases.offer("sender", offer)))
+        commit = self._codec.decode(self._peer.recv_bytes())
+        assert isinstance(commit, Commit)
+        self._leases.commit("sender", commit)
+        lease = self._ends.queue.get(timeout=ANSWER_S)
+        if isinstance(lease, str):
+            raise RuntimeError(f"the hand-off was rejected: {lease}")
+        self._peer.send_bytes(self._codec.encode(Verified(lease_id=lease.lease_id, epoch=EPOCH)))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._receiver.stop()
+
+
+class ZmqReceiver:
+    """A PULL socket; frames are thrown away, or copied into the pool."""
+
+    def __init__(self, pool: Pool, sizes: Sizes, peer: Connection, *, lands: bool) -> None:
+        self._pool, self._sizes, self._peer, self._lands = pool, sizes, peer, lands
+        self._socket = zmq.Context().socket(zmq.PULL)
+        self._socket.bind("tcp://127.0.0.1:0")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def run(self) -> None:
+        """All blocks of a round."""
+        for index in range(self._sizes.num_blocks):
+            self._socket.recv()
+            frame = self._socket.recv(copy=False)
+            if self._lands:
+                self._pool.open_write(index)[:] = frame.buffer
+        self._peer.send_bytes(b"")
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close(linger=0)
+
+
+def receive(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> None:
+    """The receiving process: a round for every word of the parent, until it says nothing."""
+    keep_freed_memory()  # as kvrelay's workers do; here for every way
+    pool = Pool(sizes)
+    makers: dict[str, Callable[[], KvrelayReceiver | ZmqReceiver]] = {
+        "frames": lambda: ZmqReceiver(pool, sizes, peer, lands=False),
+        "landed": lambda: ZmqReceiver(pool, sizes, peer, lands=True),
+        "verified": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=False),
+        "sealed": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=True),
+    }
+    receiver = makers[way]()
+    parent.send(receiver.address)
+    while (is_checked := parent.recv()) is not None:
+        if is_checked:
+            pool.bytes[:] = bytes(sizes.nbytes)
+        parent.send(None)  # ready
+        cpu_s = time.process_time()
+        receiver.run()
+        cpu_s = time.process_time() - cpu_s
+        parent.send((cpu_s, pool.digest() if is_checked else None))
+    receiver.close()
+
+
+# -- the sending process -----------------------------------------------------------------------------------------------
+
+
+class TransferEnds:
+    """Hears how transfers end."""
+
+    def on_verified(self, key: tuple[str, int]) -> None:
+        """The sender has read the message itself."""
+
+    def on_failed(self, key: tuple[str, int], code: FailureCode, detail: str, retry_after_s: float | None) -> None:
+        """Never in a benchmark."""
+        raise RuntimeError(f"the transfer failed: {code}: {detail}")
+
+    def on_blocks_released(self, key: tuple[str, int]) -> None:
+        """The pool is the next round's."""
+
+
+class PipeControl:
+    """The control link: a pipe to the receiving process."""
+
+    def __init__(self, peer: Connection) -> None:
+        self._peer, self._codec = peer, Codec()
+
+    def send(self, message: Message) -> bool:
+        """Send a message."""
+        self._peer.send_bytes(self._codec.encode(message))
+        return True
+
+    def recv(self) -> Message:
+        """Wait for a message."""
+        return self._codec.decode(self._peer.recv_bytes())
+
+
+class KvrelaySender:
+    """A transfer table and a block sender; plain or sealed."""
+
+    def __init__(self, pool: Pool, sizes: Sizes, peer: Connection, address: str, *, seals_kv: bool) -> None:
+        self._sizes, self._control = sizes, PipeControl(peer)
+        metrics = WireMetrics(CollectorRegistry())
+        self._sender = BlockSender(address, metrics=metrics, context=zmq.Context())
+        self._link = DecodeLink(self._control, self._sender, seals_kv)
+        self._transfers = TransferTable(pool, TransferEnds(), TransferSettings(), metrics, time.monotonic)
+        self._num_rounds = 0
+
+    def run(self) -> float:
+        """One hand-off, timed from the moment at which all blocks are ready."""
+        self._num_rounds += 1
+        key = ("r", self._num_rounds)
+        tokens = [1] * (self._sizes.num_blocks * BLOCK_SIZE)
+        offer = Offer(
+            request_id=key[0],
+            attempt=key[1],
+            gateway_id="gateway",
+            fingerprint=FINGERPRINT,
+            token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            sampling=SamplingParams(max_tokens=2),
+            block_hashes=chain_hashes(root_hash(FINGERPRINT), tokens, BLOCK_SIZE),
+        )
+        self._transfers.open(key, self._link, offer, list(range(self._sizes.num_blocks)))
+        grant = self._control.recv()
+        assert isinstance(grant, Grant), grant
+        self._transfers.on_message(self._link, grant)
+        started_s = time.perf_counter()
+        self._transfers.blocks_ready(key, self._sizes.num_blocks)
+        self._transfers.commit(key, SampledToken(1), 0, Timings())
+        verified = self._control.recv()
+        seconds = time.perf_counter() - started_s
+        assert isinstance(verified, Verified), verified
+        self._transfers.on_message(self._link, verified)
+        self._transfers.tick()
+        return seconds
+
+    def close(self) -> None:
+        """End the thread."""
+        self._sender.close()
+
+
+class ZmqSender:
+    """A PUSH socket."""
+
+    def __init__(self, pool: Pool, sizes: Sizes, peer: Connection, address: str) -> None:
+        self._pool, self._sizes, self._peer = pool, sizes, peer
+        self._socket = zmq.Context().socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.connect(address)
+
+    def run(self) -> float:
+        """All blocks of a round."""
+        started_s = time.perf_counter()
+        for index in range(self._sizes.num_blocks):
+            self._socket.send(HEADER, zmq.SNDMORE)
+            self._socket.send(self._pool.open_read(index), copy=False)
+        self._peer.recv_bytes()
+        return time.perf_counter() - started_s
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close(linger=0)
+
+
+def send(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> None:
+    """The sending process: a round for every word of the parent, until it says nothing."""
+    keep_freed_memory()
+    pool = Pool(sizes)
+    block = secrets.token_bytes(sizes.block_nbytes)
+    for index in range(sizes.num_blocks):
+        pool.open_write(index)[:] = block
+        pool.open_write(index)[:8] = index.to_bytes(8, "little")
+    address: str = parent.recv()
+    makers: dict[str, Callable[[], KvrelaySender | ZmqSender]] = {
+        "frames": lambda: ZmqSender(pool, sizes, peer, address),
+        "landed": lambda: ZmqSender(pool, sizes, peer, address),
+        "verified": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=False),
+        "sealed": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=True),
+    }
+    sender = makers[way]()
+    parent.send(pool.digest())
+    while parent.recv() is not None:
+        cpu_s = time.process_time()
+        seconds = sender.run()
+        parent.send((seconds, time.process_time() - cpu_s))
+    sender.close()
