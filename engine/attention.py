@@ -81,7 +81,7 @@ class _Group:
 
 
 class AttentionPlan:
-    """The items of one step for one sliding window."""
+    """The items of one step for one sliding window. ``skips_decode``: somebody else attends to rows of a single token."""
 
     def __init__(
         self,
@@ -90,6 +90,8 @@ class AttentionPlan:
         num_q_heads: int,
         sliding_window: int | None,
         scratch: AttentionScratch,
+        *,
+        skips_decode: bool = False,
     ) -> None:
         # pool: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
         _, self._num_layers, _, self._num_kv_heads, self._block_size, self._head_dim = pool.shape
@@ -100,7 +102,9 @@ class AttentionPlan:
         split, end = batch.num_decode_rows, len(batch.rows)
         self._groups = []
         self._lone_query: _LoneQuery | None = None
-        if split == 1 and end == 1 and (sliding_window is None or batch.seq_lens[0] <= sliding_window):
+        if skips_decode:
+            pass
+        elif split == 1 and end == 1 and (sliding_window is None or batch.seq_lens[0] <= sliding_window):
             self._lone_query = self._plan_lone_query(batch)
         elif split > 0:
             self._groups.append(self._plan(batch, 0, split, 1))

@@ -42,6 +42,7 @@ def load_engine(
         dtype=model.dtype,
         device=model.device,
         weight_format=model.weight_format,
+        cpu_kernels=model.cpu_kernels,
         block_size=kv.block_size,
         num_blocks=kv.num_blocks,
         kv_memory_bytes=None if kv.kv_memory_mb is None else kv.kv_memory_mb * 2**20,

@@ -56,8 +56,8 @@ class DecoderModel:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[n, hidden]`` -> ``[n, vocab]`` fp32. Call it with the rows that sample only."""
-        return self._lm_head(hidden).float()
+        """``[n, hidden]`` -> ``[n, vocab]`` in the model's dtype. Call it with the rows that sample only."""
+        return self._lm_head(hidden)
 
     def _attention(self, hidden: torch.Tensor, layer: _Layer, index: int, step: StepContext) -> torch.Tensor:
         config, ops = self._config, self._ops

@@ -45,6 +45,9 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up`` of ``[num_tokens, 2 * intermediate]``."""
 
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """The likeliest tokens ``[n]`` int64 of ``logits`` ``[n, vocab]`` in the model's dtype."""
+
     def penalize(self, logits: torch.Tensor, rows: SamplingRows) -> None:
         """Apply the rows' penalties to ``logits`` ``[n, vocab]`` fp32 in place; only called if there are any."""
 

@@ -1,4 +1,4 @@
-"""The operations on the CPU, in plain vectorised torch."""
+"""The operations on the CPU, in plain vectorised torch: for every dtype, and where there is no compiler."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ class CpuOps:
         """``has_int8_weights`` needs a CPU that :func:`has_packed_linear` in bf16, and a bf16 ``pool``."""
         self._config = config
         self._pool = pool
-        cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
-        # [max_model_len, head_dim]; the sine of the first half negative, so that a rotation needs no negation.
-        self._tables = torch.cat((cos, cos), dim=-1).to(pool.dtype), torch.cat((-sin, sin), dim=-1).to(pool.dtype)
+        self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
         self._scratch = AttentionScratch(pool.dtype)
         self._packs = has_packed_linear(pool.dtype)
         self._has_int8_weights = has_int8_weights
@@ -102,6 +100,10 @@ class CpuOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """See Ops. Of fp32: torch has no fast one for less."""
+        return logits.float().argmax(dim=-1)
+
     def penalize(self, logits: torch.Tensor, rows: SamplingRows) -> None:
         """See Ops."""
         penalize(logits, rows)
@@ -109,3 +111,9 @@ class CpuOps:
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """See Ops."""
         return draw_tokens(logits, rows)
+
+
+def cos_sin_rows(config: ModelConfig, max_model_len: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both ``[max_model_len, head_dim]``; the sine of the first half is negative, so that a rotation needs no negation."""
+    cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)

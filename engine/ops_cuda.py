@@ -118,6 +118,10 @@ class CudaOps:
         """See Ops."""
         return silu_mul(gate_up)
 
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return logits.argmax(dim=-1)
+
     def penalize(self, logits: torch.Tensor, rows: SamplingRows) -> None:
         """See Ops."""
         device = logits.device

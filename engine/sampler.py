@@ -94,20 +94,21 @@ class SamplingRows:
 def sample(
     logits: torch.Tensor,
     sequences: Seq[Sequence],
+    argmax_rows: Callable[[torch.Tensor], torch.Tensor],
     penalize_rows: Callable[[torch.Tensor, SamplingRows], None],
     draw_rows: Callable[[torch.Tensor, SamplingRows], torch.Tensor],
 ) -> list[SampledToken]:
-    """One token per row of ``logits`` ``[num_rows, vocab]`` fp32, which is changed in place.
+    """One token per row of ``logits`` ``[num_rows, vocab]`` of any dtype, which may be changed in place.
 
-    ``penalize_rows`` and ``draw_rows`` are the device's (see :class:`kvrelay.engine.ops.Ops`).
+    ``argmax_rows``, ``penalize_rows`` and ``draw_rows`` are the device's (see :class:`kvrelay.engine.ops.Ops`).
     """
     params = [sequence.sampling for sequence in sequences]
     wants_logprobs = [index for index, row in enumerate(params) if row.num_logprobs is not None]
-    raw = torch.log_softmax(logits[wants_logprobs], dim=-1) if wants_logprobs else None
+    raw = torch.log_softmax(logits[wants_logprobs].float(), dim=-1) if wants_logprobs else None
     if all(row.temperature == 0 and not row.needs_penalties for row in params):
-        tokens = logits.argmax(dim=-1)
+        tokens = argmax_rows(logits)
     else:
-        rows = SamplingRows.of(sequences)
+        rows, logits = SamplingRows.of(sequences), logits.float()
         if rows.entry_rows:
             penalize_rows(logits, rows)
         tokens = draw_rows(logits, rows)

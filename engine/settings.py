@@ -21,6 +21,12 @@ class ModelSettings:
         "weights as --dtype has them, or rounded to 8 bits: fewer bytes per step of few streams, on a CPU in bf16",
         choices=("full", "int8"),
     )
+    cpu_kernels: str = setting(
+        "auto",
+        "what runs between matrix products on a CPU in bf16: our kernels (compiled with g++ at the first start), or torch; "
+        "auto takes ours where they compile",
+        choices=("auto", "native", "torch"),
+    )
     max_model_len: int | None = setting(
         None,
         "longest prompt and output together; default: the model's own, bounded by the pool",

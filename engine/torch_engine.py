@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -17,11 +18,16 @@ from kvrelay.engine.interface import BlockStore, StepRow
 from kvrelay.engine.kv_pool import KvPool
 from kvrelay.engine.linear_cpu import has_packed_linear
 from kvrelay.engine.model import DecoderModel
-from kvrelay.engine.model_config import load_config
+from kvrelay.engine.model_config import ModelConfig, load_config
+from kvrelay.engine.native import CpuKernels, CpuKernelsError
+from kvrelay.engine.native.library import default_cache_dir
 from kvrelay.engine.ops import Ops
 from kvrelay.engine.ops_cpu import CpuOps
+from kvrelay.engine.ops_cpu_native import NativeCpuOps
 from kvrelay.engine.sampler import sample
 from kvrelay.engine.weights import load_weights, weights_digest
+
+logger = logging.getLogger(__name__)
 
 _CPU_KV_BYTES = 2**30
 _GPU_KV_FRACTION = 0.6
@@ -37,6 +43,7 @@ class EngineOptions:
     dtype: str = "auto"
     device: str = "auto"
     weight_format: str = "full"  # or "int8"
+    cpu_kernels: str = "auto"  # "native", or "torch" without ours
     block_size: int = 16
     num_blocks: int | None = None  # instead of kv_memory_bytes
     kv_memory_bytes: int | None = None  # None: 1 GiB on CPU, 60 % of what is free on a GPU
@@ -89,7 +96,7 @@ class TorchEngine:
             block_nbytes=block_nbytes,
         )
         if device.type == "cpu":
-            ops: Ops = CpuOps(config, pool.tensor, max_model_len, has_int8_weights=has_int8_weights)
+            ops = _cpu_ops(options, config, pool.tensor, max_model_len, has_int8_weights=has_int8_weights)
         else:
             from kvrelay.engine.ops_cuda import CudaOps  # noqa: PLC0415 - needs Triton, which a CPU worker may lack
 
@@ -121,7 +128,7 @@ class TorchEngine:
             last_tokens = torch.from_numpy(batch.query_start_loc[1:][batch.sampling_rows] - 1).to(self._device)
             logits = self._model.logits(hidden[last_tokens])
             sequences = [batch.rows[index].sequence for index in batch.sampling_rows]
-            tokens = sample(logits, sequences, self._ops.penalize, self._ops.draw_tokens)
+            tokens = sample(logits, sequences, self._ops.argmax, self._ops.penalize, self._ops.draw_tokens)
             for index, token in zip(batch.sampling_rows, tokens, strict=True):
                 results[batch.order[index]] = token
         elif self._device.type == "cuda":
@@ -147,6 +154,31 @@ def _has_int8_weights(weight_format: str, device: torch.device, dtype: torch.dty
             "leave it at full"
         )
     return True
+
+
+def _cpu_ops(
+    options: EngineOptions, config: ModelConfig, pool: torch.Tensor, max_model_len: int, *, has_int8_weights: bool
+) -> Ops:
+    """Our kernels where they run. Raises ModelError if they are asked for and do not."""
+    reason = "asked for"
+    if options.cpu_kernels != "torch":
+        widths = (config.hidden_size, config.intermediate_size)
+        if pool.dtype != torch.bfloat16:
+            reason = f"they are for bfloat16, not {pool.dtype}"
+        elif not CpuKernels.fit(head_dim=config.head_dim, widths=widths):
+            reason = f"they have no code for head_dim {config.head_dim} with widths {widths}"
+        else:
+            try:
+                kernels = CpuKernels.load(default_cache_dir())
+            except CpuKernelsError as error:
+                reason = str(error)
+                logger.warning("no kernels of our own on this CPU, the slower torch operations instead: %s", error)
+            else:
+                return NativeCpuOps(config, pool, max_model_len, kernels, has_int8_weights=has_int8_weights)
+        if options.cpu_kernels == "native":
+            raise ModelError(f"--cpu-kernels is native, but {reason}; use auto")
+    logger.debug("torch operations on the CPU: %s", reason)
+    return CpuOps(config, pool, max_model_len, has_int8_weights=has_int8_weights)
 
 
 def _num_blocks(options: EngineOptions, block_nbytes: int, device: torch.device) -> int:

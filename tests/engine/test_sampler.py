@@ -22,8 +22,12 @@ from kvrelay.engine.sequence import Sequence
 from tests.engine.conftest import sequence, tokens
 
 
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(dim=-1)
+
+
 def run(logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-    return sample(logits.clone(), sequences, penalize, draw_tokens)
+    return sample(logits.clone(), sequences, argmax, penalize, draw_tokens)
 
 
 def kept_tokens(logits: torch.Tensor, params: SamplingParams) -> dict[int, float]:
@@ -277,5 +281,5 @@ def _penalized(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
         seen.append(values)
         return values.argmax(dim=-1)
 
-    sample(logits.clone(), sequences, penalize, keep)
+    sample(logits.clone(), sequences, argmax, penalize, keep)
     return seen[0]

@@ -1,0 +1,150 @@
+"""Compiles ``ops.cpp`` for this machine, once, and calls it.
+
+The library lies in the cache under a hash of source, compiler and processor: a second start takes it from there. It finds the
+OpenMP runtime that torch has loaded already, so that both share their threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+_SOURCE = Path(__file__).with_name("ops.cpp")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
+_HEAD_DIMS = (32, 64, 96, 128, 256)
+_LANES = 16
+_COMPILE_S = 120.0
+
+
+class CpuKernelsError(Exception):
+    """The kernels cannot be had on this machine; the text says why."""
+
+
+class Step(ctypes.Structure):
+    """What is the same in all layers of a step; see ``struct Step`` in ops.cpp. Whoever makes one keeps the memory alive."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("pool", "cos", "sin", "positions", "slots", "block_tables", "seq_lens")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_decode_rows", "max_blocks")),
+        *((name, ctypes.c_int64) for name in ("num_layers", "q_heads", "kv_heads", "block_size", "head_dim")),
+    ]
+
+
+class CpuKernels:
+    """The loaded library. Every tensor is bf16 on the CPU, and contiguous where nothing else is said."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+        self._rms_norm = library.kvrelay_rms_norm
+        self._rms_norm.argtypes = (pointer, pointer, pointer, pointer, integer, integer, real)
+        self._silu_mul = library.kvrelay_silu_mul
+        self._silu_mul.argtypes = (pointer, pointer, integer, integer)
+        self._argmax = library.kvrelay_argmax
+        self._argmax.argtypes = (pointer, pointer, integer, integer)
+        self._rotary = library.kvrelay_rotary_kv_write
+        self._rotary.argtypes = (pointer, integer, pointer, pointer, pointer, integer, integer, integer, pointer)
+        self._attention = library.kvrelay_decode_attention
+        self._attention.argtypes = (pointer, integer, pointer, integer, real, pointer)
+        for function in (self._rms_norm, self._silu_mul, self._argmax, self._rotary):
+            function.restype = None
+
+    @classmethod
+    def load(cls, cache_dir: Path) -> CpuKernels:
+        """Compile if need be, and load. Raises CpuKernelsError."""
+        compiler = shutil.which("g++")
+        if compiler is None:
+            raise CpuKernelsError("there is no g++ (apt install g++)")
+        path = cache_dir / f"cpu-{_key(compiler)}.so"
+        if not path.exists():
+            _compile(compiler, path)
+        try:
+            return cls(ctypes.CDLL(str(path)))
+        except (OSError, AttributeError) as error:
+            raise CpuKernelsError(f"{path} cannot be loaded: {error}") from error
+
+    @staticmethod
+    def fit(*, head_dim: int, widths: tuple[int, ...]) -> bool:
+        """Whether there is code for a model with this head size, and norms and activations of these widths."""
+        return head_dim in _HEAD_DIMS and all(width % _LANES == 0 for width in widths)
+
+    def rms_norm(
+        self, hidden: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """``residual += hidden`` in place, if there is one, then the norm of ``residual`` ``[..., width]`` times ``weight``."""
+        out = torch.empty_like(residual)
+        width = residual.shape[-1]
+        added = None if hidden is None else hidden.data_ptr()
+        rows = residual.numel() // width
+        self._rms_norm(added, residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of ``[num_tokens, 2 * width]``."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty((rows, width))
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width)
+        return out
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """The likeliest token of each row of ``[n, vocab]``, ``[n]`` int64."""
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        self._argmax(logits.data_ptr(), tokens.data_ptr(), len(logits), logits.shape[1])
+        return tokens
+
+    def rotary_kv_write(
+        self, step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Rotate q and k, write k and v into the pool; returns the rotated q. A token's heads must be contiguous."""
+        rotated = query.new_empty(query.shape)
+        self._rotary(
+            ctypes.byref(step), layer, query.data_ptr(), key.data_ptr(), value.data_ptr(),
+            query.stride(0), key.stride(0), value.stride(0), rotated.data_ptr(),
+        )  # fmt: skip
+        return rotated
+
+    def decode_attention(
+        self, step: Step, layer: int, query: torch.Tensor, window: int | None, out: torch.Tensor
+    ) -> None:
+        """Attention of the leading ``step.num_decode_rows`` tokens of ``query`` over the pool, into those of ``out``."""
+        scale = query.shape[-1] ** -0.5
+        if self._attention(ctypes.byref(step), layer, query.data_ptr(), window or 0, scale, out.data_ptr()):
+            raise ValueError(f"no kernel for head_dim {query.shape[-1]}; there is for {_HEAD_DIMS}")
+
+
+def default_cache_dir() -> Path:
+    """``$XDG_CACHE_HOME/kvrelay/kernels``, default ``~/.cache/kvrelay/kernels``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvrelay" / "kernels"
+
+
+def _key(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout  # noqa: S603
+    processor = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+        processor = "\n".join(line for line in lines if line.startswith(("model", "cpu family", "flags", "Features")))
+    text = "\n".join((_SOURCE.read_text(), *_FLAGS, version, platform.machine(), processor))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _compile(compiler: str, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+            built = Path(directory) / path.name
+            command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
+            ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_S)  # noqa: S603
+            if ended.returncode:
+                raise CpuKernelsError(f"{compiler} fails on {_SOURCE.name}: {ended.stderr.strip()[-500:]}")
+            built.replace(path)  # whole or not at all: two workers may compile at once
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CpuKernelsError(f"cannot compile into {path.parent}: {error}") from error

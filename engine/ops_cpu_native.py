@@ -1,0 +1,124 @@
+"""The operations on the CPU in bf16, with our C++ kernels between oneDNN's matrix products."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvrelay.engine.attention import AttentionPlan, AttentionScratch
+from kvrelay.engine.batch import Batch, Ints
+from kvrelay.engine.model_config import ModelConfig
+from kvrelay.engine.native import CpuKernels
+from kvrelay.engine.native.library import Step
+from kvrelay.engine.ops import Linear
+from kvrelay.engine.ops_cpu import CpuOps, cos_sin_rows
+from kvrelay.engine.sampler import SamplingRows
+
+
+class NativeCpuStep:
+    """Implements StepContext for one batch: rows of a single token by our kernel, the others by :class:`AttentionPlan`."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        config: ModelConfig,
+        pool: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        scratch: AttentionScratch,
+        kernels: CpuKernels,
+    ) -> None:
+        self._kernels = kernels
+        self._windows = config.sliding_windows
+        self._num_decode_rows = batch.num_decode_rows
+        self._plans: dict[int | None, AttentionPlan] = {}
+        if batch.num_decode_rows < len(batch.rows):
+            self._plans = {
+                window: AttentionPlan(batch, pool, config.num_q_heads, window, scratch, skips_decode=True)
+                for window in set(config.sliding_windows)
+            }
+        _, num_layers, _, kv_heads, block_size, head_dim = pool.shape
+        arrays = [
+            np.ascontiguousarray(array, dtype=np.int64)
+            for array in (batch.positions, batch.slot_mapping, batch.block_tables, batch.seq_lens)
+        ]
+        positions, slots, block_tables, seq_lens = arrays
+        self._kept = (pool, tables, arrays)  # the kernels have their addresses
+        self._step = Step(
+            pool=pool.data_ptr(), cos=tables[0].data_ptr(), sin=tables[1].data_ptr(),
+            positions=_address(positions), slots=_address(slots),
+            block_tables=_address(block_tables), seq_lens=_address(seq_lens),
+            num_tokens=len(positions), num_decode_rows=batch.num_decode_rows, max_blocks=block_tables.shape[1],
+            num_layers=num_layers, q_heads=config.num_q_heads, kv_heads=kv_heads, block_size=block_size,
+            head_dim=head_dim,
+        )  # fmt: skip
+
+    def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+        """See StepContext."""
+        return self._kernels.rotary_kv_write(self._step, layer, query, key, value)
+
+    def attention(self, query: torch.Tensor, layer: int) -> torch.Tensor:
+        """See StepContext."""
+        out = torch.empty_like(query)
+        window = self._windows[layer]
+        if self._num_decode_rows:
+            self._kernels.decode_attention(self._step, layer, query, window, out)
+        if self._plans:
+            self._plans[window].run(query, layer, out)
+        return out
+
+
+class NativeCpuOps:
+    """Implements Ops for a bf16 ``pool``. Matrix products and sampling are those of :class:`CpuOps`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: torch.Tensor,
+        max_model_len: int,
+        kernels: CpuKernels,
+        *,
+        has_int8_weights: bool = False,
+    ) -> None:
+        """The model must :meth:`CpuKernels.fit`."""
+        self._plain = CpuOps(config, pool, max_model_len, has_int8_weights=has_int8_weights)
+        self._config = config
+        self._pool = pool
+        self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
+        self._scratch = AttentionScratch(pool.dtype)
+        self._kernels = kernels
+
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """See Ops."""
+        return self._plain.make_linear(weight, bias)
+
+    def begin_step(self, batch: Batch) -> NativeCpuStep:
+        """See Ops."""
+        return NativeCpuStep(batch, self._config, self._pool, self._tables, self._scratch, self._kernels)
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return self._kernels.rms_norm(None, hidden.contiguous(), weight, self._config.rms_norm_eps)
+
+    def add_rms_norm(self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return self._kernels.rms_norm(hidden, residual, weight, self._config.rms_norm_eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return self._kernels.silu_mul(gate_up)
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return self._kernels.argmax(logits)
+
+    def penalize(self, logits: torch.Tensor, rows: SamplingRows) -> None:
+        """See Ops."""
+        self._plain.penalize(logits, rows)
+
+    def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """See Ops."""
+        return self._plain.draw_tokens(logits, rows)
+
+
+def _address(array: Ints) -> int:
+    return array.ctypes.data

@@ -1,0 +1,196 @@
+"""Our C++ kernels: bit for bit what torch computes where both round alike, and attention against a dense float64 reference."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine import torch_engine
+from kvrelay.engine.batch import Batch, build_batch
+from kvrelay.engine.interface import StepRow
+from kvrelay.engine.model_config import ModelConfig
+from kvrelay.engine.native import CpuKernels, CpuKernelsError, library
+from kvrelay.engine.native.library import default_cache_dir
+from kvrelay.engine.ops_cpu import CpuOps
+from kvrelay.engine.ops_cpu_native import NativeCpuOps
+from kvrelay.engine.rope import RopeConfig
+from tests.engine.conftest import sequence
+from tests.engine.test_attention import RAGGED, dense
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CpuKernels:
+    return CpuKernels.load(default_cache_dir())
+
+
+def bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).bfloat16()
+
+
+def config_of(heads: tuple[int, int], head_dim: int, num_layers: int = 2, window: int | None = None) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=300,
+        hidden_size=heads[0] * head_dim,
+        intermediate_size=64,
+        num_layers=num_layers,
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        has_tied_embeddings=True,
+        has_qkv_bias=False,
+        has_o_bias=False,
+        has_mlp_bias=False,
+        has_qk_norm=False,
+        sliding_windows=(window,) * num_layers,
+        rope=RopeConfig.parse({}, "here"),
+        dtype="bfloat16",
+    )
+
+
+def batch_of(rows: list[tuple[int, int]], block_size: int) -> tuple[Batch, int]:
+    """A batch of (computed tokens, tokens of this step) with shuffled blocks, and how many blocks there are."""
+    num_blocks = sum(-(-(start + count) // block_size) for start, count in rows) + 3
+    free = list(range(num_blocks))
+    random.Random(0).shuffle(free)
+    steps = []
+    for start, count in rows:
+        of = sequence([0] * (start + count), [free.pop() for _ in range(-(-(start + count) // block_size))])
+        of.num_computed_tokens = start
+        steps.append(StepRow(of, count))
+    return build_batch(steps, block_size), num_blocks
+
+
+@pytest.mark.parametrize("rows", [1, 3, 200])
+@pytest.mark.parametrize("width", [16, 576, 4096])
+def test_norms(kernels: CpuKernels, rows: int, width: int) -> None:
+    plain = CpuOps(config_of((2, 2), 32), torch.zeros(1, 2, 2, 2, 16, 32, dtype=torch.bfloat16), 64)
+    hidden, residual, weight = bf16(rows, width), bf16(rows, width, seed=1, scale=5), bf16(width, seed=2)
+    theirs = residual.clone()
+    expected = plain.add_rms_norm(hidden, theirs, weight)
+    found = kernels.rms_norm(hidden, residual, weight, 1e-5)
+    assert torch.equal(residual, theirs)
+    # The sum of squares is added up in another order: now and then a result lies on the other side of a rounding.
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=0)
+    assert (found != expected).float().mean() < 0.01
+    alone = kernels.rms_norm(None, residual, weight, 1e-5)
+    assert torch.equal(alone, found)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_silu_mul(kernels: CpuKernels, rows: int) -> None:
+    gate_up = torch.cat((bf16(rows, 96, scale=8), torch.full((rows, 32), -200.0).bfloat16()), dim=1)
+    gate, up = gate_up.chunk(2, dim=-1)
+    expected = F.silu(gate) * up
+    found = kernels.silu_mul(gate_up)
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-30)
+    assert (found != expected).float().mean() < 0.01
+    broken = bf16(2, 64)
+    broken[0, 3] = float("nan")
+    assert kernels.silu_mul(broken).isnan().sum() == 1
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 300, 49_152])
+def test_argmax(kernels: CpuKernels, width: int) -> None:
+    logits = bf16(9, width, seed=width)  # few distinct numbers in bf16: many are equal
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert kernels.argmax(logits).tolist() == expected
+    logits[4] = float("nan")
+    assert 0 <= int(kernels.argmax(logits)[4]) < width
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((9, 3), 64), ((4, 4), 32), ((8, 1), 128), ((14, 2), 64), ((2, 2), 96)]
+)
+@pytest.mark.parametrize("block_size", [1, 16, 24])
+def test_a_step_is_that_of_plain_torch(
+    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, block_size: int
+) -> None:
+    """Rotation and pool bit for bit; attention, of decode rows and chunks of prompts in one batch, as exact as torch's."""
+    config = config_of(heads, head_dim)
+    batch, num_blocks = batch_of([(300, 1), (0, 1), (0, 70), (17, 1), (100, 20)], block_size)
+    pool = bf16(num_blocks, 2, 2, heads[1], block_size, head_dim)
+    theirs = pool.clone()
+    num_tokens = len(batch.positions)
+    qkv = bf16(num_tokens, heads[0] + 2 * heads[1], head_dim, seed=3)
+    qkv[1, heads[0]] = float("nan")
+    qkv[2, -1] = float("inf")
+    query, key, value = qkv.split_with_sizes((heads[0], heads[1], heads[1]), dim=1)
+    ours = NativeCpuOps(config, pool, 512, kernels).begin_step(batch)
+    plain = CpuOps(config, theirs, 512).begin_step(batch)
+    rotated = ours.rotary_kv_write(query, key, value, 1)
+    expected = plain.rotary_kv_write(query, key, value, 1)
+    assert torch.equal(rotated, expected)
+    assert torch.equal(pool, theirs)
+    assert not pool.isnan().any()
+    found, reference = ours.attention(rotated, 1), plain.attention(expected, 1)
+    torch.testing.assert_close(found, reference, rtol=0, atol=3e-2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 300])
+def test_decode_rows_against_the_dense_reference(kernels: CpuKernels, window: int | None) -> None:
+    rows = [(start + count - 1, 1) for start, count in RAGGED]
+    batch, num_blocks = batch_of(rows, 16)
+    pool = bf16(num_blocks, 2, 2, 2, 16, 64)
+    query = bf16(len(rows), 6, 64, seed=5)
+    step = NativeCpuOps(config_of((6, 2), 64, window=window), pool, 1024, kernels).begin_step(batch)
+    found = step.attention(query, 1)
+    for index, row in enumerate(batch.rows):
+        context = pool[row.sequence.block_table, 1].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        keys, values = context[:, :, : int(batch.seq_lens[index])]
+        expected = dense(query[index : index + 1], keys, values, window)[0]
+        # Sums are fp32 from end to end; what is left is the rounding of the result.
+        torch.testing.assert_close(found[index].double(), expected, rtol=2**-8, atol=1e-4)
+
+
+def test_scores_far_apart_do_not_overflow(kernels: CpuKernels) -> None:
+    batch, num_blocks = batch_of([(40, 1), (2, 1)], 16)
+    pool = bf16(num_blocks, 2, 2, 1, 16, 32, scale=50)
+    out = (
+        NativeCpuOps(config_of((1, 1), 32), pool, 64, kernels).begin_step(batch).attention(bf16(2, 1, 32, scale=50), 0)
+    )
+    assert out.isfinite().all()
+
+
+def test_a_machine_without_compiler_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    with pytest.raises(CpuKernelsError, match=r"no g\+\+"):
+        CpuKernels.load(tmp_path)
+
+
+def test_a_source_that_does_not_compile_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("int main( {")
+    monkeypatch.setattr(library, "_SOURCE", broken)
+    with pytest.raises(CpuKernelsError, match=r"fails on broken\.cpp"):
+        CpuKernels.load(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_without_kernels_the_engine_runs_on_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: Path) -> CpuKernels:
+        raise CpuKernelsError("there is no g++ (apt install g++)")
+
+    monkeypatch.setattr(torch_engine.CpuKernels, "load", fails)
+    pool = torch.zeros(1, 2, 2, 2, 16, 64, dtype=torch.bfloat16)
+    config = config_of((4, 2), 64)
+
+    def ops(cpu_kernels: str) -> object:
+        options = torch_engine.EngineOptions(Path(), "m", cpu_kernels=cpu_kernels)
+        return torch_engine._cpu_ops(options, config, pool, 64, has_int8_weights=False)
+
+    assert isinstance(ops("auto"), CpuOps)
+    assert "the slower torch operations instead: there is no g++" in caplog.text
+    with pytest.raises(ModelError, match=r"--cpu-kernels is native, but there is no g\+\+"):
+        ops("native")
+    assert isinstance(ops("torch"), CpuOps)
