@@ -17,6 +17,8 @@ import torch
 
 from kvrelay.engine.model_config import ModelConfig
 
+_MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python has no name for it
+
 
 class KvPool:
     """Owns the tensor. Implements :class:`kvrelay.engine.interface.BlockStore`.
@@ -122,7 +124,8 @@ class _OpenRead:
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in fresh pages, taken from the system as they are touched.
+    """Zeros in memory that is there, not only promised: a page that is taken from the system at its first write costs that
+    write, in the middle of somebody's stream, a millisecond; and a limit on memory is met at the start, not under load.
 
     Huge pages where the system has them: a block's layers lie far apart, and with 4 KiB pages faulting a pool in took seven
     times as long.
@@ -131,4 +134,6 @@ def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # older than 5.14: pages come when they are written
+            memory.madvise(_MADV_POPULATE_WRITE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

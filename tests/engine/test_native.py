@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ from tests.engine.test_attention import RAGGED, dense
 
 @pytest.fixture(scope="module")
 def kernels() -> CpuKernels:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
     return CpuKernels.load(default_cache_dir())
 
 
@@ -166,6 +169,7 @@ def test_a_machine_without_compiler_says_so(tmp_path: Path, monkeypatch: pytest.
         CpuKernels.load(tmp_path)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_a_source_that_does_not_compile_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("int main( {")
