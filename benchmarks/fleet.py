@@ -5,9 +5,9 @@
 
 The workers are real processes with the fake engine: tokens at a set pace, KV blocks really shipped and verified, no weights.
 Requests arrive at random (Poisson) at a rate that is doubled until it is not held, then bisected; the last rate that was held is
-then run for ``--seconds``. A rate is held if no request fails, the requests of the last third get their first token about as fast
-as those of the first third (no queue is growing), and the generator was on time. Everything runs on this machine, so the CPU time
-by component is printed beside the rate.
+then run for ``--seconds``, and lowered by a tenth until it is held for so long. A rate is held if no request fails, 99 of 100 get
+their first token within a second and the rest at no less than half the engine's pace, no queue is growing, and the generator
+was on time. Everything runs on this machine, so the CPU time by component is printed beside the rate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import click
 import psutil
 
 from kvrelay.launcher.bench.records import RunResult, read_result
-from kvrelay.launcher.bench.summary import StreamSummary, summarize, ttft
+from kvrelay.launcher.bench.summary import StreamSummary, meets, summarize, ttft
 from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.settings import LocalSettings
@@ -36,6 +36,9 @@ from kvrelay.launcher.settings import LocalSettings
 INPUT_LEN, OUTPUT_LEN = 128, 64
 MAX_GROWTH = 2.0  # of the median TTFT from the first third of a run to its last
 MAX_GROWTH_S = 0.1  # … by at least so much
+MAX_TTFT_S = 1.0
+MAX_PACE = 2.0  # time for a request's tokens, in steps of the engine
+MIN_GOOD = 0.99  # of all requests
 MAX_LATE_S = 0.25  # of the generator's own requests
 
 
@@ -66,8 +69,9 @@ class Trial:
 class Fleet:
     """A running deployment of fakes."""
 
-    def __init__(self, deployment: LocalDeployment, directory: Path) -> None:
+    def __init__(self, deployment: LocalDeployment, step_s: float, directory: Path) -> None:
         self._deployment = deployment
+        self._step_s = step_s
         self._directory = directory
 
     def try_rate(self, rate: float, seconds: float) -> Trial:
@@ -88,7 +92,7 @@ class Fleet:
         cores = {name: (after[name] - before[name]) / elapsed_s for name in after}
         if result.cpu is not None:
             cores["generator"] = result.cpu.generator
-        return Trial(rate, result, summarize(result).all, cores, why_not_held(result))
+        return Trial(rate, result, summarize(result).all, cores, why_not_held(result, self._step_s))
 
     def memory_mb(self) -> dict[str, float]:
         """Resident memory of the gateway, and of one worker (median)."""
@@ -113,13 +117,17 @@ class Fleet:
         return used
 
 
-def why_not_held(result: RunResult) -> list[str]:
+def why_not_held(result: RunResult, step_s: float) -> list[str]:
     """Pure: reasons why the server did not keep up with the rate."""
     counted = [request for request in result.requests if not request.is_warmup]
     failures = []
     if failed := [request for request in counted if request.error is not None]:
         failures.append(f"{len(failed)} of {len(counted)} requests failed ({failed[0].error})")
     firsts = [value for request in counted if request.error is None and (value := ttft(request)) is not None]
+    slo = {"ttft": MAX_TTFT_S, "e2e": MAX_TTFT_S + MAX_PACE * step_s * OUTPUT_LEN}
+    good = [request for request in counted if meets(request, slo)]
+    if len(good) < MIN_GOOD * len(counted):
+        failures.append(f"only {100 * len(good) / len(counted):.1f} % of the requests were served in time")
     third = len(firsts) // 3
     if third:
         early, late = statistics.median(firsts[:third]), statistics.median(firsts[-third:])
@@ -167,7 +175,7 @@ def fleet_of(num_workers: int, step_ms: float, directory: Path) -> Iterator[Flee
     )
     with LocalDeployment.from_settings(settings, resolve_model("demo")) as deployment:
         deployment.wait_ready(timeout_s=600)
-        yield Fleet(deployment, directory)
+        yield Fleet(deployment, step_ms / 1e3, directory)
 
 
 @click.command(help=__doc__)

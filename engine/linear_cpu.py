@@ -8,8 +8,13 @@ and oneDNN's bf16 kernels win over torch's int8 ones, by three times at 32 rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+
+from kvrelay.engine.native import CpuKernels
+from kvrelay.engine.ops import Linear
 
 _MAX_INT8_ROWS = 4  # rows up to which reading half the bytes pays
 _INT8_MAX = 127
@@ -42,21 +47,38 @@ class PackedLinear:
         return product
 
 
+class NativeLinear:
+    """Our own product of a few rows (:mod:`kvrelay.engine.native`), as fast as oneDNN's for many."""
+
+    def __init__(self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """``weight`` ``[out, in]`` bf16 is not kept; ``in`` is even."""
+        self._kernels = kernels
+        self._panels = kernels.pack_weight(weight)
+        self._bias = None if bias is None else bias.float()
+        self._num_outputs = len(weight)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        return self._kernels.linear(hidden.contiguous(), self._panels, self._bias, self._num_outputs)
+
+
 class Int8Linear:
     """Weights rounded to 8 bits with one scale per output: ``hidden @ (int8 weight).T * scale``, activations as they are.
 
     A few rows are multiplied with the 8-bit matrix. For more rows the same integers are kept a second time, as bf16 (which holds
-    them exactly) in oneDNN's layout: the option is for the speed of few streams, and costs half as much memory again.
+    them exactly): the option is for the speed of few streams, and costs half as much memory again.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """``weight`` ``[out, in]`` bf16 is not kept."""
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, make_linear: Callable[[torch.Tensor], Linear]
+    ) -> None:
+        """``weight`` ``[out, in]`` bf16 is not kept. ``make_linear``: what multiplies many rows."""
         wide = weight.float()
         # Rounded to bf16, as the product takes it, before the weights are divided by it: its rounding costs nothing then.
         self._scale = (wide.abs().amax(dim=1) / _INT8_MAX).to(weight.dtype).clamp_(min=_MIN_SCALE)
         integers = wide.div_(self._scale.float()[:, None]).round_().clamp_(-_INT8_MAX, _INT8_MAX)
         self._int8 = integers.to(torch.int8)
-        self._many_rows = PackedLinear(integers.to(weight.dtype), None)
+        self._many_rows = make_linear(integers.to(weight.dtype))
         self._bias = bias
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ class CpuOps:
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See Ops."""
         if self._has_int8_weights:
-            return Int8Linear(weight, bias)
+            return Int8Linear(weight, bias, lambda integers: PackedLinear(integers, None))
         return PackedLinear(weight, bias) if self._packs else PlainLinear(weight, bias)
 
     def begin_step(self, batch: Batch) -> CpuStep:

@@ -1,4 +1,4 @@
-"""The operations on the CPU in bf16, with our C++ kernels between oneDNN's matrix products."""
+"""The operations on the CPU in bf16, by our C++ kernels; matrix products by oneDNN where it is the faster."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from kvrelay.engine.attention import AttentionPlan, AttentionScratch
 from kvrelay.engine.batch import Batch, Ints
+from kvrelay.engine.linear_cpu import Int8Linear, NativeLinear
 from kvrelay.engine.model_config import ModelConfig
 from kvrelay.engine.native import CpuKernels
 from kvrelay.engine.native.library import Step
@@ -16,7 +17,7 @@ from kvrelay.engine.sampler import SamplingRows
 
 
 class NativeCpuStep:
-    """Implements StepContext for one batch: rows of a single token by our kernel, the others by :class:`AttentionPlan`."""
+    """Implements StepContext for one batch: attention by our kernels; of prompts by :class:`AttentionPlan` where there is none."""
 
     def __init__(
         self,
@@ -31,24 +32,23 @@ class NativeCpuStep:
         self._windows = config.sliding_windows
         self._num_decode_rows = batch.num_decode_rows
         self._plans: dict[int | None, AttentionPlan] = {}
-        if batch.num_decode_rows < len(batch.rows):
+        self._has_prompts = batch.num_decode_rows < len(batch.rows)
+        if self._has_prompts and not kernels.has_bf16_dot_products:
             self._plans = {
                 window: AttentionPlan(batch, pool, config.num_q_heads, window, scratch, skips_decode=True)
                 for window in set(config.sliding_windows)
             }
         _, num_layers, _, kv_heads, block_size, head_dim = pool.shape
-        arrays = [
-            np.ascontiguousarray(array, dtype=np.int64)
-            for array in (batch.positions, batch.slot_mapping, batch.block_tables, batch.seq_lens)
-        ]
-        positions, slots, block_tables, seq_lens = arrays
+        of_batch = (batch.positions, batch.slot_mapping, batch.block_tables, batch.seq_lens, batch.query_start_loc)
+        arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in of_batch]
+        positions, slots, block_tables, seq_lens, query_starts = arrays
         self._kept = (pool, tables, arrays)  # the kernels have their addresses
         self._step = Step(
             pool=pool.data_ptr(), cos=tables[0].data_ptr(), sin=tables[1].data_ptr(),
             positions=_address(positions), slots=_address(slots),
-            block_tables=_address(block_tables), seq_lens=_address(seq_lens),
-            num_tokens=len(positions), num_decode_rows=batch.num_decode_rows, max_blocks=block_tables.shape[1],
-            num_layers=num_layers, q_heads=config.num_q_heads, kv_heads=kv_heads, block_size=block_size,
+            block_tables=_address(block_tables), seq_lens=_address(seq_lens), query_starts=_address(query_starts),
+            num_tokens=len(positions), num_rows=len(seq_lens), num_decode_rows=batch.num_decode_rows,
+            max_blocks=block_tables.shape[1], num_layers=num_layers, q_heads=config.num_q_heads, kv_heads=kv_heads, block_size=block_size,
             head_dim=head_dim,
         )  # fmt: skip
 
@@ -64,11 +64,13 @@ class NativeCpuStep:
             self._kernels.decode_attention(self._step, layer, query, window, out)
         if self._plans:
             self._plans[window].run(query, layer, out)
+        elif self._has_prompts:
+            self._kernels.prefill_attention(self._step, layer, query, window, out)
         return out
 
 
 class NativeCpuOps:
-    """Implements Ops for a bf16 ``pool``. Matrix products and sampling are those of :class:`CpuOps`."""
+    """Implements Ops for a bf16 ``pool``. Sampling is that of :class:`CpuOps`."""
 
     def __init__(
         self,
@@ -86,10 +88,15 @@ class NativeCpuOps:
         self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
         self._scratch = AttentionScratch(pool.dtype)
         self._kernels = kernels
+        self._has_int8_weights = has_int8_weights
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See Ops."""
-        return self._plain.make_linear(weight, bias)
+        if not has_native_linear(self._kernels, weight):
+            return self._plain.make_linear(weight, bias)
+        if self._has_int8_weights:
+            return Int8Linear(weight, bias, lambda integers: NativeLinear(self._kernels, integers, None))
+        return NativeLinear(self._kernels, weight, bias)
 
     def begin_step(self, batch: Batch) -> NativeCpuStep:
         """See Ops."""
@@ -118,6 +125,11 @@ class NativeCpuOps:
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """See Ops."""
         return self._plain.draw_tokens(logits, rows)
+
+
+def has_native_linear(kernels: CpuKernels, weight: torch.Tensor) -> bool:
+    """Whether our product is the faster one: not where the processor multiplies tiles (AMX), which oneDNN makes use of."""
+    return kernels.has_bf16_dot_products and weight.shape[1] % 2 == 0 and not torch.cpu._is_amx_tile_supported()
 
 
 def _address(array: Ints) -> int:

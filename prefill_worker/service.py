@@ -80,6 +80,7 @@ class PrefillService:
         self._entries: dict[Key, Entry] = {}
         self._linkless: dict[str, list[Entry]] = {}  # by decode address: started, but the link is not up
         self.state = WorkerState.READY
+        self.has_work = asyncio.Event()  # there are entries: ``tick`` must be called
         self._drained = asyncio.Event()  # draining, and the last entry is gone
         self._ports: Ports | None = None
 
@@ -166,6 +167,7 @@ class PrefillService:
         )
         sequence.block_hashes = chain_hashes(self._root_hash, submit.token_ids, card.layout.block_size)
         self._entries[key] = Entry(submit=submit, gateway_id=gateway_id, sequence=sequence)
+        self.has_work.set()
         if submit.decode is not None:
             self.ports.links.link_to(submit.decode.address)  # connect while the prompt waits
         self.ports.loop.post(Add(sequence))
@@ -311,9 +313,8 @@ class PrefillService:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Let time pass for transfers and links; give up on decode workers that never answered, or that take no blocks."""
+        """Let time pass for transfers; give up on decode workers that never answered, or that take no blocks."""
         self.ports.transfers.tick()
-        self.ports.links.sweep()
         now_s = self._clock()
         stuck = [entry for entry in self._entries.values() if _is_stuck(entry, now_s)]
         for entry in stuck:
@@ -372,8 +373,10 @@ class PrefillService:
         if entry.phase is not Phase.CLOSING or entry.model_holds or entry.transfer_holds or key not in self._entries:
             return
         del self._entries[key]
-        if self.state is WorkerState.DRAINING and not self._entries:
-            self._drained.set()
+        if not self._entries:
+            self.has_work.clear()
+            if self.state is WorkerState.DRAINING:
+                self._drained.set()
         self._blocks.release(sequence_owner(key))
         self.ports.loop.wake()  # a prompt may have waited for these blocks
         assert entry.outcome is not None

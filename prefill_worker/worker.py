@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import zmq
@@ -26,6 +27,7 @@ from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.ticker import every
 from kvrelay.wire.transfers import TransferSettings, TransferTable
 
+_SWEEP_S = 5.0  # how often links are looked through for those that nobody needs
 _TICK_S = 0.05  # how long blocks may stay held after the last send that reads them
 
 
@@ -62,7 +64,13 @@ class PrefillWorker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._server = ControlServer(address, self.service, link_settings, metrics=wire_metrics, context=self._context)
         self._links = DecodeLinks(
-            LinkIdentity(f"{worker_id}-{identity.epoch}", card.layout, link_settings, seal_kv),
+            # Nothing is learnt from a decode worker's Status here, and there may be many of both: only keep the link alive.
+            LinkIdentity(
+                f"{worker_id}-{identity.epoch}",
+                card.layout,
+                replace(link_settings, ping_interval_s=link_settings.keepalive_s),
+                seal_kv,
+            ),
             self.service,
             wire_metrics,
             self._context,
@@ -72,7 +80,7 @@ class PrefillWorker:
         )
         self.service.attach(Ports(self._server.send, self._loop, self._links, transfers))
         self._asyncio_loop: asyncio.AbstractEventLoop | None = None
-        self._ticker: asyncio.Task[None] | None = None
+        self._tickers: list[asyncio.Task[None]] = []
         self.address = address
 
     async def start(self) -> None:
@@ -80,7 +88,10 @@ class PrefillWorker:
         self._asyncio_loop = asyncio.get_running_loop()
         self.address = await self._server.start()
         self._loop.start()
-        self._ticker = asyncio.create_task(every(_TICK_S, self.service.tick))
+        self._tickers = [
+            asyncio.create_task(every(_TICK_S, self.service.tick, while_set=self.service.has_work)),
+            asyncio.create_task(every(_SWEEP_S, self._links.sweep)),
+        ]
 
     def not_live(self) -> list[str]:
         """See Component."""
@@ -100,9 +111,9 @@ class PrefillWorker:
 
     async def stop(self) -> None:
         """Close everything, whatever is still running."""
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
+        for ticker in self._tickers:
+            ticker.cancel()
+        await asyncio.gather(*self._tickers, return_exceptions=True)
         await self._server.stop()
         await asyncio.to_thread(self._loop.stop)
         await self._links.stop()

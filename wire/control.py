@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 _Event = TypeVar("_Event")
 
 _SEND_QUEUE = 100_000  # messages to one peer; a peer that reads nothing is lost long before
+_FIRST_PAUSE_S = 0.25  # before the first new try; at most
 _TIMER_S = 0.001  # a loop's timers are no finer, and one that fires early would fire again and again
 
 
@@ -90,7 +91,8 @@ def _configure(socket: zmq.Socket[bytes], settings: LinkSettings) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_FRAME_NBYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, int(settings.ping_interval_s * 1000))
+    # Only so that ZeroMQ closes connections without another end: who is lost is decided here, by silence.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(settings.keepalive_s * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.peer_timeout_s * 1000))
 
 
@@ -274,7 +276,7 @@ class ControlClient:
         return self._socket is not None and self._socket.send([self._codec.encode(message)])
 
     async def _run(self) -> None:
-        first_pause_s = pause_s = self._settings.ping_interval_s / 4
+        first_pause_s = pause_s = min(self._settings.ping_interval_s / 4, _FIRST_PAUSE_S)
         while True:
             dealer = self._context.socket(zmq.DEALER)
             _configure(dealer, self._settings)

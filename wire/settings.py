@@ -17,3 +17,8 @@ class LinkSettings:
     peer_timeout_s: float = 10.0  # silence after which a peer counts as lost
     hello_timeout_s: float = 5.0  # Hello without Welcome: try again with a new socket
     reconnect_max_s: float = 5.0  # bound of the backoff between two tries
+
+    @property
+    def keepalive_s(self) -> float:
+        """How often something must be said on a link where nothing else is: a few times in ``peer_timeout_s``."""
+        return self.peer_timeout_s / 3

@@ -1,4 +1,4 @@
-"""The small operations of a decode step on the CPU, in C++: what stands between the matrix products."""
+"""The bf16 operations of a step on the CPU, in C++."""
 
 from kvrelay.engine.native.library import CpuKernels, CpuKernelsError
 

@@ -1,6 +1,6 @@
-"""Compiles ``ops.cpp`` for this machine, once, and calls it.
+"""Compiles the C++ sources beside it for this machine, once, and calls it.
 
-The library lies in the cache under a hash of source, compiler and processor: a second start takes it from there. It finds the
+The library lies in the cache under a hash of sources, compiler and processor: a second start takes it from there. It finds the
 OpenMP runtime that torch has loaded already, so that both share their threads.
 """
 
@@ -18,10 +18,14 @@ from pathlib import Path
 
 import torch
 
-_SOURCE = Path(__file__).with_name("ops.cpp")
+_SOURCES = tuple(
+    Path(__file__).with_name(f"{name}.cpp") for name in ("ops", "linear", "decode_attention", "prefill_attention")
+)
+_HEADER = Path(__file__).with_name("step.h")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 _LANES = 16
+_PANEL = 48  # outputs of a weight that lie together
 _COMPILE_S = 120.0
 
 
@@ -30,11 +34,14 @@ class CpuKernelsError(Exception):
 
 
 class Step(ctypes.Structure):
-    """What is the same in all layers of a step; see ``struct Step`` in ops.cpp. Whoever makes one keeps the memory alive."""
+    """What is the same in all layers of a step; see ``struct Step`` in step.h. Whoever makes one keeps the memory alive."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("pool", "cos", "sin", "positions", "slots", "block_tables", "seq_lens")),
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_decode_rows", "max_blocks")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("pool", "cos", "sin", "positions", "slots", "block_tables", "seq_lens", "query_starts")
+        ),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "num_decode_rows", "max_blocks")),
         *((name, ctypes.c_int64) for name in ("num_layers", "q_heads", "kv_heads", "block_size", "head_dim")),
     ]
 
@@ -54,7 +61,16 @@ class CpuKernels:
         self._rotary.argtypes = (pointer, integer, pointer, pointer, pointer, integer, integer, integer, pointer)
         self._attention = library.kvrelay_decode_attention
         self._attention.argtypes = (pointer, integer, pointer, integer, real, pointer)
-        for function in (self._rms_norm, self._silu_mul, self._argmax, self._rotary):
+        self._pack = library.kvrelay_pack_weight
+        self._pack.argtypes = (pointer, pointer, integer, integer)
+        self._linear = library.kvrelay_linear
+        self._linear.argtypes = (pointer, pointer, pointer, pointer, integer, integer, integer)
+        self._prefill_attention = library.kvrelay_prefill_attention
+        self._prefill_attention.argtypes = (pointer, integer, pointer, integer, real, pointer)
+        self._prefill_attention.restype = None
+        # Else the processor has none: no ``linear`` then, and no ``prefill_attention``.
+        self.has_bf16_dot_products: bool = bool(library.kvrelay_has_bf16_dot_products())
+        for function in (self._rms_norm, self._silu_mul, self._argmax, self._rotary, self._pack, self._linear):
             function.restype = None
 
     @classmethod
@@ -94,6 +110,26 @@ class CpuKernels:
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width)
         return out
 
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """``weight`` ``[outputs, inputs]``, inputs even, as :meth:`linear` reads it; up to 47 outputs larger."""
+        outputs, inputs = weight.shape
+        if inputs % 2:
+            raise ValueError(f"a weight of {inputs} inputs; they are multiplied in pairs")
+        weight = weight.contiguous()
+        panels = weight.new_empty((-(-outputs // _PANEL) * _PANEL, inputs))
+        self._pack(weight.data_ptr(), panels.data_ptr(), outputs, inputs)
+        return panels
+
+    def linear(
+        self, hidden: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, num_outputs: int
+    ) -> torch.Tensor:
+        """``hidden @ weight.T + bias``, ``[rows, num_outputs]``; ``panels`` from :meth:`pack_weight`, ``bias`` in fp32."""
+        rows, inputs = hidden.shape
+        out = hidden.new_empty((rows, num_outputs))
+        added = None if bias is None else bias.data_ptr()
+        self._linear(hidden.data_ptr(), panels.data_ptr(), added, out.data_ptr(), rows, num_outputs, inputs)
+        return out
+
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The likeliest token of each row of ``[n, vocab]``, ``[n]`` int64."""
         tokens = torch.empty(len(logits), dtype=torch.int64)
@@ -119,6 +155,13 @@ class CpuKernels:
         if self._attention(ctypes.byref(step), layer, query.data_ptr(), window or 0, scale, out.data_ptr()):
             raise ValueError(f"no kernel for head_dim {query.shape[-1]}; there is for {_HEAD_DIMS}")
 
+    def prefill_attention(
+        self, step: Step, layer: int, query: torch.Tensor, window: int | None, out: torch.Tensor
+    ) -> None:
+        """Attention of all tokens behind the leading ``step.num_decode_rows``, over the pool, into theirs of ``out``."""
+        scale = query.shape[-1] ** -0.5
+        self._prefill_attention(ctypes.byref(step), layer, query.data_ptr(), window or 0, scale, out.data_ptr())
+
 
 def default_cache_dir() -> Path:
     """``$XDG_CACHE_HOME/kvrelay/kernels``, default ``~/.cache/kvrelay/kernels``."""
@@ -132,7 +175,9 @@ def _key(compiler: str) -> str:
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
         processor = "\n".join(line for line in lines if line.startswith(("model", "cpu family", "flags", "Features")))
-    text = "\n".join((_SOURCE.read_text(), *_FLAGS, version, platform.machine(), processor))
+    text = "\n".join(
+        (*(source.read_text() for source in (_HEADER, *_SOURCES)), *_FLAGS, version, platform.machine(), processor)
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -141,10 +186,10 @@ def _compile(compiler: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             built = Path(directory) / path.name
-            command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
+            command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(built)]
             ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_S)  # noqa: S603
             if ended.returncode:
-                raise CpuKernelsError(f"{compiler} fails on {_SOURCE.name}: {ended.stderr.strip()[-500:]}")
+                raise CpuKernelsError(f"{compiler} fails: {ended.stderr.strip()[-500:]}")
             built.replace(path)  # whole or not at all: two workers may compile at once
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CpuKernelsError(f"cannot compile into {path.parent}: {error}") from error

@@ -27,7 +27,7 @@ def test_int8_products_are_exact_but_for_the_rounded_weights(num_rows: int, has_
     scale = (weight.float().abs().amax(dim=1) / 127).bfloat16().double().clamp(min=1e-30)
     rounded = (weight.double() / scale[:, None]).round().clamp(-127, 127) * scale[:, None]
     exact = hidden.double() @ rounded.T + (bias.double() if has_bias else 0)
-    result = Int8Linear(weight, kept_bias)(hidden)
+    result = Int8Linear(weight, kept_bias, lambda integers: PackedLinear(integers, None))(hidden)
     assert result.dtype == torch.bfloat16
     # Three roundings to bf16 at most: of the sum, after the scale, after the bias.
     torch.testing.assert_close(result.double(), exact, rtol=3 * 2**-8, atol=0.05)

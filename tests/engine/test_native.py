@@ -14,6 +14,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine import torch_engine
 from kvrelay.engine.batch import Batch, build_batch
 from kvrelay.engine.interface import StepRow
+from kvrelay.engine.linear_cpu import NativeLinear
 from kvrelay.engine.model_config import ModelConfig
 from kvrelay.engine.native import CpuKernels, CpuKernelsError, library
 from kvrelay.engine.native.library import default_cache_dir
@@ -29,6 +30,11 @@ def kernels() -> CpuKernels:
     if shutil.which("g++") is None:
         pytest.skip("no g++")
     return CpuKernels.load(default_cache_dir())
+
+
+def needs_dot_products(kernels: CpuKernels) -> None:
+    if not kernels.has_bf16_dot_products:
+        pytest.skip("this CPU has no bf16 dot products")
 
 
 def bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -114,10 +120,20 @@ def test_argmax(kernels: CpuKernels, width: int) -> None:
     ("heads", "head_dim"), [((9, 3), 64), ((4, 4), 32), ((8, 1), 128), ((14, 2), 64), ((2, 2), 96)]
 )
 @pytest.mark.parametrize("block_size", [1, 16, 24])
+@pytest.mark.parametrize("has_dot_products", [True, False])
 def test_a_step_is_that_of_plain_torch(
-    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, block_size: int
+    kernels: CpuKernels,
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    has_dot_products: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rotation and pool bit for bit; attention, of decode rows and chunks of prompts in one batch, as exact as torch's."""
+    if has_dot_products:
+        needs_dot_products(kernels)
+    else:
+        monkeypatch.setattr(kernels, "has_bf16_dot_products", False)
     config = config_of(heads, head_dim)
     batch, num_blocks = batch_of([(300, 1), (0, 1), (0, 70), (17, 1), (100, 20)], block_size)
     pool = bf16(num_blocks, 2, 2, heads[1], block_size, head_dim)
@@ -154,13 +170,60 @@ def test_decode_rows_against_the_dense_reference(kernels: CpuKernels, window: in
         torch.testing.assert_close(found[index].double(), expected, rtol=2**-8, atol=1e-4)
 
 
-def test_scores_far_apart_do_not_overflow(kernels: CpuKernels) -> None:
-    batch, num_blocks = batch_of([(40, 1), (2, 1)], 16)
+@pytest.mark.parametrize("window", [None, 1, 20, 150])
+@pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 64), ((7, 1), 32), ((2, 2), 256)])
+def test_prompts_against_the_dense_reference(
+    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, window: int | None
+) -> None:
+    """Chunks of every length around the sizes of tiles and chunks, with and without what was computed before."""
+    needs_dot_products(kernels)
+    rows = [(9, 1), (0, 2), (0, 63), (0, 64), (0, 65), (0, 300), (5, 128), (127, 129), (300, 3), (128, 256)]
+    batch, num_blocks = batch_of(rows, 16)
+    pool = bf16(num_blocks, 2, 2, heads[1], 16, head_dim)
+    # What lies behind a sequence's end must not be read: it may be NaN.
+    for row in batch.rows:
+        pool[row.sequence.block_table[-1], :, :, :, (row.sequence.num_tokens - 1) % 16 + 1 :] = float("nan")
+    query = bf16(len(batch.positions), heads[0], head_dim, seed=5)
+    found = NativeCpuOps(config_of(heads, head_dim, window=window), pool, 1024, kernels).begin_step(batch)
+    found = found.attention(query, 1)
+    for index, row in enumerate(batch.rows):
+        context = pool[row.sequence.block_table, 1].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        keys, values = context[:, :, : int(batch.seq_lens[index])]
+        tokens = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
+        expected = dense(query[tokens], keys, values, window)
+        # Weights are rounded to bf16 before they meet the values.
+        torch.testing.assert_close(found[tokens].double(), expected, rtol=2**-7, atol=4e-3)
+
+
+@pytest.mark.parametrize("rows", [[(40, 1), (2, 1)], [(0, 200), (40, 7)]])
+def test_scores_far_apart_do_not_overflow(kernels: CpuKernels, rows: list[tuple[int, int]]) -> None:
+    batch, num_blocks = batch_of(rows, 16)
     pool = bf16(num_blocks, 2, 2, 1, 16, 32, scale=50)
-    out = (
-        NativeCpuOps(config_of((1, 1), 32), pool, 64, kernels).begin_step(batch).attention(bf16(2, 1, 32, scale=50), 0)
-    )
+    query = bf16(len(batch.positions), 1, 32, scale=50)
+    out = NativeCpuOps(config_of((1, 1), 32), pool, 256, kernels).begin_step(batch).attention(query, 0)
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(48, 2), (7, 64), (100, 576), (192, 4096), (49, 2050)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products(kernels: CpuKernels, num_outputs: int, num_inputs: int, has_bias: bool) -> None:
+    """Of every number of rows around the sizes of tiles; and a row's product is its own, whatever lies beside it."""
+    needs_dot_products(kernels)
+    weight = bf16(num_outputs, num_inputs, scale=num_inputs**-0.5)
+    bias = bf16(num_outputs, seed=1) if has_bias else None
+    linear = NativeLinear(kernels, weight, bias)
+    hidden = bf16(130, num_inputs, seed=2)
+    expected = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
+    alone = torch.cat([linear(row) for row in hidden.split(1)])
+    torch.testing.assert_close(alone.double(), expected, rtol=2**-8, atol=1e-4)
+    for num_rows in (2, 7, 8, 9, 17, 63, 64, 65, 130):
+        assert torch.equal(linear(hidden[:num_rows]), alone[:num_rows])
+    assert torch.equal(linear(hidden.repeat(1, 2)[:, :num_inputs]), alone)  # not contiguous
+
+
+def test_inputs_of_a_weight_come_in_pairs(kernels: CpuKernels) -> None:
+    with pytest.raises(ValueError, match="a weight of 3 inputs"):
+        kernels.pack_weight(bf16(4, 3))
 
 
 def test_a_machine_without_compiler_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,8 +236,8 @@ def test_a_machine_without_compiler_says_so(tmp_path: Path, monkeypatch: pytest.
 def test_a_source_that_does_not_compile_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("int main( {")
-    monkeypatch.setattr(library, "_SOURCE", broken)
-    with pytest.raises(CpuKernelsError, match=r"fails on broken\.cpp"):
+    monkeypatch.setattr(library, "_SOURCES", (broken,))
+    with pytest.raises(CpuKernelsError, match=r"fails: .*broken\.cpp"):
         CpuKernels.load(tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
