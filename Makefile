@@ -24,6 +24,7 @@ check: setup ## lint, format, types, import rules
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/mypy benchmarks
 	.venv/bin/lint-imports
 
 verify: setup ## compare greedy tokens with transformers, prompt by prompt (minutes)

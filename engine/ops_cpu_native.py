@@ -48,8 +48,8 @@ class NativeCpuStep:
             positions=_address(positions), slots=_address(slots),
             block_tables=_address(block_tables), seq_lens=_address(seq_lens), query_starts=_address(query_starts),
             num_tokens=len(positions), num_rows=len(seq_lens), num_decode_rows=batch.num_decode_rows,
-            max_blocks=block_tables.shape[1], num_layers=num_layers, q_heads=config.num_q_heads, kv_heads=kv_heads, block_size=block_size,
-            head_dim=head_dim,
+            max_blocks=block_tables.shape[1], num_layers=num_layers, q_heads=config.num_q_heads, kv_heads=kv_heads,
+            block_size=block_size, head_dim=head_dim,
         )  # fmt: skip
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:

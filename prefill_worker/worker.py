@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 from typing import Any
 
 import zmq
@@ -64,13 +63,7 @@ class PrefillWorker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._server = ControlServer(address, self.service, link_settings, metrics=wire_metrics, context=self._context)
         self._links = DecodeLinks(
-            # Nothing is learnt from a decode worker's Status here, and there may be many of both: only keep the link alive.
-            LinkIdentity(
-                f"{worker_id}-{identity.epoch}",
-                card.layout,
-                replace(link_settings, ping_interval_s=link_settings.keepalive_s),
-                seal_kv,
-            ),
+            LinkIdentity(f"{worker_id}-{identity.epoch}", card.layout, link_settings.between_workers(), seal_kv),
             self.service,
             wire_metrics,
             self._context,

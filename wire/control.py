@@ -39,6 +39,7 @@ from kvrelay.wire.messages import (
 )
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
+from kvrelay.wire.sockets import close_dead_connections
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +92,7 @@ def _configure(socket: zmq.Socket[bytes], settings: LinkSettings) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_CONTROL_FRAME_NBYTES)
-    # Only so that ZeroMQ closes connections without another end: who is lost is decided here, by silence.
-    socket.setsockopt(zmq.HEARTBEAT_IVL, int(settings.keepalive_s * 1000))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.peer_timeout_s * 1000))
+    close_dead_connections(socket, settings.peer_timeout_s)
 
 
 class ControlServer:
@@ -212,11 +211,18 @@ class ControlServer:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self._settings.ping_interval_s)
-            silent_since_s = time.monotonic() - self._settings.peer_timeout_s
-            for peer_id in [peer_id for peer_id, peer in self._peers.items() if peer.heard_s < silent_since_s]:
-                logger.warning("peer silent for %.1f s", self._settings.peer_timeout_s, extra={"peer_id": peer_id})
+            now_s = time.monotonic()
+            silent = [peer_id for peer_id, peer in self._peers.items() if now_s - peer.heard_s > self._patience_s(peer)]
+            for peer_id in silent:
+                logger.warning(
+                    "peer silent for %.1f s", now_s - self._peers[peer_id].heard_s, extra={"peer_id": peer_id}
+                )
                 self._metrics.lost_peers.inc()
                 self._drop(peer_id)
+
+    def _patience_s(self, peer: _Peer) -> float:
+        settings = self._settings.between_workers() if peer.role is Role.PREFILL else self._settings
+        return settings.peer_timeout_s
 
     def _drop(self, peer_id: str) -> None:
         peer = self._peers.pop(peer_id)

@@ -26,14 +26,14 @@ from kvrelay.wire.errors import BlockRefusedError, WireError
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import TAG_NBYTES, BlockSealer
+from kvrelay.wire.sockets import close_dead_connections
 
 logger = logging.getLogger(__name__)
 
 _REFUSALS_LOGGED_EVERY_S = 1.0
 _SEND_AHEAD_MESSAGES = 32  # proved or sealed, and not yet in the kernel
 _READ_AHEAD_MESSAGES = 32  # per sender
-_HEARTBEAT_MS = 5_000  # a cut connection without traffic is closed after this and the time-out
-_HEARTBEAT_TIMEOUT_MS = 10_000
+_DEAD_AFTER_S = 10.0  # of a connection without traffic whose other machine is gone
 
 
 class SendTicket:
@@ -73,8 +73,7 @@ class BlockSender:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_AHEAD_MESSAGES)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+        close_dead_connections(self._socket, _DEAD_AFTER_S)
         self._socket.connect(address)
         # Not bounded here: what can be queued is bounded by the pool that the payloads lie in.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -185,8 +184,7 @@ class BlockReceiver:
         # senders back.
         self._socket.setsockopt(zmq.RCVHWM, _READ_AHEAD_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(block_nbytes, HEADER_NBYTES) + 1024)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+        close_dead_connections(self._socket, _DEAD_AFTER_S)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:

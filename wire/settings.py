@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SEAL_KV_HELP = (
     "encrypt and authenticate KV blocks between workers (AES-256-GCM); the same on prefill and decode workers"
@@ -18,7 +18,9 @@ class LinkSettings:
     hello_timeout_s: float = 5.0  # Hello without Welcome: try again with a new socket
     reconnect_max_s: float = 5.0  # bound of the backoff between two tries
 
-    @property
-    def keepalive_s(self) -> float:
-        """How often something must be said on a link where nothing else is: a few times in ``peer_timeout_s``."""
-        return self.peer_timeout_s / 3
+    def between_workers(self) -> LinkSettings:
+        """For links from prefill to decode workers, of which there may be thousands, most of them idle: three times as patient.
+
+        What a hung worker holds up is noticed earlier, by the gateway's own link to it and by leases that run out.
+        """
+        return replace(self, ping_interval_s=self.peer_timeout_s, peer_timeout_s=3 * self.peer_timeout_s)

@@ -1,4 +1,5 @@
-// Attention of rows of a single token over paged K/V, which is read where it lies, once for all query heads that share it.
+// Attention of rows of a single token over paged K/V, which is read where it lies, once for all query heads that share it. Scores and
+// weights stay fp32.
 
 #include <algorithm>
 #include <vector>

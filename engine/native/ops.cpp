@@ -1,11 +1,7 @@
-// Everything between a decoder's matrix products, for bf16 on the CPU.
+// What stands between a decoder's matrix products and attention, for bf16 on the CPU: some dozens of tiny operations per layer, each of
+// which costs more to call than to compute in torch. Here a norm, a rotation or an activation is one call.
 //
-// One step of a few sequences reads the weights once; what is left is some dozens of tiny operations per layer, and the K/V of the
-// context. In torch each tiny operation costs more to call than to compute, and paged K/V must be gathered before a matrix
-// product can read them. Here a norm, a rotation or an activation is one call, and attention reads K/V where they lie.
-//
-// All sums run in fp32. Results are rounded to bf16 where the torch operations beside this file round (kvrelay.engine.ops_cpu), but
-// attention's scores and weights stay fp32. Vectors are GCC's own (sixteen floats): one source for every instruction set.
+// All sums run in fp32. Results are rounded to bf16 where the torch operations round (kvrelay.engine.ops_cpu).
 
 #include <algorithm>
 

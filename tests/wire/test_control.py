@@ -315,8 +315,20 @@ async def test_a_silent_client_is_lost(net: Net) -> None:
     assert net.counted("lost_peers") == 1
 
 
+async def test_a_silent_prefill_worker_gets_more_time(net: Net) -> None:
+    """Both fell silent at once; the one with thousands of idle links between its like and this one's is lost last."""
+    worker = Worker()
+    address = await net.server(worker, settings=SOON_LOST).start()
+    with net.raw(address) as prefill, net.raw(address, routing_id=b"gateway") as gateway:
+        await prefill.send(Codec().encode(Hello(role=Role.PREFILL, peer_id="raw")))
+        assert isinstance(Codec().decode(await prefill.recv()), Welcome)
+        await gateway.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id="gateway")))
+        assert isinstance(Codec().decode(await gateway.recv()), Welcome)
+        assert [await next_of(worker.lost), await next_of(worker.lost)] == ["gateway", "raw"]
+
+
 async def test_a_silent_server_is_lost(net: Net) -> None:
-    """It answers Hello and then nothing, while its ZeroMQ goes on answering heartbeats."""
+    """It answers Hello and then nothing, while its kernel goes on answering."""
     initiator = Initiator()
     with zmq.asyncio.Context.shadow(net.context).socket(zmq.ROUTER) as socket:
         socket.linger = 0

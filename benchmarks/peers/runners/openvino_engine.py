@@ -38,7 +38,7 @@ def main() -> None:
         while waiting or running:
             while waiting and len(running) < job.concurrency:
                 number, prompt = waiting.pop()
-                record = {"sent_s": time.monotonic() - start_s, "token_s": [], "tokens": 0}
+                record: dict[str, Any] = {"sent_s": time.monotonic() - start_s, "token_s": [], "tokens": 0}
                 tensor = ov.Tensor(np.array([prompt], dtype=np.int64))
                 running[number] = (pipeline.add_request(number, tensor, config), record)
             pipeline.step()
