@@ -118,8 +118,10 @@ class BlockSender:
         poller.register(woken, zmq.POLLIN)
         try:
             while (job := self._jobs.get()) is not None:
-                # Waits for room before the payload is read, not between reading and sending it.
-                if woken in dict(poller.poll()):
+                # Waits for room before the payload is read, not between reading and sending it. A poll costs as much as all
+                # the rest here, so it is only done to wait.
+                has_room = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT
+                if self._is_closed or (not has_room and woken in dict(poller.poll())):
                     job.ticket.end()
                     break
                 self._send(job)
@@ -198,6 +200,7 @@ class BlockReceiver:
         self._wakeup = context.socket(zmq.PAIR)
         self._wakeup.bind(self._wakeup_address)
         self._thread = threading.Thread(target=self._run, name="block-receiver", daemon=True)
+        self._is_stopped = False
         self._num_unlogged = 0
         self._logged_s = 0.0
 
@@ -212,6 +215,7 @@ class BlockReceiver:
 
     def stop(self) -> None:
         """End the thread and close the sockets."""
+        self._is_stopped = True
         if self._thread.ident is not None:
             while self._thread.is_alive():
                 with contextlib.suppress(zmq.Again):  # the thread listens not yet, or not any more
@@ -229,8 +233,10 @@ class BlockReceiver:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(wakeup, zmq.POLLIN)
         try:
-            while wakeup not in dict(poller.poll()):
-                self._receive_one()
+            while not self._is_stopped:
+                has_message = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+                if has_message or wakeup not in dict(poller.poll()):
+                    self._receive_one()
         finally:
             wakeup.close()
             self._socket.close()
