@@ -1,0 +1,123 @@
+{{/* Objects that gateway, prefill and decode workers have in the same shape. All get (dict "root" $ "role" ROLE). */}}
+
+{{- define "kvrelay.component.serviceaccount" -}}
+{{- $account := (index .root.Values .role).serviceAccount -}}
+{{- if $account.create -}}
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: {{ include "kvrelay.component.serviceAccountName" . }}
+  labels:
+    {{- include "kvrelay.component.labels" . | nindent 4 }}
+  {{- with $account.annotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+automountServiceAccountToken: false
+{{- end -}}
+{{- end -}}
+
+{{- define "kvrelay.component.pdb" -}}
+{{- $values := index .root.Values .role -}}
+{{- if $values.podDisruptionBudget.enabled -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ include "kvrelay.component.fullname" . }}
+  labels:
+    {{- include "kvrelay.component.labels" . | nindent 4 }}
+spec:
+  maxUnavailable: {{ $values.podDisruptionBudget.maxUnavailable }}
+  selector:
+    matchLabels:
+      {{- include "kvrelay.component.selectorLabels" . | nindent 6 }}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvrelay.component.autoscaling" -}}
+{{- $scaling := (index .root.Values .role).autoscaling -}}
+{{- if $scaling.hpa.enabled -}}
+apiVersion: autoscaling/v2
+kind: HorizontalPodAutoscaler
+metadata:
+  name: {{ include "kvrelay.component.fullname" . }}
+  labels:
+    {{- include "kvrelay.component.labels" . | nindent 4 }}
+spec:
+  scaleTargetRef:
+    apiVersion: apps/v1
+    kind: Deployment
+    name: {{ include "kvrelay.component.fullname" . }}
+  minReplicas: {{ $scaling.hpa.minReplicas }}
+  maxReplicas: {{ $scaling.hpa.maxReplicas }}
+  metrics:
+    {{- if $scaling.hpa.metrics }}
+    {{- toYaml $scaling.hpa.metrics | nindent 4 }}
+    {{- else }}
+    {{- include (printf "kvrelay.metrics.hpa.%s" .role) . | nindent 4 }}
+    {{- end }}
+  {{- with $scaling.hpa.behavior }}
+  behavior:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- else if $scaling.keda.enabled -}}
+apiVersion: keda.sh/v1alpha1
+kind: ScaledObject
+metadata:
+  name: {{ include "kvrelay.component.fullname" . }}
+  labels:
+    {{- include "kvrelay.component.labels" . | nindent 4 }}
+spec:
+  scaleTargetRef:
+    name: {{ include "kvrelay.component.fullname" . }}
+  minReplicaCount: {{ $scaling.keda.minReplicas }}
+  maxReplicaCount: {{ $scaling.keda.maxReplicas }}
+  triggers:
+    {{- toYaml (required (printf "%s.autoscaling.keda.triggers is empty: KEDA needs to know what to scale by" .role) $scaling.keda.triggers) | nindent 4 }}
+{{- end -}}
+{{- end -}}
+
+{{/* What each role is scaled by: work that waits for prefill workers, memory that decode workers have left. */}}
+{{- define "kvrelay.metrics.hpa.gateway" -}}
+- type: Resource
+  resource:
+    name: cpu
+    target: {type: Utilization, averageUtilization: 70}
+{{- end -}}
+
+{{- define "kvrelay.metrics.hpa.prefill" -}}
+- type: Pods
+  pods:
+    metric: {name: kvrelay_waiting_prompt_tokens}
+    target: {type: AverageValue, averageValue: "8000"}
+{{- end -}}
+
+{{- define "kvrelay.metrics.hpa.decode" -}}
+- type: Pods
+  pods:
+    metric: {name: kvrelay_kv_cache_usage_perc}
+    target: {type: AverageValue, averageValue: 700m}
+{{- end -}}
+
+{{- define "kvrelay.component.monitor" -}}
+{{- $monitor := (index .root.Values .role).monitor -}}
+{{- if and $monitor.enabled (.root.Capabilities.APIVersions.Has "monitoring.coreos.com/v1") -}}
+apiVersion: monitoring.coreos.com/v1
+kind: PodMonitor
+metadata:
+  name: {{ include "kvrelay.component.fullname" . }}
+  labels:
+    {{- include "kvrelay.component.labels" . | nindent 4 }}
+    {{- with $monitor.labels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  selector:
+    matchLabels:
+      {{- include "kvrelay.component.selectorLabels" . | nindent 6 }}
+  podMetricsEndpoints:
+    - port: {{ if eq .role "gateway" }}http{{ else }}admin{{ end }}
+      path: /metrics
+      interval: {{ $monitor.interval }}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,218 @@
+{{- define "kvrelay.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "kvrelay.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "kvrelay.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "kvrelay.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Below, "component" gets (dict "root" $ "role" ROLE): what differs between gateway, prefill and decode is looked up by role. */}}
+
+{{- define "kvrelay.component.suffix" -}}
+{{- if eq .role "gateway" -}}gateway{{- else -}}{{ .role }}-worker{{- end -}}
+{{- end -}}
+
+{{- define "kvrelay.component.fullname" -}}
+{{- include "kvrelay.fullname" .root }}-{{ include "kvrelay.component.suffix" . -}}
+{{- end -}}
+
+{{- define "kvrelay.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "kvrelay.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "kvrelay.component.selectorLabels" -}}
+{{ include "kvrelay.selectorLabels" .root }}
+app.kubernetes.io/component: {{ include "kvrelay.component.suffix" . }}
+{{- if ne .role "gateway" }}
+kvrelay.dev/role: {{ .role }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvrelay.component.labels" -}}
+{{ include "kvrelay.component.selectorLabels" . }}
+{{ include "kvrelay.commonLabels" .root }}
+{{- end -}}
+
+{{- define "kvrelay.commonLabels" -}}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/part-of: kvrelay
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "kvrelay.component.serviceAccountName" -}}
+{{- $account := (index .root.Values .role).serviceAccount -}}
+{{- if $account.create -}}
+{{- default (include "kvrelay.component.fullname" .) $account.name -}}
+{{- else -}}
+{{- default "default" $account.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvrelay.image" -}}
+{{- $image := .root.Values.image -}}
+{{- $which := index $image .which -}}
+{{- if $image.registry }}{{ $image.registry }}/{{ end }}{{ $which.repository -}}
+{{- if $which.digest }}@{{ $which.digest }}{{ else }}:{{ default .root.Chart.AppVersion $image.tag }}{{ end -}}
+{{- end -}}
+
+{{/* Settings as KVRELAY_* variables. */}}
+{{- define "kvrelay.settings" -}}
+{{- range $name, $value := . }}
+- name: KVRELAY_{{ $name | upper }}
+  {{- if kindIs "slice" $value }}
+  value: {{ join "," $value | quote }}
+  {{- else if kindIs "float64" $value }}
+  {{- /* Helm reads every number as a float; a whole one must not become 1e+06. */}}
+  value: {{ if eq (floor $value) $value }}{{ $value | int64 | quote }}{{ else }}{{ $value | quote }}{{ end }}
+  {{- else }}
+  value: {{ $value | quote }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* How long a drain may take: the component's setting, or the default of all programs. */}}
+{{- define "kvrelay.component.drainSeconds" -}}
+{{- (index .root.Values .role).settings.drain_s | default 30 | float64 | ceil | int64 -}}
+{{- end -}}
+
+{{- define "kvrelay.model.path" -}}
+{{- if eq .Values.model.source "volume" -}}/model/{{ .Values.model.name | trimPrefix "/" }}{{- else -}}{{ .Values.model.name }}{{- end -}}
+{{- end -}}
+
+{{/* Variables and mounts that every component has for its model. */}}
+{{- define "kvrelay.model.env" -}}
+- name: KVRELAY_MODEL
+  value: {{ include "kvrelay.model.path" . | quote }}
+- name: HF_HOME
+  value: /cache/huggingface
+- name: XDG_CACHE_HOME
+  value: /cache
+- name: HOME
+  value: /tmp
+{{- if eq .Values.model.source "volume" }}
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- else if .Values.model.huggingFace.tokenSecret.name }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ .Values.model.huggingFace.tokenSecret.name }}
+      key: {{ .Values.model.huggingFace.tokenSecret.key }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvrelay.model.mounts" -}}
+- name: tmp
+  mountPath: /tmp
+- name: cache
+  mountPath: /cache
+{{- if eq .Values.model.source "volume" }}
+- name: model
+  mountPath: /model
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{- define "kvrelay.model.volumes" -}}
+- name: tmp
+  emptyDir: {}
+{{- $cache := .Values.model.huggingFace.cache }}
+- name: cache
+  {{- if and (eq .Values.model.source "huggingface") $cache.existingClaim }}
+  persistentVolumeClaim:
+    claimName: {{ $cache.existingClaim }}
+  {{- else }}
+  emptyDir:
+    {{- if $cache.sizeLimit }}
+    sizeLimit: {{ $cache.sizeLimit }}
+    {{- else }} {}
+    {{- end }}
+  {{- end }}
+{{- if eq .Values.model.source "volume" }}
+- name: model
+  {{- if .Values.model.volume.existingClaim }}
+  persistentVolumeClaim:
+    claimName: {{ .Values.model.volume.existingClaim }}
+    readOnly: true
+  {{- else }}
+  hostPath:
+    path: {{ required "model.source is volume: set model.volume.existingClaim or model.volume.hostPath" .Values.model.volume.hostPath }}
+    type: Directory
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* What a pod has by its component's values: where it runs, as what. */}}
+{{- define "kvrelay.component.podSpec" -}}
+{{- $values := index .root.Values .role -}}
+serviceAccountName: {{ include "kvrelay.component.serviceAccountName" . }}
+automountServiceAccountToken: {{ eq .role "gateway" }}
+enableServiceLinks: false
+securityContext:
+  {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+topologySpreadConstraints:
+  {{- if $values.topologySpreadConstraints }}
+  {{- toYaml $values.topologySpreadConstraints | nindent 2 }}
+  {{- else }}
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "kvrelay.component.selectorLabels" . | nindent 8 }}
+  {{- end }}
+{{- with $values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* replicas, unless an autoscaler owns them. */}}
+{{- define "kvrelay.component.replicas" -}}
+{{- $values := index .root.Values .role -}}
+{{- if and $values.autoscaling.hpa.enabled $values.autoscaling.keda.enabled -}}
+{{- fail (printf "%s.autoscaling: hpa and keda are both enabled, and would fight over the replicas; enable one" .role) -}}
+{{- end -}}
+{{- if not (or $values.autoscaling.hpa.enabled $values.autoscaling.keda.enabled) -}}
+replicas: {{ $values.replicas }}
+{{- end -}}
+{{- end -}}
+
+{{/* How pods are replaced. A pod that was told to go first (Recreate) must not inherit how many may come first. */}}
+{{- define "kvrelay.component.strategy" -}}
+{{- $strategy := (index .root.Values .role).strategy -}}
+{{- if eq (default "RollingUpdate" $strategy.type) "Recreate" -}}
+strategy:
+  type: Recreate
+{{- else -}}
+strategy:
+  type: RollingUpdate
+  {{- toYaml (omit $strategy "type") | nindent 2 }}
+{{- end -}}
+{{- end -}}

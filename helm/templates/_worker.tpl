@@ -1,0 +1,206 @@
+{{/* A pool of workers. All get (dict "root" $ "role" "prefill" or "decode"). */}}
+
+{{- define "kvrelay.worker.deployment" -}}
+{{- $values := index .root.Values .role -}}
+{{- $control := ternary 7100 7200 (eq .role "prefill") -}}
+{{- $admin := ternary 7180 7280 (eq .role "prefill") -}}
+{{- $drain := include "kvrelay.component.drainSeconds" . | int -}}
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: {{ include "kvrelay.component.fullname" . }}
+  labels:
+    {{- include "kvrelay.component.labels" . | nindent 4 }}
+spec:
+  {{- with include "kvrelay.component.replicas" . }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  selector:
+    matchLabels:
+      {{- include "kvrelay.component.selectorLabels" . | nindent 6 }}
+  {{- include "kvrelay.component.strategy" . | nindent 2 }}
+  template:
+    metadata:
+      labels:
+        {{- include "kvrelay.component.labels" . | nindent 8 }}
+        {{- with $values.podLabels }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      {{- with $values.podAnnotations }}
+      annotations:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+    spec:
+      {{- include "kvrelay.component.podSpec" . | nindent 6 }}
+      # The drain, then the end of what could not finish.
+      terminationGracePeriodSeconds: {{ add $drain 15 }}
+      containers:
+        - name: worker
+          image: {{ include "kvrelay.image" (dict "root" .root "which" "worker") }}
+          imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+          args: [{{ .role }}-worker]
+          env:
+            - name: POD_IP
+              valueFrom: {fieldRef: {fieldPath: status.podIP}}
+            - name: KVRELAY_WORKER_ID
+              valueFrom: {fieldRef: {fieldPath: metadata.name}}
+            - name: KVRELAY_ADDRESS
+              value: tcp://$(POD_IP):{{ $control }}
+            {{- if eq .role "decode" }}
+            - name: KVRELAY_DATA_ADDRESS
+              value: tcp://$(POD_IP):7201
+            {{- end }}
+            - name: KVRELAY_ADMIN_HOST
+              value: $(POD_IP)
+            - name: KVRELAY_ADMIN_PORT
+              value: {{ $admin | quote }}
+            {{- if not $values.gpu.resource }}
+            - name: KVRELAY_DEVICE
+              value: cpu
+            {{- end }}
+            - name: KVRELAY_LOG_FORMAT
+              value: json
+            {{- include "kvrelay.model.env" .root | nindent 12 }}
+            {{- with $values.settings }}
+            {{- include "kvrelay.settings" . | trim | nindent 12 }}
+            {{- end }}
+            {{- with $values.extraEnv }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
+          {{- with $values.extraEnvFrom }}
+          envFrom:
+            {{- toYaml . | nindent 12 }}
+          {{- end }}
+          ports:
+            - {name: control, containerPort: {{ $control }}}
+            {{- if eq .role "decode" }}
+            - {name: data, containerPort: 7201}
+            {{- end }}
+            - {name: admin, containerPort: {{ $admin }}}
+          securityContext:
+            {{- toYaml .root.Values.containerSecurityContext | nindent 12 }}
+          resources:
+            {{- include "kvrelay.worker.resources" $values | nindent 12 }}
+          startupProbe:
+            httpGet: {path: /health/ready, port: admin}
+            periodSeconds: 2
+            failureThreshold: {{ div $values.startupSeconds 2 }}
+          readinessProbe:
+            httpGet: {path: /health/ready, port: admin}
+            periodSeconds: 2
+          livenessProbe:
+            httpGet: {path: /health/live, port: admin}
+            periodSeconds: 10
+            timeoutSeconds: 5
+            failureThreshold: 3
+          volumeMounts:
+            {{- include "kvrelay.model.mounts" .root | nindent 12 }}
+            - name: shm
+              mountPath: /dev/shm
+            {{- with $values.extraVolumeMounts }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
+      volumes:
+        {{- include "kvrelay.model.volumes" .root | nindent 8 }}
+        - name: shm
+          emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
+        {{- with $values.extraVolumes }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+{{- end -}}
+
+{{/* A GPU is asked for as a limit, which Kubernetes takes as the request, too. */}}
+{{- define "kvrelay.worker.resources" -}}
+{{- $resources := deepCopy .resources -}}
+{{- if .gpu.resource -}}
+{{- $limits := merge (dict .gpu.resource (.gpu.count | int64)) (default (dict) $resources.limits) -}}
+{{- $_ := set $resources "limits" $limits -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{- define "kvrelay.worker.service" -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ include "kvrelay.component.fullname" . }}
+  labels:
+    {{- include "kvrelay.component.labels" . | nindent 4 }}
+spec:
+  clusterIP: None
+  selector:
+    {{- include "kvrelay.component.selectorLabels" . | nindent 4 }}
+  ports:
+    - {name: control, port: {{ ternary 7100 7200 (eq .role "prefill") }}, targetPort: control}
+    - {name: admin, port: {{ ternary 7180 7280 (eq .role "prefill") }}, targetPort: admin}
+{{- end -}}
+
+{{- define "kvrelay.worker.networkpolicy" -}}
+{{- if .root.Values.networkPolicy.enabled -}}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {{ include "kvrelay.component.fullname" . }}
+  labels:
+    {{- include "kvrelay.component.labels" . | nindent 4 }}
+spec:
+  podSelector:
+    matchLabels:
+      {{- include "kvrelay.component.selectorLabels" . | nindent 6 }}
+  policyTypes: [Ingress, Egress]
+  ingress:
+    - from:
+        - podSelector:
+            matchLabels:
+              {{- include "kvrelay.component.selectorLabels" (dict "root" .root "role" "gateway") | nindent 14 }}
+      ports:
+        - {port: control, protocol: TCP}
+    {{- if eq .role "decode" }}
+    - from:
+        - podSelector:
+            matchLabels:
+              {{- include "kvrelay.component.selectorLabels" (dict "root" .root "role" "prefill") | nindent 14 }}
+      ports:
+        - {port: control, protocol: TCP}
+        - {port: data, protocol: TCP}
+    {{- end }}
+    {{- include "kvrelay.networkpolicy.scrape" (dict "root" .root "port" "admin") | nindent 4 }}
+  egress:
+    {{- include "kvrelay.networkpolicy.dns" . | nindent 4 }}
+    {{- if eq .role "prefill" }}
+    - to:
+        - podSelector:
+            matchLabels:
+              {{- include "kvrelay.component.selectorLabels" (dict "root" .root "role" "decode") | nindent 14 }}
+      ports:
+        - {port: control, protocol: TCP}
+        - {port: data, protocol: TCP}
+    {{- end }}
+    {{- include "kvrelay.networkpolicy.download" .root | nindent 4 }}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvrelay.networkpolicy.scrape" -}}
+- from:
+    {{- if .root.Values.networkPolicy.scrapers }}
+    {{- toYaml .root.Values.networkPolicy.scrapers | nindent 4 }}
+    {{- else }}
+    - podSelector: {}
+    {{- end }}
+  ports:
+    - {port: {{ .port }}, protocol: TCP}
+{{- end -}}
+
+{{- define "kvrelay.networkpolicy.dns" -}}
+- ports:
+    - {port: 53, protocol: UDP}
+    - {port: 53, protocol: TCP}
+{{- end -}}
+
+{{/* The model's way in: only where it is downloaded. */}}
+{{- define "kvrelay.networkpolicy.download" -}}
+{{- if eq .Values.model.source "huggingface" -}}
+- ports:
+    - {port: 443, protocol: TCP}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,195 @@
+"""The chart without a cluster: what it renders, what it refuses, and that what is generated has not drifted. Most needs `helm`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "helm"
+GOLDEN = Path(__file__).parent / "golden"
+EXAMPLES = sorted(CHART.glob("examples/*.yaml"))
+MONITORING = ("--api-versions", "monitoring.coreos.com/v1")
+
+needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="no helm")
+
+Manifest = dict[str, Any]
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["helm", *arguments], capture_output=True, text=True, check=False, timeout=60)
+
+
+def rendered(*arguments: str) -> str:
+    ended = helm("template", "relay", str(CHART), "--namespace", "models", "--kube-version", "1.32.0", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def objects(*arguments: str) -> dict[tuple[str, str], Manifest]:
+    """By kind and name."""
+    documents = [document for document in yaml.safe_load_all(rendered(*arguments)) if document]
+    found = {(document["kind"], document["metadata"]["name"]): document for document in documents}
+    assert len(found) == len(documents), "two objects of one kind and name"
+    return found
+
+
+def pod_of(found: dict[tuple[str, str], Manifest], component: str) -> Manifest:
+    spec: Manifest = found["Deployment", f"relay-kvrelay-{component}"]["spec"]["template"]["spec"]
+    return spec
+
+
+def env_of(pod: Manifest) -> dict[str, str]:
+    return {item["name"]: item.get("value", "") for item in pod["containers"][0]["env"]}
+
+
+@needs_helm
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_render_as_they_did(example: Path) -> None:
+    """After a change that is meant: KVRELAY_WRITE_GOLDEN=1 pytest tests/helm, and a look at the difference."""
+    text = rendered("--values", str(example), *MONITORING)
+    golden = GOLDEN / example.name
+    if os.environ.get("KVRELAY_WRITE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+@needs_helm
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_pass_lint(example: Path) -> None:
+    ended = helm("lint", "--strict", str(CHART), "--values", str(example), "--kube-version", "1.32.0")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        ("prefil.replicas=2", "prefil"),
+        ("gateway.replica=2", "replica"),
+        ("decode.replicas=two", "replicas"),
+        ("decode.replicas=-1", "replicas"),
+        ("prefill.settings.max_num_seq=4", "max_num_seq"),
+        ("prefill.settings.dtype=fp8", "dtype"),
+        ("decode.settings.block_size=0", "block_size"),
+        ("image.pullPolicy=Sometimes", "pullPolicy"),
+        ("model.source=s3", "source"),
+        ("gateway.service.port=70000", "port"),
+        ("prefill.gpu.count=0", "count"),
+        ("gateway.settings.decode_workers={tcp://1.2.3.4:7200}", "decode_workers"),
+    ],
+)
+def test_mistakes_are_refused_by_name(mistake: str, says: str) -> None:
+    ended = helm("template", "relay", str(CHART), "--set", mistake)
+    assert ended.returncode != 0
+    assert says in ended.stderr
+
+
+@needs_helm
+def test_two_autoscalers_are_refused() -> None:
+    ended = helm(
+        "template", "relay", str(CHART),
+        "--set", "prefill.autoscaling.hpa.enabled=true,prefill.autoscaling.keda.enabled=true",
+    )  # fmt: skip
+    assert ended.returncode != 0
+    assert "prefill.autoscaling: hpa and keda are both enabled" in ended.stderr
+
+
+@needs_helm
+def test_an_autoscaler_owns_the_replicas() -> None:
+    plain, scaled = objects(), objects("--values", str(CHART / "examples/autoscaled.yaml"))
+    for component in ("gateway", "prefill-worker", "decode-worker"):
+        name = ("Deployment", f"relay-kvrelay-{component}")
+        assert "replicas" in plain[name]["spec"]
+        assert "replicas" not in scaled[name]["spec"]
+    prefill = scaled["ScaledObject", "relay-kvrelay-prefill-worker"]["spec"]
+    assert prefill["scaleTargetRef"]["name"] == "relay-kvrelay-prefill-worker"
+    decode = scaled["HorizontalPodAutoscaler", "relay-kvrelay-decode-worker"]["spec"]
+    assert decode["metrics"][0]["pods"]["metric"]["name"] == "kvrelay_kv_cache_usage_perc"
+
+
+@needs_helm
+def test_nobody_may_more_than_needed() -> None:
+    found = objects()
+    assert [key for key in found if key[0] in ("ClusterRole", "ClusterRoleBinding")] == []
+    (role,) = (document for (kind, _), document in found.items() if kind == "Role")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    for component in ("gateway", "prefill-worker", "decode-worker"):
+        pod = pod_of(found, component)
+        assert pod["automountServiceAccountToken"] is (component == "gateway")
+        assert pod["enableServiceLinks"] is False  # KVRELAY_PORT would become tcp://...
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        (container,) = pod["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+@needs_helm
+def test_policies_name_who_may_talk_to_whom() -> None:
+    found = objects()
+
+    def callers(component: str, port: str) -> set[str]:
+        policy = found["NetworkPolicy", f"relay-kvrelay-{component}"]["spec"]
+        return {
+            peer["podSelector"].get("matchLabels", {}).get("app.kubernetes.io/component", "every pod")
+            for rule in policy["ingress"]
+            if port in [of["port"] for of in rule["ports"]]
+            for peer in rule.get("from", [])
+        }
+
+    assert callers("prefill-worker", "control") == {"gateway"}
+    assert callers("decode-worker", "control") == {"gateway", "prefill-worker"}
+    assert callers("decode-worker", "data") == {"prefill-worker"}
+    assert callers("decode-worker", "admin") == {"every pod"}
+
+
+@needs_helm
+def test_settings_reach_the_program_as_they_are() -> None:
+    found = objects(
+        "--set-json", 'decode.settings={"max_num_seqs": 1000000, "lease_ttl_s": 2.5, "seal_kv": true}',
+        "--set", "gateway.settings.policy=round_robin,model.servedName=small",
+    )  # fmt: skip
+    decode, gateway = env_of(pod_of(found, "decode-worker")), env_of(pod_of(found, "gateway"))
+    assert decode["KVRELAY_MAX_NUM_SEQS"] == "1000000"
+    assert (decode["KVRELAY_LEASE_TTL_S"], decode["KVRELAY_SEAL_KV"]) == ("2.5", "true")
+    assert (gateway["KVRELAY_POLICY"], gateway["KVRELAY_SERVED_MODEL_NAME"]) == ("round_robin", "small")
+    selector = "app.kubernetes.io/name=kvrelay,app.kubernetes.io/instance=relay"
+    assert gateway["KVRELAY_WORKER_SELECTOR"] == selector
+    labels = found["Deployment", "relay-kvrelay-decode-worker"]["spec"]["template"]["metadata"]["labels"]
+    assert all(labels[key] == value for key, value in (part.split("=") for part in selector.split(",")))
+    assert labels["kvrelay.dev/role"] == "decode"
+
+
+@needs_helm
+def test_gpus_are_asked_for_by_any_name() -> None:
+    found = objects("--set", r"decode.gpu.resource=nvidia\.com/mig-3g\.40gb", "--set", "prefill.gpu.resource=")
+    decode = pod_of(found, "decode-worker")["containers"][0]
+    prefill = pod_of(found, "prefill-worker")["containers"][0]
+    assert decode["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": 1}
+    assert "limits" not in prefill["resources"]
+    assert env_of(pod_of(found, "prefill-worker"))["KVRELAY_DEVICE"] == "cpu"
+
+
+@needs_helm
+def test_a_drain_fits_into_the_grace_period() -> None:
+    found = objects("--set-json", 'decode.settings={"drain_s": 120.5}')
+    assert pod_of(found, "decode-worker")["terminationGracePeriodSeconds"] == 121 + 15
+    assert pod_of(found, "prefill-worker")["terminationGracePeriodSeconds"] == 30 + 15
+    assert pod_of(found, "gateway")["terminationGracePeriodSeconds"] == 30 + 5 + 15
+
+
+def test_what_is_generated_has_not_drifted() -> None:
+    spec = importlib.util.spec_from_file_location("chart_tool", ROOT / "tools/chart.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert (CHART / "README.md").read_text() == tool.readme((CHART / "values.yaml").read_text())
+    assert yaml.safe_load((CHART / "values.schema.json").read_text()) == tool.schema()
