@@ -20,12 +20,13 @@ serve: setup ## serve the demo model at http://127.0.0.1:8000
 test: setup ## run the tests
 	.venv/bin/python -m pytest $(ARGS)
 
-check: setup ## lint, format, types, import rules
+check: setup ## lint, format, types, import rules, what is generated
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/mypy benchmarks
 	.venv/bin/lint-imports
+	.venv/bin/python tools/chart.py --check
 
 verify: setup ## compare greedy tokens with transformers, prompt by prompt (minutes)
 	@exec .venv/bin/kvrelay verify --model demo --dtype float32 $(ARGS)

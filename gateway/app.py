@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from starlette.types import ASGIApp
 from kvrelay import __version__
 from kvrelay.gateway.api import OpenAIRoutes
 from kvrelay.gateway.chat_template import ChatTemplate
+from kvrelay.gateway.discovery import Discovery, KubernetesPods, PodApi
 from kvrelay.gateway.generation import Generator
 from kvrelay.gateway.http import Edge, install_error_handlers
 from kvrelay.gateway.metrics import GatewayMetrics
@@ -23,7 +26,7 @@ from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.gateway.streaming import Responder
 from kvrelay.gateway.tokenizer import Tokenizer
-from kvrelay.gateway.workers import WorkerPool
+from kvrelay.gateway.workers import FoundWorker, WorkerPool, static_workers
 from kvrelay.wire.settings import LinkSettings
 
 
@@ -34,15 +37,24 @@ def create_app(settings: GatewaySettings, *, link_settings: LinkSettings | None 
     template = ChatTemplate.load(directory, tokenizer.special_tokens)
     metrics = GatewayMetrics(CollectorRegistry())
     gateway_id = f"gateway-{secrets.token_hex(8)}"
+    workers = settings.workers
+    is_discovered = workers.discovery == "kubernetes"
     pool = WorkerPool(
-        settings.prefill_workers, settings.decode_workers, gateway_id, metrics, link_settings or LinkSettings()
+        gateway_id,
+        metrics,
+        link_settings or LinkSettings(),
+        needs_prefill_workers=is_discovered and not workers.local_prefill_fallback,
     )
+    pods = KubernetesPods.connect(workers.namespace, workers.worker_selector) if is_discovered else None
     responder = Responder(Generator(Relay(pool, settings.relay, metrics), tokenizer, metrics), metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
-        pool.start()
+        pool.update(() if pods is not None else static_workers(workers.prefill_workers, workers.decode_workers))
+        discovery = None if pods is None else _discovery(pods, pool)
         yield
+        if discovery is not None:
+            discovery.stop()
         await pool.stop()
 
     app = FastAPI(title="kvrelay", version=__version__, lifespan=lifespan)
@@ -52,6 +64,19 @@ def create_app(settings: GatewaySettings, *, link_settings: LinkSettings | None 
     app.include_router(routes.router)
     _add_operations(app, pool, metrics)
     return Edge(app, routes.endpoints, settings.max_body_bytes, metrics)
+
+
+def _discovery(pods: PodApi, pool: WorkerPool) -> Discovery:
+    """Tells the pool of workers, on the running loop, from now on."""
+    loop = asyncio.get_running_loop()
+
+    def on_workers(found: Sequence[FoundWorker]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(pool.update, found)
+
+    discovery = Discovery(pods, on_workers)
+    discovery.start()
+    return discovery
 
 
 def _add_operations(app: FastAPI, pool: WorkerPool, metrics: GatewayMetrics) -> None:

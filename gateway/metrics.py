@@ -30,6 +30,9 @@ class GatewayMetrics:
         self.disconnects = Counter("kvrelay_client_disconnects_total", "Clients that left early", registry=registry)
         self.stop_strings = counter("stop_string_matches", "Generations that a stop string ended")
         self.workers_up = Gauge("kvrelay_workers_up", "Connected workers by role", ["role"], registry=registry)
+        self.workers_refused = Gauge(
+            "kvrelay_workers_refused", "Connected workers that are not used: other model or KV", registry=registry
+        )
         self.ttft_s = histogram("time_to_first_token", "Request accepted until its first token", _LATENCY)
         self.itl_s = histogram("inter_token_latency", "Time between two deliveries of tokens of a request", _ITL)
         self.e2e_s = histogram("request_duration", "Request accepted until its last token", _LATENCY)

@@ -31,17 +31,8 @@ from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.routing import POLICIES, WorkerView
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.timings import RequestTimings
-from kvrelay.gateway.workers import (
-    AttemptEvent,
-    DeadlinePassed,
-    GaveUp,
-    Inbox,
-    Key,
-    Worker,
-    WorkerLost,
-    WorkerPool,
-    decode_target,
-)
+from kvrelay.gateway.worker import AttemptEvent, DeadlinePassed, GaveUp, Inbox, Key, Worker, WorkerLost
+from kvrelay.gateway.workers import WorkerPool, decode_target
 from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode, HandedOver, Role, Submit, Timings, TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -217,7 +208,7 @@ class Relay:
     def _route(self, progress: _Progress) -> tuple[Worker | None, Worker] | None:
         now_s = time.monotonic()
         num_tokens = len(progress.request.prompt_token_ids) + len(progress.output)
-        is_local = not self._pool.prefills or num_tokens <= self._settings.local_prefill_max_tokens
+        is_local = self._pool.is_local_only or num_tokens <= self._settings.local_prefill_max_tokens
         prefills = [] if is_local else _views(self._pool.prefills.values(), progress.request.max_len)
         decodes = _views(self._pool.decodes.values(), progress.request.max_len)
         if not is_local and not prefills:

@@ -75,6 +75,24 @@ def round_robin(
     return _pick(prefills, decodes, turn, turn)
 
 
+def choose_fingerprint(
+    current: bytes | None, prefills: Sequence[bytes | None], decodes: Sequence[bytes | None]
+) -> bytes | None:
+    """The KV layout that all workers in use share, of those that are up; None if nobody is.
+
+    The one with workers of both roles, else with decode workers; of several the one in use, else the most frequent. So a new
+    model under the same labels takes no traffic until it can serve, and none from workers that can.
+    """
+    fingerprints = {fingerprint for fingerprint in (*prefills, *decodes) if fingerprint is not None}
+
+    def rank(fingerprint: bytes) -> tuple[bool, bool, bool, int, bytes]:
+        num_prefills, num_decodes = prefills.count(fingerprint), decodes.count(fingerprint)
+        is_whole = num_decodes > 0 and (num_prefills > 0 or not prefills)
+        return (is_whole, num_decodes > 0, fingerprint == current, num_prefills + num_decodes, fingerprint)
+
+    return max(fingerprints, key=rank, default=current)
+
+
 POLICIES: dict[str, Policy] = {"least_loaded": least_loaded, "round_robin": round_robin}
 
 

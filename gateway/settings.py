@@ -30,27 +30,32 @@ class RelaySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class GatewaySettings:
-    """The gateway's settings."""
+class DiscoverySettings:
+    """Who the workers are."""
 
-    relay: RelaySettings
-    model: str = setting("demo", "model directory, Hugging Face id, or 'demo'; only its tokenizer is loaded")
-    served_model_name: str | None = setting(None, "model name in the API; default: the model directory's name")
-    host: str = setting("127.0.0.1", "address that the HTTP API listens on")
-    port: int = setting(8000, "port of the HTTP API", minimum=0, maximum=65535)
+    discovery: str = setting(
+        "static",
+        "who the workers are: those of --prefill-workers and --decode-workers, or pods in Kubernetes",
+        choices=("static", "kubernetes"),
+    )
     prefill_workers: tuple[str, ...] = setting(
         (), "ZeroMQ addresses of prefill workers, such as tcp://10.0.0.7:7100; without any, all prefill is local"
     )
     decode_workers: tuple[str, ...] = setting(
         ("tcp://127.0.0.1:7200",), "ZeroMQ addresses of decode workers, such as tcp://10.0.0.8:7200"
     )
-    max_body_bytes: int = setting(4 * 2**20, "largest request body", unit="bytes", minimum=1024)
-    drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
-    log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
-    log_format: str = setting("text", "shape of log lines", choices=("text", "json"))
+    namespace: str | None = setting(None, "Kubernetes namespace of the workers' pods; default: the gateway's own")
+    worker_selector: str = setting(
+        "app.kubernetes.io/name=kvrelay", "labels of the workers' pods, which also have kvrelay.dev/role"
+    )
+    local_prefill_fallback: bool = setting(
+        True, "while Kubernetes has no prefill worker at all, decode workers compute all prompts; false: 503 until then"
+    )
 
     def __post_init__(self) -> None:
         """Raises SettingsError on an address that no worker can have, and without any decode worker."""
+        if self.discovery == "kubernetes":
+            return
         if not self.decode_workers:
             raise SettingsError("--decode-workers is empty: nobody could generate; name at least one, tcp://HOST:PORT")
         for name, addresses in (("prefill", self.prefill_workers), ("decode", self.decode_workers)):
@@ -61,3 +66,19 @@ class GatewaySettings:
                         f"--{name}-workers: {address!r} is no worker's address; write tcp://HOST:PORT (port 1 to 65535), "
                         "such as tcp://10.0.0.8:7200, or ipc://PATH"
                     )
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """The gateway's settings."""
+
+    relay: RelaySettings
+    workers: DiscoverySettings
+    model: str = setting("demo", "model directory, Hugging Face id, or 'demo'; only its tokenizer is loaded")
+    served_model_name: str | None = setting(None, "model name in the API; default: the model directory's name")
+    host: str = setting("127.0.0.1", "address that the HTTP API listens on")
+    port: int = setting(8000, "port of the HTTP API", minimum=0, maximum=65535)
+    max_body_bytes: int = setting(4 * 2**20, "largest request body", unit="bytes", minimum=1024)
+    drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
+    log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "shape of log lines", choices=("text", "json"))

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import zmq
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from kvrelay.engine.block_manager import BlockManager
 from kvrelay.engine.health import ledger_json, not_live, not_ready
@@ -60,6 +60,9 @@ class PrefillWorker:
         self._loop: ModelLoop[Command] = ModelLoop(self._model_worker, "prefill-model")
         identity = WorkerIdentity(worker_id, time.time_ns(), card, settings.max_waiting)
         self.service = PrefillService(identity, self.blocks, time.monotonic)
+        Gauge(
+            "kvrelay_waiting_prompt_tokens", "Prompt tokens taken in and not computed yet", registry=registry
+        ).set_function(lambda: self.service.status().num_waiting_tokens)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._server = ControlServer(address, self.service, link_settings, metrics=wire_metrics, context=self._context)
         self._links = DecodeLinks(

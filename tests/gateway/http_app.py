@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.engine.fake import fake_card
 from kvrelay.gateway.app import create_app
-from kvrelay.gateway.settings import GatewaySettings, RelaySettings
+from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.wire.messages import Role, Submit, Timings
 
@@ -66,7 +66,11 @@ async def app_for(directory: Path, script: Script, **settings: Any) -> AsyncIter
     player.address = await player.server.start()
     relay = RelaySettings(**{"room_timeout_s": 0.2, **settings.pop("relay", {})})
     chosen = GatewaySettings(
-        relay=relay, model=str(directory), served_model_name="tiny", decode_workers=(player.address,), **settings
+        relay=relay,
+        model=str(directory),
+        served_model_name="tiny",
+        workers=DiscoverySettings(decode_workers=(player.address,)),
+        **settings,
     )
     app = create_app(chosen, link_settings=LINKS)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -15,7 +15,7 @@ from kvrelay.engine.fake import fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay import GenerationRequest, Relay
 from kvrelay.gateway.settings import RelaySettings
-from kvrelay.gateway.workers import WorkerPool
+from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.wire.control import ControlServer
 from kvrelay.wire.messages import (
     Cancel,
@@ -137,12 +137,12 @@ class Stage:
         value = self.metrics.registry.get_sample_value("kvrelay_attempts_total", {"outcome": outcome})
         return value or 0.0
 
-    async def run(self, max_tokens: int = 4) -> tuple[list[int], FinishReason | None]:
+    async def run(self, max_tokens: int = 4, request_id: str = "r") -> tuple[list[int], FinishReason | None]:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=9)
         output: list[int] = []
         reason: FinishReason | None = None
         async with asyncio.timeout(20):
-            async with aclosing(self.relay.generate(GenerationRequest("r", PROMPT, sampling))) as deltas:
+            async with aclosing(self.relay.generate(GenerationRequest(request_id, PROMPT, sampling))) as deltas:
                 async for delta in deltas:
                     assert reason is None, "tokens behind the end"
                     output += [token.token_id for token in delta.tokens]
@@ -151,7 +151,12 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(*scripts: Script, prefill: Script | Sequence[Script] = (), **settings: float) -> AsyncIterator[Stage]:
+async def stage(
+    *scripts: Script,
+    prefill: Script | Sequence[Script] = (),
+    needs_prefill_workers: bool = False,
+    **settings: float,
+) -> AsyncIterator[Stage]:
     """One decode player per script, and the prefill players there are in front of them; all connected."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     prefill_scripts = [prefill] if callable(prefill) else prefill
@@ -162,8 +167,8 @@ async def stage(*scripts: Script, prefill: Script | Sequence[Script] = (), **set
         player.address = await player.server.start()
     metrics = GatewayMetrics(CollectorRegistry())
     addresses = [[player.address for player in group] for group in (prefills, decodes)]
-    pool = WorkerPool(addresses[0], addresses[1], "gateway", metrics, LINKS)
-    pool.start()
+    pool = WorkerPool("gateway", metrics, LINKS, needs_prefill_workers=needs_prefill_workers)
+    pool.update(static_workers(*addresses))
     try:
         while not all(worker.is_usable for worker in pool.workers):
             pool.changed.clear()

@@ -441,9 +441,13 @@ async def test_work_of_a_client_that_stays_is_left_alone() -> None:
 
 async def test_the_lifespan_ends_with_workers_that_never_came(model_directory: Path) -> None:
     from kvrelay.gateway.app import create_app  # noqa: PLC0415
-    from kvrelay.gateway.settings import GatewaySettings, RelaySettings  # noqa: PLC0415
+    from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings  # noqa: PLC0415
 
-    settings = GatewaySettings(relay=RelaySettings(), model=str(model_directory), decode_workers=("inproc://nobody",))
+    settings = GatewaySettings(
+        relay=RelaySettings(),
+        model=str(model_directory),
+        workers=DiscoverySettings(decode_workers=("inproc://nobody",)),
+    )
     app = create_app(settings)
     async with lifespan(app), httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         assert (await client.get("/health/ready")).status_code == 503

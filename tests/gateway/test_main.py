@@ -13,13 +13,13 @@ import pytest
 
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.gateway.main import serve
-from kvrelay.gateway.settings import GatewaySettings, RelaySettings
+from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings
 
 PROGRAM = """
 import sys
 from kvrelay.gateway.main import serve
-from kvrelay.gateway.settings import GatewaySettings, RelaySettings
-sys.exit(serve(GatewaySettings(relay=RelaySettings(), model=sys.argv[1], port=0)))
+from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings
+sys.exit(serve(GatewaySettings(relay=RelaySettings(), workers=DiscoverySettings(), model=sys.argv[1], port=0)))
 """
 
 
@@ -68,10 +68,14 @@ def test_a_taken_port_is_named(model_directory: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{port}.*choose another port"):
-            serve(GatewaySettings(relay=RelaySettings(), model=str(model_directory), port=port))
+            serve(
+                GatewaySettings(
+                    relay=RelaySettings(), workers=DiscoverySettings(), model=str(model_directory), port=port
+                )
+            )
 
 
 @pytest.mark.usefixtures("_own_logs")
 def test_a_model_without_tokenizer_is_named_and_the_port_given_back(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer\.json"):
-        serve(GatewaySettings(relay=RelaySettings(), model=str(tmp_path), port=0))
+        serve(GatewaySettings(relay=RelaySettings(), workers=DiscoverySettings(), model=str(tmp_path), port=0))

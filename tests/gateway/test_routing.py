@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from kvrelay.gateway.routing import POLICIES, Route, WorkerView, least_loaded, round_robin
+from kvrelay.gateway.routing import POLICIES, Route, WorkerView, choose_fingerprint, least_loaded, round_robin
 
 
 def view(address: str, **changes: object) -> WorkerView:
@@ -71,3 +71,20 @@ def test_a_burst_spreads_over_equal_workers() -> None:
             chosen, pending_requests=chosen.pending_requests + 1, pending_tokens=chosen.pending_tokens + 16
         )
     assert [one.pending_requests for one in decodes.values()] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("current", "prefills", "decodes", "chosen"),
+    [
+        (None, [], [], None),
+        (b"a", [], [], b"a"),  # everybody is away: who comes back was here before
+        (None, [b"a"], [b"b"], b"b"),
+        (None, [b"a", b"a", b"b"], [b"b"], b"b"),  # the only one with both
+        (None, [], [b"a", b"b", b"b"], b"b"),
+        (b"a", [b"a", b"b", b"b"], [b"a", b"b", b"b"], b"a"),  # stays while it can serve
+        (b"a", [b"b", b"b"], [b"a", b"b"], b"b"),  # goes over when it cannot
+        (b"a", [b"b"], [b"a"], b"a"),
+    ],
+)
+def test_the_layout_in_use(current: bytes | None, prefills: list[bytes], decodes: list[bytes], chosen: bytes) -> None:
+    assert choose_fingerprint(current, prefills, decodes) == chosen

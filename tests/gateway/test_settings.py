@@ -21,7 +21,7 @@ def test_every_setting_has_its_line_of_documentation() -> None:
 )
 def test_addresses_of_workers(address: str) -> None:
     settings = build(GatewaySettings, {"decode-workers": address, "prefill-workers": [address]})
-    assert settings.decode_workers == settings.prefill_workers == (address,)
+    assert settings.workers.decode_workers == settings.workers.prefill_workers == (address,)
 
 
 @pytest.mark.parametrize(

@@ -225,8 +225,8 @@ def test_a_plan_wires_the_components_together() -> None:
 
     front = parsed(GatewaySettings, gateway)
     assert isinstance(front, GatewaySettings)
-    assert front.prefill_workers == (first.address, second.address)
-    assert front.decode_workers == (decode.address,)
+    assert front.workers.prefill_workers == (first.address, second.address)
+    assert front.workers.decode_workers == (decode.address,)
     assert (front.port, front.log_level) == (8000, "error")
 
 
@@ -235,7 +235,7 @@ def test_a_colocated_plan_has_no_prefill_workers() -> None:
     assert [spec.name for spec in plan.specs] == ["decode-0", "decode-1", "gateway"]
     front = parsed(GatewaySettings, plan.specs[-1])
     assert isinstance(front, GatewaySettings)
-    assert front.prefill_workers == ()
+    assert front.workers.prefill_workers == ()
 
 
 def test_an_api_for_all_addresses_is_asked_on_this_one() -> None:

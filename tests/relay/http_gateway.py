@@ -23,7 +23,7 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake import FakeEngine, fake_card
 from kvrelay.gateway.app import create_app
-from kvrelay.gateway.settings import GatewaySettings, RelaySettings
+from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.settings import LinkSettings
@@ -115,8 +115,7 @@ async def deployment(
         relay=relay or RelaySettings(local_prefill_max_tokens=0, room_timeout_s=5.0),
         model=str(directory),
         served_model_name="tiny",
-        prefill_workers=(prefill.address,),
-        decode_workers=(decode.address,),
+        workers=DiscoverySettings(prefill_workers=(prefill.address,), decode_workers=(decode.address,)),
         max_body_bytes=100_000,
     )
     listener = socket.socket()

@@ -21,7 +21,7 @@ from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay import GenerationRequest, Relay
 from kvrelay.gateway.settings import RelaySettings
-from kvrelay.gateway.workers import WorkerPool
+from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.block_frames import BlockHeader
@@ -137,16 +137,10 @@ async def gateway(
     workers = [*decodes, *prefills]
     for worker in workers:
         await worker.start()
-    pool = WorkerPool(
-        [worker.address for worker in prefills],
-        [worker.address for worker in decodes],
-        "gateway",
-        GatewayMetrics(CollectorRegistry()),
-        LINKS,
-    )
-    pool.start()
+    pool = WorkerPool("gateway", GatewayMetrics(CollectorRegistry()), LINKS, needs_prefill_workers=False)
+    pool.update(static_workers([worker.address for worker in prefills], [worker.address for worker in decodes]))
     try:
-        while not all(worker.is_usable for worker in pool.workers):
+        while not all(worker.is_usable or worker.misfit for worker in pool.workers):
             pool.changed.clear()
             await pool.changed.wait()
         yield Relay(pool, RelaySettings(local_prefill_max_tokens=0), GatewayMetrics(CollectorRegistry()))

@@ -1,0 +1,200 @@
+"""Which workers there are, from the Kubernetes API: the pods of a namespace that a label selector names.
+
+:func:`follow` is finite: it lists the pods, then hears of every change until the API ends that, forgets the version it was at
+(410), or is away. :class:`Discovery` calls it again for ever, on a thread of its own, because the client library blocks. While the
+API is away the last known workers stay; who of them really answers, the links to them know.
+
+It needs ``get``, ``list`` and ``watch`` on pods of one namespace, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvrelay.common.errors import SettingsError
+from kvrelay.gateway.pods import workers_of
+from kvrelay.gateway.workers import FoundWorker
+
+if TYPE_CHECKING:
+    from kubernetes.client import CoreV1Api
+
+logger = logging.getLogger(__name__)
+
+Pod = dict[str, Any]
+OnWorkers = Callable[[Sequence[FoundWorker]], None]
+
+_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_CONNECT_S = 3.0
+_LIST_S = 10.0
+_WATCH_S = 30  # the server ends a watch after this; a connection that has died unnoticed lasts little longer
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 10.0
+
+
+class VersionGoneError(Exception):
+    """The API no longer knows what happened since the version that was asked for: list again."""
+
+
+class ApiAwayError(Exception):
+    """The API did not answer, or not well; the text says what it said."""
+
+
+class PodApi(Protocol):
+    """The pods of one namespace that a selector names."""
+
+    def list(self) -> tuple[list[Pod], str]:
+        """All of them, and the version of that. Raises ApiAwayError."""
+
+    def watch(self, version: str) -> Iterator[tuple[str, Pod]]:
+        """What happens after ``version``: (ADDED, MODIFIED, DELETED or BOOKMARK, object), until the API ends it.
+
+        Raises VersionGoneError, ApiAwayError.
+        """
+
+
+def follow(api: PodApi, on_workers: OnWorkers) -> None:
+    """List, then follow; ``on_workers`` gets all workers at first and after every change. Returns when a watch heard nothing new.
+
+    Raises VersionGoneError, ApiAwayError.
+    """
+    listed, version = api.list()
+    pods = {pod["metadata"]["uid"]: pod for pod in listed}
+    known = workers_of(pods.values())
+    on_workers(known)
+    while True:
+        before = version
+        for kind, pod in api.watch(version):
+            version = pod["metadata"]["resourceVersion"]
+            if kind == "DELETED":
+                pods.pop(pod["metadata"]["uid"], None)
+            elif kind in ("ADDED", "MODIFIED"):
+                pods[pod["metadata"]["uid"]] = pod
+            found = workers_of(pods.values())
+            if found != known:
+                known = found
+                on_workers(found)
+        if version == before:
+            return  # a version gets too old when nothing happens; a list is cheap then
+
+
+class Discovery:
+    """Follows the pods from ``start`` to ``stop``, on a daemon thread; ``on_workers`` is called there."""
+
+    def __init__(self, api: PodApi, on_workers: OnWorkers) -> None:
+        self._api = api
+        self._on_workers = on_workers
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Nothing is reported from now on. The thread may wait for the API a little longer; the process need not."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        pause_s, was_away = _FIRST_PAUSE_S, False
+
+        def report(found: Sequence[FoundWorker]) -> None:
+            nonlocal pause_s, was_away
+            if was_away:
+                logger.info("the Kubernetes API is back")
+            pause_s, was_away = _FIRST_PAUSE_S, False
+            if not self._ended.is_set():
+                self._on_workers(found)
+
+        while not self._ended.is_set():
+            try:
+                follow(self._api, report)
+                continue
+            except VersionGoneError:
+                logger.info("listing the workers' pods anew: the version last seen is too old")
+            except ApiAwayError as error:
+                if not was_away:
+                    logger.warning("the Kubernetes API is away (%s); going on with the workers last known", error)
+                was_away = True
+            except Exception:
+                logger.exception("discovery failed; it tries again")
+            self._ended.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+class KubernetesPods:
+    """Implements PodApi by the ``kubernetes`` client."""
+
+    def __init__(self, api: CoreV1Api, namespace: str, selector: str) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._selector = selector
+
+    @classmethod
+    def connect(cls, namespace: str | None, selector: str) -> KubernetesPods:
+        """As the pod's service account, or as ``KUBECONFIG`` says outside of a cluster. Raises SettingsError."""
+        from kubernetes import client, config  # noqa: PLC0415 - 40 MB that only this needs
+
+        try:
+            config.load_incluster_config()
+        except config.ConfigException:
+            try:
+                config.load_kube_config()
+            except config.ConfigException as error:
+                raise SettingsError(
+                    "--discovery is kubernetes, but this is no pod with a service account and KUBECONFIG names no cluster "
+                    f"({error}); use --discovery static with --decode-workers"
+                ) from error
+        if namespace is None:
+            namespace = _OWN_NAMESPACE.read_text().strip() if _OWN_NAMESPACE.exists() else "default"
+        return cls(client.CoreV1Api(), namespace, selector)
+
+    def list(self) -> tuple[list[Pod], str]:
+        """See PodApi."""
+        body = json.loads(b"".join(self._get(timeout_s=_LIST_S)))
+        return body["items"], body["metadata"]["resourceVersion"]
+
+    def watch(self, version: str) -> Iterator[tuple[str, Pod]]:
+        """See PodApi."""
+        lines = self._get(
+            timeout_s=_WATCH_S + _LIST_S,
+            watch=True,
+            resource_version=version,
+            timeout_seconds=_WATCH_S,
+            allow_watch_bookmarks=True,
+        )
+        for line in lines:
+            event = json.loads(line)
+            if event["type"] == "ERROR":
+                raise _problem(event["object"].get("code"), event["object"].get("message", "an error in the watch"))
+            yield event["type"], event["object"]
+
+    def _get(self, timeout_s: float, **query: Any) -> Iterator[bytes]:
+        """The lines of the answer, as they come."""
+        from kubernetes.client import ApiException  # noqa: PLC0415
+        from urllib3.exceptions import HTTPError  # noqa: PLC0415
+
+        try:
+            response = self._api.list_namespaced_pod(
+                self._namespace,
+                label_selector=self._selector,
+                _preload_content=False,
+                _request_timeout=(_CONNECT_S, timeout_s),
+                **query,
+            )
+            try:
+                yield from response
+            finally:
+                response.close()
+        except ApiException as error:
+            raise _problem(error.status, f"{error.status} {error.reason}") from error
+        except (HTTPError, OSError) as error:
+            raise ApiAwayError(str(error)[:200]) from error
+
+
+def _problem(status: int | None, detail: str) -> Exception:
+    return VersionGoneError(detail) if status == 410 else ApiAwayError(detail)

@@ -1,0 +1,229 @@
+"""One worker, as its gateway knows it: a control link, the last reported state, and the attempts that it has a part in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from kvrelay.gateway.routing import WorkerView
+from kvrelay.wire.control import ControlClient
+from kvrelay.wire.messages import (
+    Cancelled,
+    Failed,
+    HandedOver,
+    Hello,
+    HelloRefused,
+    Message,
+    Role,
+    Status,
+    TokenDelta,
+    Tokens,
+    Welcome,
+    WorkerState,
+)
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.settings import LinkSettings
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """Put into an attempt's inbox when one of its workers is gone."""
+
+    role: Role
+    address: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """A worker's last word on an attempt that it did not finish, and which worker it was."""
+
+    role: Role
+    answer: Failed | Cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """Put into an attempt's inbox when the request's time is up."""
+
+
+AttemptEvent = TokenDelta | HandedOver | GaveUp | WorkerLost | DeadlinePassed
+Inbox = asyncio.Queue[AttemptEvent]
+
+
+@dataclass(slots=True)
+class _Unreported:
+    """An attempt that the worker's reports may not show yet."""
+
+    num_tokens: int
+    num_reports: int | None  # since the worker knows of it; None while it is only on its way through another worker
+
+
+class WorkerOwner(Protocol):
+    """What a worker tells (see :class:`kvrelay.gateway.workers.WorkerPool`)."""
+
+    def deliver(self, key: Key, event: AttemptEvent) -> None:
+        """Something happened to an attempt."""
+
+    def on_worker_changed(self, worker: Worker) -> None:
+        """The worker came or went."""
+
+    def on_worker_reported(self) -> None:
+        """The worker has more or less to do than before."""
+
+
+class Worker:
+    """One worker's address. Implements :class:`kvrelay.wire.control.ClientHandler`."""
+
+    def __init__(
+        self,
+        role: Role,
+        address: str,
+        uid: str,
+        owner: WorkerOwner,
+        hello: Hello,
+        link: tuple[LinkSettings, WireMetrics, zmq.Context[zmq.Socket[bytes]]],
+    ) -> None:
+        self.role = role
+        self.address = address
+        self.uid = uid
+        self.welcome: Welcome | None = None
+        self.status: Status | None = None
+        self.problem = "not connected yet"
+        self.up_since_s = 0.0  # monotonic
+        self.misfit = ""  # why it cannot be used together with the other workers
+        self.is_retiring = False  # on its way out: finishes what it has, gets nothing new
+        self.attempts: set[Key] = set()
+        self._unreported: dict[Key, _Unreported] = {}
+        self._owner = owner
+        settings, metrics, context = link
+        self.client = ControlClient(address, hello, self, settings, metrics=metrics, context=context)
+
+    def on_welcome(self, welcome: Welcome) -> None:
+        """The link is up."""
+        if welcome.role is not self.role:
+            self.problem = f"{self.address} is a {welcome.role} worker, but was given as a {self.role} worker"
+            logger.error("%s", self.problem)
+            return
+        self.welcome = welcome
+        self.status = None
+        self.up_since_s = time.monotonic()
+        self._unreported.clear()
+        card = welcome.card
+        logger.info(
+            "%s worker %s at %s: up, %s, %d KV blocks",
+            self.role, welcome.worker_id, self.address, card.layout.model_id, card.num_blocks,
+        )  # fmt: skip
+        self._owner.on_worker_changed(self)
+
+    def on_message(self, message: Message) -> None:
+        """Take a report, or pass an answer on to its attempt."""
+        match message:
+            case Status():
+                self.status = message
+                self._count_report()
+                self._owner.on_worker_reported()
+            case Tokens(items=items):
+                for item in items:
+                    self._owner.deliver((item.request_id, item.attempt), item)
+            case HandedOver():
+                self._owner.deliver((message.request_id, message.attempt), message)
+            case Failed() | Cancelled():
+                self._owner.deliver((message.request_id, message.attempt), GaveUp(self.role, message))
+            case _:
+                logger.warning("unexpected %s from %s", type(message).__name__, self.address)
+
+    def on_lost(self, reason: str) -> None:
+        """The worker is gone; its attempts hear of it."""
+        logger.warning("%s worker at %s is lost: %s", self.role, self.address, reason)
+        self.welcome = self.status = None
+        self.problem = reason
+        self.abandon(reason)
+        self._owner.on_worker_changed(self)
+
+    def on_refused(self, refused: HelloRefused) -> None:
+        """The worker does not talk to gateways like us."""
+        if self.problem != refused.detail:
+            logger.error("%s worker at %s refuses this gateway: %s", self.role, self.address, refused.detail)
+        self.problem = refused.detail
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether requests can be sent to it."""
+        is_leaving = self.is_retiring or (self.status is not None and self.status.state is WorkerState.DRAINING)
+        return self.welcome is not None and self.client.is_up and not is_leaving and not self.misfit
+
+    @property
+    def fingerprint(self) -> bytes | None:
+        """Of its KV layout, while it is up."""
+        return None if self.welcome is None else self.welcome.card.layout.fingerprint()
+
+    def differences(self, other: Worker) -> str:
+        """How its KV layout differs from that of ``other``; empty if it does not, or if one of them is not up."""
+        if self.welcome is None or other.welcome is None:
+            return ""
+        differences = other.welcome.card.layout.differences(self.welcome.card.layout)
+        return f"its KV is not that of {other.address} ({'; '.join(differences)})" if differences else ""
+
+    def abandon(self, reason: str) -> None:
+        """Tell its attempts that it is lost."""
+        for key in list(self.attempts):
+            self._owner.deliver(key, WorkerLost(self.role, self.address, reason))
+
+    def open(self, key: Key, num_tokens: int, *, is_sent: bool) -> None:
+        """An attempt begins; it counts as load until the worker's own reports must show it.
+
+        ``is_sent``: it is sent to this worker, which else hears of it from another one (and we with ``on_known``).
+        """
+        self.attempts.add(key)
+        self._unreported[key] = _Unreported(num_tokens, 0 if is_sent else None)
+
+    def on_known(self, key: Key) -> None:
+        """The worker knows of an attempt that was not sent to it."""
+        if (attempt := self._unreported.get(key)) is not None and attempt.num_reports is None:
+            attempt.num_reports = 0
+
+    def close(self, key: Key) -> None:
+        """An attempt is over."""
+        self.attempts.discard(key)
+        self._unreported.pop(key, None)
+
+    def _count_report(self) -> None:
+        for key, attempt in list(self._unreported.items()):
+            if attempt.num_reports is None:
+                continue
+            attempt.num_reports += 1
+            # The first report may have been on its way to us while the attempt was on its way to the worker.
+            if attempt.num_reports > 1:
+                del self._unreported[key]
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens, output included, is within its limit."""
+        return self.welcome is not None and num_tokens <= self.welcome.card.max_model_len
+
+    def view(self) -> WorkerView | None:
+        """What routing sees; None if it is not usable."""
+        if self.welcome is None or not self.is_usable:
+            return None
+        card = self.welcome.card
+        status = self.status
+        return WorkerView(
+            address=self.address,
+            fingerprint=card.layout.fingerprint(),
+            num_requests=0 if status is None else status.num_running + status.num_waiting,
+            num_waiting_tokens=0 if status is None else status.num_waiting_tokens,
+            num_free_blocks=card.num_blocks if status is None else status.num_free_blocks,
+            num_blocks=card.num_blocks,
+            block_size=card.layout.block_size,
+            pending_requests=len(self._unreported),
+            pending_tokens=sum(attempt.num_tokens for attempt in self._unreported.values()),
+        )

@@ -1,0 +1,133 @@
+"""Workers that come, leave and do not fit, under a running relay."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from kvrelay.common.errors import KvrelayError
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.fake import fake_card
+from kvrelay.gateway.relay import GenerationRequest
+from kvrelay.gateway.workers import FoundWorker
+from kvrelay.wire.messages import Role, Submit
+
+from .players import ALL, PROMPT, Player, Stage, good, stage
+
+
+def found(*players: Player, retiring: Player | None = None) -> list[FoundWorker]:
+    return [FoundWorker(player.role, player.address, accepts=player is not retiring) for player in players]
+
+
+async def usable(on: Stage, number: int) -> None:
+    async with asyncio.timeout(10):
+        while sum(worker.is_usable for worker in on.pool.workers) != number:
+            on.pool.changed.clear()
+            await on.pool.changed.wait()
+
+
+async def test_workers_come_and_go() -> None:
+    async with stage(good, good) as on:
+        first, second = on.players
+        on.pool.update(found(second))
+        assert await on.run() == ALL
+        assert (len(first.submits), len(second.submits)) == (0, 1)
+        on.pool.update(found(first, second))
+        await usable(on, 2)
+        on.pool.update(found(first))
+        assert await on.run() == ALL
+        assert (len(first.submits), len(second.submits)) == (1, 1)
+
+
+async def test_a_retiring_worker_finishes_and_gets_nothing_new() -> None:
+    waiting: list[tuple[Player, Submit]] = []
+    async with stage(lambda player, submit: waiting.append((player, submit)), good) as on:
+        slow, other = on.players
+        on.pool.update(found(slow, other, retiring=other))
+        running = asyncio.create_task(on.run(request_id="slow"))
+        async with asyncio.timeout(10):
+            while not waiting:
+                await asyncio.sleep(0)
+        on.pool.update(found(slow, other, retiring=slow))
+        assert await on.run() == ALL
+        assert len(other.submits) == 1
+        good(*waiting[0])
+        assert await running == ALL
+        assert on.attempts("failed") == 0
+
+
+async def test_what_runs_on_a_worker_that_is_gone_goes_on_elsewhere() -> None:
+    async with stage(lambda player, submit: player.tokens(submit, 0, [100]), good) as on:
+        goes, stays = on.players
+        on.pool.update(found(goes, stays, retiring=stays))
+        sampling = SamplingParams(max_tokens=4, temperature=0.0, seed=9)
+        output: list[int] = []
+        async with asyncio.timeout(10), aclosing(on.relay.generate(GenerationRequest("r", PROMPT, sampling))) as deltas:
+            async for delta in deltas:
+                output += [token.token_id for token in delta.tokens]
+                if len(output) == 1:
+                    on.pool.update(found(stays))
+        assert output == ALL[0]
+        assert stays.submits[0].token_ids == [*PROMPT, 100]  # it went on behind what was there
+
+
+async def test_another_worker_under_the_same_address_is_another_worker() -> None:
+    async with stage(good) as on:
+        (player,) = on.players
+        before = on.pool.decodes[player.address]
+        on.pool.update([FoundWorker(Role.DECODE, player.address, uid="2")])
+        assert on.pool.decodes[player.address] is not before
+        await usable(on, 1)
+        assert await on.run() == ALL
+
+
+async def test_a_worker_that_never_accepted_is_not_connected() -> None:
+    async with stage(good) as on:
+        on.pool.update([*found(*on.players), FoundWorker(Role.DECODE, "tcp://127.0.0.1:1", accepts=False)])
+        assert len(on.pool.decodes) == 1
+
+
+async def test_a_worker_with_other_kv_is_named_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    async with stage(good, good, prefill=good) as on:
+        prefill, fits, other = on.players
+        on.pool.update(found(prefill, fits))
+        other.card = fake_card(model_id="another")
+        on.pool.update(found(*on.players))
+        async with asyncio.timeout(10):
+            while not on.pool.decodes[other.address].misfit:
+                on.pool.changed.clear()
+                await on.pool.changed.wait()
+        assert not on.pool.decodes[other.address].is_usable
+        assert f"decode worker at {other.address} is not used: its KV is not that of {prefill.address}" in caplog.text
+        assert "another" in caplog.text
+        assert on.metrics.registry.get_sample_value("kvrelay_workers_refused") == 1
+        assert on.pool.not_ready() == []
+        # Only when nobody else is left that could serve, the gateway serves what is there.
+        on.pool.update(found(prefill, other))
+        misfit = f"its KV is not that of {other.address} (model_id: 'another' / 'fake')"
+        assert on.pool.not_ready() == [f"no prefill worker is up ({misfit})"]
+        on.pool.update(found(other))
+        assert on.pool.not_ready() == []
+
+
+async def test_a_pool_of_none_is_named() -> None:
+    async with stage(good, prefill=good) as on:
+        prefill, decode = on.players
+        on.pool.update(found(prefill))
+        assert on.pool.not_ready() == ["there is no decode worker"]
+        on.pool.update(found(decode))
+        await usable(on, 1)
+        assert on.pool.not_ready() == []
+        assert await on.run() == ALL  # the decode worker does it all
+        assert decode.submits[0].decode is None
+
+
+async def test_without_prefill_workers_there_may_be_no_service() -> None:
+    async with stage(good, prefill=good, needs_prefill_workers=True, room_timeout_s=0.0) as on:
+        on.pool.update(found(on.players[1]))
+        await usable(on, 1)
+        assert on.pool.not_ready() == ["there is no prefill worker"]
+        with pytest.raises(KvrelayError, match="there is no prefill worker; try again later"):
+            await on.run()
