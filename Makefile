@@ -24,7 +24,7 @@ check: setup ## lint, format, types, import rules, what is generated
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/mypy benchmarks
+	.venv/bin/mypy benchmarks tools/chart.py
 	.venv/bin/lint-imports
 	.venv/bin/python tools/chart.py --check
 

@@ -146,7 +146,7 @@ class Worker:
         """The worker is gone; its attempts hear of it."""
         logger.warning("%s worker at %s is lost: %s", self.role, self.address, reason)
         self.welcome = self.status = None
-        self.problem = reason
+        self.problem, self.misfit = reason, ""  # who comes back may be another
         self.abandon(reason)
         self._owner.on_worker_changed(self)
 

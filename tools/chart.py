@@ -188,7 +188,7 @@ def readme(values: str) -> str:
         "# kvrelay's chart",
         "",
         "`helm install kvrelay ./helm` serves a model with a gateway, prefill workers and decode workers, each scaled on its own.",
-        "See [docs/kubernetes.md](../docs/kubernetes.md) for a walk from an empty cluster to the first answer.",
+        "It renders and lints; it has not been installed on a cluster yet.",
         "",
         "Values, with their defaults. `settings` takes every setting of the program by its name, see `kvrelay COMMAND --help`;",
         "a name that does not exist is refused. This file is written by `tools/chart.py`.",

@@ -10,9 +10,8 @@ _PROBES = 3
 def close_dead_connections(socket: zmq.Socket[bytes], after_s: float) -> None:
     """Let the kernel end connections whose other machine is gone: probes after ``after_s`` of silence, and again as long.
 
-    ZeroMQ's heartbeats do the same in userland, and wake a thread at both ends for each: with a connection from every prefill
-    worker to every decode worker that costs more than the requests. That a process hangs whose kernel answers is for
-    :mod:`kvrelay.wire.control` to find out.
+    ZeroMQ's heartbeats do the same in userland, and wake a thread at both ends for each, on a connection from every prefill
+    worker to every decode worker. That a process hangs whose kernel answers is for :mod:`kvrelay.wire.control` to find out.
     """
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, round(after_s)))

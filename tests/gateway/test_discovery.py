@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from kubernetes import client, config
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.gateway import discovery
@@ -146,7 +147,6 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def pods(server: Server) -> Iterator[KubernetesPods]:
-    client = pytest.importorskip("kubernetes.client")
     with client.ApiClient(client.Configuration(host=f"http://127.0.0.1:{server.server_port}")) as api:
         yield KubernetesPods(client.CoreV1Api(api), "models", "app.kubernetes.io/name=kvrelay")
 
@@ -191,7 +191,6 @@ def test_the_real_client_notices_that_the_api_is_away(
 
 
 def test_outside_of_a_cluster_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = pytest.importorskip("kubernetes.config")
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setattr(config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", "/nowhere")
     with pytest.raises(SettingsError, match="--discovery is kubernetes, but this is no pod"):

@@ -42,18 +42,16 @@ async def test_workers_come_and_go() -> None:
 
 
 async def test_a_retiring_worker_finishes_and_gets_nothing_new() -> None:
-    waiting: list[tuple[Player, Submit]] = []
-    async with stage(lambda player, submit: waiting.append((player, submit)), good) as on:
+    waiting: asyncio.Queue[tuple[Player, Submit]] = asyncio.Queue()
+    async with stage(lambda player, submit: waiting.put_nowait((player, submit)), good) as on:
         slow, other = on.players
         on.pool.update(found(slow, other, retiring=other))
         running = asyncio.create_task(on.run(request_id="slow"))
-        async with asyncio.timeout(10):
-            while not waiting:
-                await asyncio.sleep(0)
+        begun = await asyncio.wait_for(waiting.get(), 10)
         on.pool.update(found(slow, other, retiring=slow))
         assert await on.run() == ALL
         assert len(other.submits) == 1
-        good(*waiting[0])
+        good(*begun)
         assert await running == ALL
         assert on.attempts("failed") == 0
 
@@ -110,6 +108,14 @@ async def test_a_worker_with_other_kv_is_named_and_not_used(caplog: pytest.LogCa
         assert on.pool.not_ready() == [f"no prefill worker is up ({misfit})"]
         on.pool.update(found(other))
         assert on.pool.not_ready() == []
+
+
+async def test_a_misfit_that_is_gone_is_no_misfit_any_more() -> None:
+    async with stage(good) as on:
+        (worker,) = on.pool.workers
+        worker.misfit = "its KV is another"
+        worker.on_lost("the connection broke")
+        assert on.pool.not_ready() == ["no decode worker is up (the connection broke)"]
 
 
 async def test_a_pool_of_none_is_named() -> None:

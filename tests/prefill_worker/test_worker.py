@@ -1,0 +1,47 @@
+"""The assembled worker's own metric: how much it has still to compute."""
+
+from __future__ import annotations
+
+import threading
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.fake import FakeEngine, fake_card
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.wire.messages import DecodeTarget, Role, Submit
+
+
+async def test_waiting_prompt_tokens_are_those_not_computed_yet() -> None:
+    registry, may_step = CollectorRegistry(), threading.Event()
+    engine = FakeEngine(fake_card(), lambda rows: assert_is_set(may_step))
+    worker = PrefillWorker(engine, PrefillSchedulerSettings(), "tcp://127.0.0.1:*", "prefill", registry)
+
+    def waiting() -> float | None:
+        return registry.get_sample_value("kvrelay_waiting_prompt_tokens")
+
+    await worker.start()
+    try:
+        assert waiting() == 0
+        for name in "ab":
+            submit = Submit(
+                request_id=name,
+                attempt=1,
+                token_ids=list(range(30)),
+                num_prompt_tokens=30,
+                sampling=SamplingParams(max_tokens=1),  # the first token is the last: nobody to hand over to is needed
+                decode=DecodeTarget(address="tcp://127.0.0.1:1"),
+            )
+            worker.service.on_message("gateway", Role.GATEWAY, submit)
+        assert waiting() == 60
+        may_step.set()
+        await worker.drain()
+        assert waiting() == 0
+    finally:
+        may_step.set()
+        await worker.stop()
+
+
+def assert_is_set(event: threading.Event) -> None:
+    assert event.wait(10)
