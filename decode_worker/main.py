@@ -14,6 +14,8 @@ from kvrelay.decode_worker.settings import DecodeSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.factory import load_engine
 from kvrelay.engine.progress import LoggedProgress
+from kvrelay.wire.keys import keys_of
+from kvrelay.wire.messages import Role
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ def serve(settings: DecodeSettings) -> int:
     configure_logs(settings.log_level, settings.log_format)
     worker_id = settings.worker_id or f"decode-{socket.gethostname()}-{os.getpid()}"
     registry = CollectorRegistry()
+    keys = keys_of(settings.security, Role.DECODE, (settings.address, settings.data_address))
 
     def load() -> Component:
         engine = load_engine(
@@ -39,7 +42,8 @@ def serve(settings: DecodeSettings) -> int:
             settings.data_address,
             worker_id,
             registry,
-            seal_kv=settings.seal_kv,
+            seal_kv=settings.security.seals_kv,
+            keys=keys,
         )
 
     process = ProcessSettings(settings.admin_host, settings.admin_port, settings.drain_s)

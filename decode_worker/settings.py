@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.common.settings import setting
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
-from kvrelay.wire.settings import SEAL_KV_HELP
+from kvrelay.wire.settings import SecuritySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class DecodeSettings:
     kv: KvSettings
     fake: FakeSettings
     scheduler: DecodeSchedulerSettings
+    security: SecuritySettings
     address: str = setting("tcp://127.0.0.1:7200", "ZeroMQ address that gateways and prefill workers connect to")
     data_address: str = setting("tcp://127.0.0.1:7201", "ZeroMQ address that receives KV blocks")
-    seal_kv: bool = setting(False, SEAL_KV_HELP)
     admin_port: int = setting(7280, "HTTP port of /health, /metrics and /debug/kv", minimum=0, maximum=65535)
     admin_host: str = setting("127.0.0.1", "HTTP address of /health, /metrics and /debug/kv")
     worker_id: str | None = setting(None, "name in logs and status; default: made from role, host and process")

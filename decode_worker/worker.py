@@ -21,11 +21,13 @@ from kvrelay.engine.health import ledger_json, not_live, not_ready
 from kvrelay.engine.interface import Engine
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.metrics import EngineMetrics
+from kvrelay.wire.authentication import PeerGate
 from kvrelay.wire.control import ControlServer
 from kvrelay.wire.data_plane import BlockReceiver
+from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.lease import LeaseSettings, VerifiedLease
 from kvrelay.wire.leases import LeaseTable
-from kvrelay.wire.messages import FailureCode
+from kvrelay.wire.messages import FailureCode, Role
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.submit import WorkerIdentity
@@ -83,6 +85,7 @@ class DecodeWorker:
         *,
         link_settings: LinkSettings | None = None,
         seal_kv: bool = False,
+        keys: WireKeys | None = None,
     ) -> None:
         if settings.max_batched_tokens < settings.max_num_seqs:
             raise SettingsError(
@@ -115,8 +118,11 @@ class DecodeWorker:
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._receiver = BlockReceiver(data_address, self.leases, card.block_nbytes, context=self._context)
+        roles = frozenset({Role.GATEWAY, Role.PREFILL})
+        gate = None if keys is None else PeerGate(keys, roles, wire_metrics, self._context)
+        link_settings = link_settings or LinkSettings()
         self._server = ControlServer(
-            address, self.service, link_settings or LinkSettings(), metrics=wire_metrics, context=self._context
+            address, self.service, link_settings, metrics=wire_metrics, context=self._context, gate=gate
         )
         self.service.attach(Ports(self._server.send, self._loop, self.leases, self._receiver.address))
         self._ticker: asyncio.Task[None] | None = None

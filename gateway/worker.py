@@ -11,7 +11,9 @@ from typing import Protocol
 import zmq
 
 from kvrelay.gateway.routing import WorkerView
+from kvrelay.wire.authentication import ClientProof
 from kvrelay.wire.control import ControlClient
+from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import (
     Cancelled,
     Failed,
@@ -91,7 +93,7 @@ class Worker:
         uid: str,
         owner: WorkerOwner,
         hello: Hello,
-        link: tuple[LinkSettings, WireMetrics, zmq.Context[zmq.Socket[bytes]]],
+        link: tuple[LinkSettings, WireMetrics, zmq.Context[zmq.Socket[bytes]], WireKeys | None],
     ) -> None:
         self.role = role
         self.address = address
@@ -105,8 +107,9 @@ class Worker:
         self.attempts: set[Key] = set()
         self._unreported: dict[Key, _Unreported] = {}
         self._owner = owner
-        settings, metrics, context = link
-        self.client = ControlClient(address, hello, self, settings, metrics=metrics, context=context)
+        settings, metrics, context, keys = link
+        proof = None if keys is None else ClientProof(keys, role)
+        self.client = ControlClient(address, hello, self, settings, metrics=metrics, context=context, proof=proof)
 
     def on_welcome(self, welcome: Welcome) -> None:
         """The link is up."""

@@ -17,6 +17,7 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.routing import choose_fingerprint
 from kvrelay.gateway.worker import AttemptEvent, Inbox, Key, Worker
+from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import DecodeTarget, Hello, Role
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
@@ -38,13 +39,19 @@ class WorkerPool:
     """All workers. Lives on the gateway's asyncio loop."""
 
     def __init__(
-        self, gateway_id: str, metrics: GatewayMetrics, link_settings: LinkSettings, *, needs_prefill_workers: bool
+        self,
+        gateway_id: str,
+        metrics: GatewayMetrics,
+        link_settings: LinkSettings,
+        *,
+        needs_prefill_workers: bool,
+        keys: WireKeys | None = None,
     ) -> None:
         """``needs_prefill_workers``: without any there is no service; else decode workers compute prompts while there is none."""
         self._metrics = metrics
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._hello = Hello(role=Role.GATEWAY, peer_id=gateway_id)
-        self._link = (link_settings, WireMetrics(metrics.registry), self.context)
+        self._link = (link_settings, WireMetrics(metrics.registry), self.context, keys)
         self._needs_prefill_workers = needs_prefill_workers
         self.prefills: dict[str, Worker] = {}  # by address
         self.decodes: dict[str, Worker] = {}

@@ -15,8 +15,10 @@ from typing import Protocol
 import zmq
 
 from kvrelay.common.model_card import KvLayout
+from kvrelay.wire.authentication import ClientProof
 from kvrelay.wire.control import ControlClient
 from kvrelay.wire.data_plane import BlockSender
+from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import FailureCode, Hello, HelloRefused, Message, Role, Status, Welcome
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import seal_mismatch
@@ -49,6 +51,7 @@ class LinkIdentity:
     layout: KvLayout
     settings: LinkSettings
     seals_kv: bool = False
+    keys: WireKeys | None = None
 
 
 class _Peer:
@@ -73,7 +76,10 @@ class _Peer:
         self._seals_kv = identity.seals_kv
         self._sender: BlockSender | None = None
         hello = Hello(role=Role.PREFILL, peer_id=identity.peer_id, layout=identity.layout, seals_kv=identity.seals_kv)
-        self.client = ControlClient(address, hello, self, identity.settings, metrics=metrics, context=context)
+        proof = None if identity.keys is None else ClientProof(identity.keys, Role.DECODE)
+        self.client = ControlClient(
+            address, hello, self, identity.settings, metrics=metrics, context=context, proof=proof
+        )
 
     def on_welcome(self, welcome: Welcome) -> None:
         """The decode worker takes offers from now on."""

@@ -14,6 +14,8 @@ from kvrelay.engine.factory import load_engine
 from kvrelay.engine.progress import LoggedProgress
 from kvrelay.prefill_worker.settings import PrefillSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.wire.keys import keys_of
+from kvrelay.wire.messages import Role
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ def serve(settings: PrefillSettings) -> int:
     configure_logs(settings.log_level, settings.log_format)
     worker_id = settings.worker_id or f"prefill-{socket.gethostname()}-{os.getpid()}"
     registry = CollectorRegistry()
+    keys = keys_of(settings.security, Role.PREFILL, (settings.address,))
 
     def load() -> Component:
         engine = load_engine(
@@ -33,7 +36,13 @@ def serve(settings: PrefillSettings) -> int:
             progress=LoggedProgress(logger),
         )
         return PrefillWorker(
-            engine, settings.scheduler, settings.address, worker_id, registry, seal_kv=settings.seal_kv
+            engine,
+            settings.scheduler,
+            settings.address,
+            worker_id,
+            registry,
+            seal_kv=settings.security.seals_kv,
+            keys=keys,
         )
 
     process = ProcessSettings(settings.admin_host, settings.admin_port, settings.drain_s)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.common.settings import setting
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
-from kvrelay.wire.settings import SEAL_KV_HELP
+from kvrelay.wire.settings import SecuritySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class PrefillSettings:
     kv: KvSettings
     fake: FakeSettings
     scheduler: PrefillSchedulerSettings
+    security: SecuritySettings
     address: str = setting("tcp://127.0.0.1:7100", "ZeroMQ address that gateways connect to")
-    seal_kv: bool = setting(False, SEAL_KV_HELP)
     admin_port: int = setting(7180, "HTTP port of /health, /metrics and /debug/kv", minimum=0, maximum=65535)
     admin_host: str = setting("127.0.0.1", "HTTP address of /health, /metrics and /debug/kv")
     worker_id: str | None = setting(None, "name in logs and status; default: made from role, host and process")

@@ -19,7 +19,10 @@ from kvrelay.prefill_worker.model_worker import Command, PrefillModelWorker, Rep
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.service import Ports, PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.wire.authentication import PeerGate
 from kvrelay.wire.control import ControlServer
+from kvrelay.wire.keys import WireKeys
+from kvrelay.wire.messages import Role
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.submit import WorkerIdentity
@@ -44,6 +47,7 @@ class PrefillWorker:
         link_settings: LinkSettings | None = None,
         transfer_settings: TransferSettings | None = None,
         seal_kv: bool = False,
+        keys: WireKeys | None = None,
     ) -> None:
         card = engine.card
         link_settings = link_settings or LinkSettings()
@@ -64,9 +68,12 @@ class PrefillWorker:
             "kvrelay_waiting_prompt_tokens", "Prompt tokens taken in and not computed yet", registry=registry
         ).set_function(lambda: self.service.status().num_waiting_tokens)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._server = ControlServer(address, self.service, link_settings, metrics=wire_metrics, context=self._context)
+        gate = None if keys is None else PeerGate(keys, frozenset({Role.GATEWAY}), wire_metrics, self._context)
+        self._server = ControlServer(
+            address, self.service, link_settings, metrics=wire_metrics, context=self._context, gate=gate
+        )
         self._links = DecodeLinks(
-            LinkIdentity(f"{worker_id}-{identity.epoch}", card.layout, link_settings.between_workers(), seal_kv),
+            LinkIdentity(f"{worker_id}-{identity.epoch}", card.layout, link_settings.between_workers(), seal_kv, keys),
             self.service,
             wire_metrics,
             self._context,

@@ -1,4 +1,4 @@
-"""What listening on an address leaves in the file system, and its removal.
+"""Addresses that a process listens on: who can reach them, and what they leave in the file system.
 
 libzmq makes a socket file for ``ipc://path`` and never removes it. A process that took the path over in the meantime (libzmq
 lets it) has a file of its own there, which must stay: hence the comparison of inodes. Not for addresses of peers.
@@ -7,7 +7,19 @@ lets it) has a file of its own there, which must stay: hence the comparison of i
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 from pathlib import Path
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine can reach ``address`` (``tcp://HOST:PORT``, ``ipc://PATH``, ``inproc://NAME``)."""
+    scheme, _, rest = address.partition("://")
+    host = rest.rpartition(":")[0].strip("[]")
+    if scheme != "tcp" or host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False  # a name, an interface, or all of them
 
 
 class SocketFile:

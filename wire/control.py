@@ -6,6 +6,8 @@ backoff, for ever. A server knows a peer from its ``Hello`` until it says ``Bye`
 what the peer asked for before is void, and the handler is told.
 
 All of it runs on one asyncio loop. Sending never blocks: a message that cannot be queued is reported as not sent.
+
+With keys, a peer is what its key says, in every message: a gateway cannot speak as a prefill worker, whatever it calls itself.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Protocol, TypeVar
 import zmq
 
 from kvrelay.wire.addresses import SocketFile
+from kvrelay.wire.authentication import ClientProof, PeerGate, receive_with_role
 from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
 from kvrelay.wire.errors import MalformedMessageError, WireError
 from kvrelay.wire.loop_socket import LoopSocket
@@ -106,7 +109,9 @@ class ControlServer:
         *,
         metrics: WireMetrics,
         context: zmq.Context[zmq.Socket[bytes]],
+        gate: PeerGate | None = None,
     ) -> None:
+        """``gate``: who may connect; started and stopped with the server. None: everybody, and nothing is encrypted."""
         self._address = address
         self._handler = handler
         self._settings = settings
@@ -115,7 +120,8 @@ class ControlServer:
         self._peers: dict[str, _Peer] = {}
         self._strangers: set[bytes] = set()
         self._router = context.socket(zmq.ROUTER)
-        self._socket = LoopSocket(self._router, self._on_frames)
+        self._gate = gate
+        self._socket = LoopSocket(self._router, self._on_frames, None if gate is None else receive_with_role)
         self._sweeper: asyncio.Task[None] | None = None
         self._file: SocketFile | None = None
 
@@ -124,10 +130,15 @@ class ControlServer:
         _configure(self._router, self._settings)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if self._gate is not None:
+            self._gate.start()
+            self._gate.guard(self._router)
         try:
             self._router.bind(self._address)
         except zmq.ZMQError as error:
             self._router.close()
+            if self._gate is not None:
+                self._gate.stop()
             raise WireError(f"cannot listen on {self._address}: {error}; choose another --address") from error
         address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._file = SocketFile(address)
@@ -150,10 +161,13 @@ class ControlServer:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
         self._socket.close(linger_ms=200)
+        if self._gate is not None:
+            self._gate.stop()
         if self._file is not None:
             self._file.remove()
 
     def _on_frames(self, frames: list[bytes]) -> None:
+        proved = frames.pop().decode() if self._gate is not None else None
         if len(frames) != 2:
             self._refuse_frame("malformed", frames[0], f"{len(frames) - 1} frames; a message is one")
             return
@@ -164,9 +178,12 @@ class ControlServer:
             return
         peer_id = frames[0].decode(errors="replace")
         if isinstance(message, Hello):
-            self._on_hello(peer_id, message)
+            self._on_hello(peer_id, message, proved)
             return
         peer = self._peers.get(peer_id)
+        if peer is not None and proved not in (None, peer.role.value):
+            self._refuse_frame("wrong_role", frames[0], f"sent by a {proved} in the name of a {peer.role}")
+            return
         if peer is None:
             self._refuse_frame("before_hello", frames[0], f"{type(message).__name__} before Hello")
             # A peer that was dropped for its silence, or that knew this process's predecessor, learns it at once.
@@ -180,12 +197,17 @@ class ControlServer:
         else:
             self._handler.on_message(peer_id, peer.role, message)
 
-    def _on_hello(self, peer_id: str, hello: Hello) -> None:
-        if peer_id in self._peers:
+    def _on_hello(self, peer_id: str, hello: Hello, proved: str | None) -> None:
+        is_proved = proved in (None, hello.role.value)
+        if is_proved and peer_id in self._peers:
             self._drop(peer_id)
         protocol = min(hello.protocol_max, PROTOCOL_MAX)
         answer: Welcome | HelloRefused
-        if hello.peer_id != peer_id:
+        if not is_proved:
+            answer = HelloRefused(
+                code=FailureCode.INVALID, detail=f"a {hello.role} by its Hello, a {proved} by its key"
+            )
+        elif hello.peer_id != peer_id:
             answer = HelloRefused(code=FailureCode.INVALID, detail="peer_id is not the routing id")
         elif protocol < max(hello.protocol_min, PROTOCOL_MIN):
             detail = (
@@ -244,13 +266,16 @@ class ControlClient:
         *,
         metrics: WireMetrics,
         context: zmq.Context[zmq.Socket[bytes]],
+        proof: ClientProof | None = None,
     ) -> None:
+        """``proof``: who we are, and who the worker must be; without, nothing is encrypted."""
         self.address = address
         self._hello = hello
         self._handler = handler
         self._settings = settings
         self._metrics = metrics
         self._context = context
+        self._proof = proof
         self._codec = Codec()
         self._socket: LoopSocket | None = None
         self._is_up = False
@@ -287,6 +312,8 @@ class ControlClient:
             dealer = self._context.socket(zmq.DEALER)
             _configure(dealer, self._settings)
             dealer.setsockopt(zmq.ROUTING_ID, self._hello.peer_id.encode())
+            if self._proof is not None:
+                self._proof.guard(dealer)
             monitor = LoopSocket(dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED), self._on_disconnected)
             self._socket = LoopSocket(dealer, self._on_frames)
             self._end_reason = None

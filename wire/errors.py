@@ -6,6 +6,7 @@ KvrelayError
     ├── ProtocolError           a peer broke the order of messages, or speaks no common version
     ├── LayoutMismatchError     two workers' KV blocks do not fit each other
     ├── PeerLostError           a peer stopped answering
+    ├── KeysError               a file of keys is missing, or is not what it should be
     └── BlockRefusedError       a KV block's proof does not hold (see its ``cause_name`` for the counter's label)
 """
 
@@ -30,6 +31,10 @@ class LayoutMismatchError(WireError):
 
 class PeerLostError(WireError):
     """A peer stopped answering."""
+
+
+class KeysError(WireError):
+    """A file of keys is missing, or holds something else. The text names the file and the way out."""
 
 
 class BlockRefusedError(WireError):

@@ -26,9 +26,16 @@ class LoopSocket:
     ``on_message`` gets the frames of each message on the loop. What it raises is logged, and costs no other message.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        on_message: Callable[[list[bytes]], None],
+        receive: Callable[[zmq.Socket[bytes]], list[bytes]] | None = None,
+    ) -> None:
+        """``receive`` gets one message without waiting, or raises zmq.Again; default: its frames."""
         self._socket = socket
         self._on_message = on_message
+        self._receive_one = receive or _receive_frames
         self._loop: asyncio.AbstractEventLoop | None = None
         self._descriptor = -1
         self._is_due = False  # a look at the socket is scheduled
@@ -79,7 +86,7 @@ class LoopSocket:
             if not self._is_alive:
                 return  # closed by a message's handler, or since this look was scheduled
             try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+                frames = self._receive_one(self._socket)
             except zmq.Again:
                 return
             except zmq.ZMQError:
@@ -98,3 +105,7 @@ class LoopSocket:
             assert self._loop is not None
             self._is_alive = False
             self._loop.remove_reader(self._descriptor)
+
+
+def _receive_frames(socket: zmq.Socket[bytes]) -> list[bytes]:
+    return socket.recv_multipart(zmq.DONTWAIT)

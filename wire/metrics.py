@@ -16,6 +16,7 @@ class WireMetrics:
             "refused_messages", "Control frames dropped: malformed, oversize, or before Hello", "cause"
         )
         self.refused_hellos = counter("refused_hellos", "Peers that were not let in", "code")
+        self.refused_keys = counter("refused_keys", "Connections with a key that may not connect here")
         self.lost_peers = counter("lost_peers", "Peers that fell silent, disconnected or restarted")
         self.blocks_sent = counter("kv_blocks_sent", "KV blocks handed to the data socket")
         self.bytes_sent = counter("kv_bytes_sent", "KV bytes handed to the data socket")

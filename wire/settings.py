@@ -1,11 +1,14 @@
-"""Timing of links and leases, with the defaults that both ends of a connection are built for."""
+"""Timing of links and leases, with the defaults that both ends of a connection are built for; who may connect."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-SEAL_KV_HELP = (
-    "encrypt and authenticate KV blocks between workers (AES-256-GCM); the same on prefill and decode workers"
+from kvrelay.common.settings import setting
+
+KEYS_HELP = (
+    "directory of keys (kvrelay keys makes them): links to workers are encrypted, both ends prove their role, and KV blocks "
+    "are sealed; on all components or on none"
 )
 
 
@@ -24,3 +27,23 @@ class LinkSettings:
         What a hung worker holds up is noticed earlier, by the gateway's own link to it and by leases that run out.
         """
         return replace(self, ping_interval_s=self.peer_timeout_s, peer_timeout_s=3 * self.peer_timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SecuritySettings:
+    """Who may connect to a worker, and what others on the network can read."""
+
+    keys: str | None = setting(None, KEYS_HELP)
+    insecure: bool = setting(
+        False, "listen beyond this machine without --keys: whoever reaches the port can read, forge and cancel"
+    )
+    seal_kv: bool = setting(
+        False,
+        "encrypt and authenticate KV blocks between workers (AES-256-GCM) without --keys, too; the same on prefill and "
+        "decode workers",
+    )
+
+    @property
+    def seals_kv(self) -> bool:
+        """Whether KV blocks travel sealed."""
+        return self.seal_kv or self.keys is not None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -25,6 +26,8 @@ from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Message, Offer, Reject, Timings, Verified
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
+
+from .links import Net
 
 Key = tuple[str, int]
 WAIT_S = 10.0  # an event that has not come by then is a failure
@@ -373,3 +376,11 @@ def sealed_rig(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Rig]:
     rig = Rig(context, "tcp://127.0.0.1:0", seals_kv=True)
     yield rig
     rig.close()
+
+
+@pytest.fixture
+async def net(context: zmq.Context[zmq.Socket[bytes]]) -> AsyncIterator[Net]:
+    net = Net(context)
+    yield net
+    await net.stop(*reversed(net.to_stop))
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is left"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import zmq
 import zmq.asyncio
-from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.engine.fake import fake_card
 from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
 from kvrelay.wire.control import ControlClient, ControlServer
 from kvrelay.wire.errors import MalformedMessageError, WireError
@@ -22,144 +19,15 @@ from kvrelay.wire.messages import (
     FailureCode,
     Hello,
     HelloRefused,
-    Message,
     Ping,
     Role,
     Status,
     Submit,
     Welcome,
-    WorkerState,
 )
-from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
 
-WAIT_S = 10.0
-# Only tests about silence use a short timeout: a busy machine must not look like a lost peer.
-FAST = LinkSettings(ping_interval_s=0.02, peer_timeout_s=60, hello_timeout_s=60, reconnect_max_s=0.05)
-SOON_LOST = LinkSettings(ping_interval_s=0.02, peer_timeout_s=0.2, hello_timeout_s=60, reconnect_max_s=0.05)
-
-
-class Worker:
-    """A server's handler: everything it hears becomes an event."""
-
-    def __init__(self, epoch: int = 1) -> None:
-        self.epoch = epoch
-        self.refusal: HelloRefused | None = None
-        self.error: Exception | None = None
-        self.heard: asyncio.Queue[tuple[str, Role, Message]] = asyncio.Queue()
-        self.lost: asyncio.Queue[str] = asyncio.Queue()
-
-    def welcome(self, hello: Hello) -> Welcome | HelloRefused:
-        if self.error is not None:
-            raise self.error
-        return self.refusal or Welcome(
-            role=Role.DECODE, worker_id="w", epoch=self.epoch, protocol=1, card=fake_card(), data_address="tcp://x:1"
-        )
-
-    def status(self) -> Status:
-        return Status(
-            state=WorkerState.READY, num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=1, num_blocks=1
-        )
-
-    def on_message(self, peer_id: str, role: Role, message: Message) -> None:
-        self.heard.put_nowait((peer_id, role, message))
-        if self.error is not None:
-            raise self.error
-
-    def on_peer_lost(self, peer_id: str, role: Role) -> None:
-        self.lost.put_nowait(peer_id)
-        if self.error is not None:
-            raise self.error
-
-
-class Initiator:
-    """A client's handler."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.events: asyncio.Queue[Any] = asyncio.Queue()  # all but Status
-        self.statuses: asyncio.Queue[Status] = asyncio.Queue()
-
-    def _hear(self, event: Any) -> None:
-        self.events.put_nowait(event)
-        if self.error is not None:
-            raise self.error
-
-    def on_welcome(self, welcome: Welcome) -> None:
-        self._hear(welcome)
-
-    def on_message(self, message: Message) -> None:
-        if isinstance(message, Status):
-            self.statuses.put_nowait(message)
-        else:
-            self._hear(message)
-
-    def on_lost(self, reason: str) -> None:
-        self._hear(reason)
-
-    def on_refused(self, refused: HelloRefused) -> None:
-        self._hear(refused)
-
-
-class Net:
-    """Makes servers and clients and closes them."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.context = context
-        self.registry = CollectorRegistry()
-        self.metrics = WireMetrics(self.registry)
-        self.to_stop: list[ControlServer | ControlClient] = []
-
-    def server(
-        self, worker: Worker, address: str = "tcp://127.0.0.1:0", settings: LinkSettings = FAST
-    ) -> ControlServer:
-        self.to_stop.append(ControlServer(address, worker, settings, metrics=self.metrics, context=self.context))
-        return self.to_stop[-1]
-
-    def client(
-        self, address: str, initiator: Initiator, peer_id: str = "p", settings: LinkSettings = FAST, **hello: Any
-    ) -> ControlClient:
-        greeting = Hello(role=Role.PREFILL, peer_id=peer_id, **hello)
-        client = ControlClient(address, greeting, initiator, settings, metrics=self.metrics, context=self.context)
-        self.to_stop.append(client)
-        client.start()
-        return client
-
-    async def linked(self, **server: Any) -> tuple[Worker, ControlServer, Initiator, ControlClient]:
-        worker, initiator = Worker(), Initiator()
-        control = self.server(worker, **server)
-        client = self.client(await control.start(), initiator)
-        assert isinstance(await next_of(initiator.events), Welcome)
-        return worker, control, initiator, client
-
-    def counted(self, name: str, **labels: str) -> float:
-        return self.registry.get_sample_value(f"kvrelay_{name}_total", labels) or 0.0
-
-    def raw(self, address: str, routing_id: bytes = b"raw", reconnects: bool = True) -> zmq.asyncio.Socket:
-        socket = zmq.asyncio.Context.shadow(self.context).socket(zmq.DEALER)
-        socket.linger = 0
-        socket.setsockopt(zmq.ROUTING_ID, routing_id)
-        if not reconnects:
-            socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        socket.connect(address)
-        return socket
-
-    async def stop(self, *ends: ControlServer | ControlClient) -> None:
-        for end in ends:
-            self.to_stop.remove(end)
-            await end.stop()
-
-
-async def next_of(events: asyncio.Queue[Any]) -> Any:
-    return await asyncio.wait_for(events.get(), WAIT_S)
-
-
-@pytest.fixture
-async def net(context: zmq.Context[zmq.Socket[bytes]]) -> AsyncIterator[Net]:
-    net = Net(context)
-    yield net
-    await net.stop(*reversed(net.to_stop))
-    assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is left"
+from .links import FAST, SOON_LOST, WAIT_S, Initiator, Net, Worker, next_of
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])

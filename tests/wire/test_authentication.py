@@ -1,0 +1,184 @@
+"""CURVE on control links: who has which key gets in as what, and nobody else gets a word."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvrelay.common.errors import SettingsError
+from kvrelay.wire.authentication import ClientProof, PeerGate
+from kvrelay.wire.codec import Codec
+from kvrelay.wire.keys import WireKeys, keys_of, make_keys
+from kvrelay.wire.messages import Cancel, Hello, HelloRefused, Role, Welcome
+from kvrelay.wire.settings import SecuritySettings
+
+from .links import WAIT_S, Initiator, Net, Worker, next_of
+
+GATEWAYS = frozenset({Role.GATEWAY})
+BOTH = frozenset({Role.GATEWAY, Role.PREFILL})
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+def gate_of(net: Net, directory: Path, roles: frozenset[Role] = BOTH) -> PeerGate:
+    return PeerGate(WireKeys.load(directory, Role.DECODE), roles, net.metrics, net.context)
+
+
+def proof_of(directory: Path, role: Role) -> ClientProof:
+    return ClientProof(WireKeys.load(directory, role), Role.DECODE)
+
+
+async def until_counted(net: Net, name: str, **labels: str) -> None:
+    """Wait for a counter: who is refused hears nothing that a test could wait for."""
+    async with asyncio.timeout(WAIT_S):
+        while not net.counted(name, **labels):
+            await asyncio.sleep(0.005)
+
+
+async def guarded(net: Net, directory: Path, roles: frozenset[Role] = BOTH) -> tuple[Worker, str]:
+    worker = Worker()
+    return worker, await net.server(worker, gate=gate_of(net, directory, roles)).start()
+
+
+async def test_the_right_keys_talk(net: Net, directory: Path) -> None:
+    worker, address = await guarded(net, directory)
+    initiator = Initiator()
+    client = net.client(address, initiator, proof=proof_of(directory, Role.PREFILL))
+    assert isinstance(await next_of(initiator.events), Welcome)
+    assert client.send(Cancel(request_id="r", attempt=1))
+    assert await next_of(worker.heard) == ("p", Role.PREFILL, Cancel(request_id="r", attempt=1))
+
+
+async def test_a_key_from_elsewhere_gets_nothing(
+    net: Net, directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It knows the worker's public key, which is no secret."""
+    make_keys(tmp_path / "stranger")
+    for role in Role:
+        if role is not Role.GATEWAY:
+            (tmp_path / "stranger" / f"{role.value}.pem").write_bytes((directory / f"{role.value}.pem").read_bytes())
+    worker, address = await guarded(net, directory)
+    initiator = Initiator()
+    net.client(address, initiator, proof=proof_of(tmp_path / "stranger", Role.GATEWAY), role=Role.GATEWAY)
+    await until_counted(net, "refused_keys")
+    assert worker.heard.empty()
+    assert initiator.events.empty()
+    assert "nobody here knows" in caplog.text
+
+
+async def test_a_role_that_has_no_business_here_gets_nothing(net: Net, directory: Path) -> None:
+    """A prefill worker's key at a worker that gateways talk to."""
+    _, address = await guarded(net, directory, GATEWAYS)
+    initiator = Initiator()
+    net.client(address, initiator, proof=proof_of(directory, Role.PREFILL))
+    await until_counted(net, "refused_keys")
+    assert initiator.events.empty()
+
+
+async def test_without_a_key_there_is_no_word(net: Net, directory: Path) -> None:
+    worker, address = await guarded(net, directory)
+    stranger = net.raw(address)
+    await stranger.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id="raw")))
+    # A peer that is let in, later: what the stranger said would have come before.
+    initiator = Initiator()
+    net.client(address, initiator, proof=proof_of(directory, Role.GATEWAY), role=Role.GATEWAY)
+    assert isinstance(await next_of(initiator.events), Welcome)
+    assert worker.heard.empty()
+    assert not await stranger.poll(0)
+    assert net.counted("refused_messages", cause="malformed") == 0
+    stranger.close()
+
+
+async def test_a_worker_that_cannot_prove_itself_hears_nothing(net: Net, directory: Path, tmp_path: Path) -> None:
+    """Somebody listens in the worker's place: the client's first word is already encrypted for another."""
+    make_keys(tmp_path / "other")
+    worker = Worker()
+    gate = PeerGate(WireKeys.load(tmp_path / "other", Role.DECODE), BOTH, net.metrics, net.context)
+    address = await net.server(worker, gate=gate).start()
+    initiator = Initiator()
+    client = net.client(address, initiator, proof=proof_of(directory, Role.PREFILL))
+    monitored = net.context.socket(zmq.DEALER)
+    client._proof.guard(monitored)  # type: ignore[union-attr]
+    events = monitored.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_DISCONNECTED)
+    monitored.connect(address)
+    async with asyncio.timeout(WAIT_S):
+        while not events.poll(0):
+            await asyncio.sleep(0.005)
+    monitored.disable_monitor()
+    monitored.close(linger=0)
+    events.close(linger=0)
+    assert worker.heard.empty()
+    assert initiator.events.empty()
+
+
+async def test_nobody_is_more_than_the_key_says(net: Net, directory: Path) -> None:
+    """A gateway that calls itself a prefill worker is refused, and the prefill worker of that name stays."""
+    worker, address = await guarded(net, directory)
+    honest, liar = Initiator(), Initiator()
+    net.client(address, honest, peer_id="p", proof=proof_of(directory, Role.PREFILL))
+    assert isinstance(await next_of(honest.events), Welcome)
+    net.client(address, liar, peer_id="q", proof=proof_of(directory, Role.GATEWAY), role=Role.PREFILL)
+    refused = await next_of(liar.events)
+    assert isinstance(refused, HelloRefused)
+    assert refused.detail == "a prefill by its Hello, a gateway by its key"
+    assert worker.lost.empty()
+
+
+async def test_a_stolen_name_brings_no_role_with_it(net: Net, directory: Path) -> None:
+    """Without a Hello of its own, under the routing id of a peer that is known: the key still tells."""
+    worker, address = await guarded(net, directory)
+    honest = Initiator()
+    net.client(address, honest, peer_id="p", proof=proof_of(directory, Role.PREFILL))
+    assert isinstance(await next_of(honest.events), Welcome)
+    thief = net.context.socket(zmq.DEALER)
+    thief.linger = 0
+    thief.setsockopt(zmq.ROUTING_ID, b"p")
+    proof_of(directory, Role.GATEWAY).guard(thief)
+    thief.connect(address)
+    thief.send(Codec().encode(Cancel(request_id="r", attempt=1)))
+    await until_counted(net, "refused_messages", cause="wrong_role")
+    assert worker.heard.empty()
+    thief.close()
+
+
+async def test_keys_can_be_changed_one_side_at_a_time(net: Net, directory: Path, tmp_path: Path) -> None:
+    """The client knows an old and a new key of the worker, and tries both."""
+    make_keys(tmp_path / "new")
+    both = (directory / "decode.pem").read_bytes() + (tmp_path / "new" / "decode.pem").read_bytes()
+    (directory / "decode.pem").write_bytes(both)
+    (directory / "decode.key").write_bytes((tmp_path / "new" / "decode.key").read_bytes())
+    _, address = await guarded(net, directory)
+    initiator = Initiator()
+    net.client(address, initiator, proof=proof_of(directory, Role.PREFILL))
+    assert isinstance(await next_of(initiator.events), Welcome)
+
+
+class TestSettings:
+    """Who may listen where."""
+
+    @pytest.mark.parametrize(
+        "address", ["tcp://0.0.0.0:7100", "tcp://10.1.2.3:7100", "tcp://*:7100", "tcp://[::]:7100"]
+    )
+    def test_beyond_this_machine_only_with_keys(self, address: str, directory: Path) -> None:
+        with pytest.raises(SettingsError, match=r"without --keys anybody there could read"):
+            keys_of(SecuritySettings(), Role.PREFILL, (address,))
+        assert keys_of(SecuritySettings(insecure=True), Role.PREFILL, (address,)) is None
+        assert keys_of(SecuritySettings(keys=str(directory)), Role.PREFILL, (address,)) is not None
+
+    @pytest.mark.parametrize(
+        "address", ["tcp://127.0.0.1:7100", "tcp://[::1]:7100", "tcp://localhost:1", "ipc:///tmp/x"]
+    )
+    def test_on_this_machine_also_without(self, address: str) -> None:
+        assert keys_of(SecuritySettings(), Role.DECODE, (address, address)) is None
+
+    def test_keys_seal_the_blocks_too(self, directory: Path) -> None:
+        assert SecuritySettings(keys=str(directory)).seals_kv
+        assert SecuritySettings(seal_kv=True).seals_kv
+        assert not SecuritySettings().seals_kv
