@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from kvrelay import __version__
 from kvrelay.gateway.api import OpenAIRoutes
+from kvrelay.gateway.api_keys import ApiKeys
 from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.discovery import Discovery, KubernetesPods, PodApi
 from kvrelay.gateway.generation import Generator
@@ -27,6 +28,8 @@ from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.gateway.streaming import Responder
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import FoundWorker, WorkerPool, static_workers
+from kvrelay.wire.keys import WireKeys
+from kvrelay.wire.messages import Role
 from kvrelay.wire.settings import LinkSettings
 
 
@@ -44,6 +47,7 @@ def create_app(settings: GatewaySettings, *, link_settings: LinkSettings | None 
         metrics,
         link_settings or LinkSettings(),
         needs_prefill_workers=is_discovered and not workers.local_prefill_fallback,
+        keys=None if settings.keys is None else WireKeys.load(Path(settings.keys), Role.GATEWAY),
     )
     pods = KubernetesPods.connect(workers.namespace, workers.worker_selector) if is_discovered else None
     responder = Responder(Generator(Relay(pool, settings.relay, metrics), tokenizer, metrics), metrics)
@@ -63,7 +67,8 @@ def create_app(settings: GatewaySettings, *, link_settings: LinkSettings | None 
     routes = OpenAIRoutes(model_name, tokenizer, template, pool, responder)
     app.include_router(routes.router)
     _add_operations(app, pool, metrics)
-    return Edge(app, routes.endpoints, settings.max_body_bytes, metrics)
+    api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys))
+    return Edge(app, routes.endpoints, settings.max_body_bytes, metrics, api_keys)
 
 
 def _discovery(pods: PodApi, pool: WorkerPool) -> Discovery:

@@ -4,6 +4,7 @@ KvrelayError
 └── ApiError                     status, type, code, param
     ├── InvalidRequestError      400  a field is wrong: names it, its value and the limit
     │   └── ContextLengthError   400  prompt and output do not fit the model
+    ├── UnauthorizedError        401  no API key, or one that is not known
     ├── ModelNotFoundError       404
     ├── BodyTooLargeError        413
     ├── UnavailableError         503  no worker, or no room; carries Retry-After
@@ -48,6 +49,14 @@ class ContextLengthError(InvalidRequestError):
     """Prompt and output do not fit the model."""
 
     code = "context_length_exceeded"
+
+
+class UnauthorizedError(ApiError):
+    """No API key, or one that is not known."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
 
 
 class ModelNotFoundError(ApiError):

@@ -1,4 +1,4 @@
-"""What every HTTP request passes: a bound on its body, a request id, OpenAI error objects, counting."""
+"""What every HTTP request passes: API keys, a bound on its body, a request id, OpenAI error objects, counting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrelay.gateway.errors import ApiError, BodyTooLargeError, InvalidRequestError
+from kvrelay.gateway.api_keys import ApiKeys
+from kvrelay.gateway.errors import ApiError, BodyTooLargeError, InvalidRequestError, UnauthorizedError
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.streaming import ClientLeftError
 
@@ -34,8 +35,15 @@ class Edge:
     """
 
     def __init__(
-        self, app: ASGIApp, endpoints: Mapping[str, Endpoint], max_body_bytes: int, metrics: GatewayMetrics
+        self,
+        app: ASGIApp,
+        endpoints: Mapping[str, Endpoint],
+        max_body_bytes: int,
+        metrics: GatewayMetrics,
+        api_keys: ApiKeys | None = None,
     ) -> None:
+        """``api_keys``: who may ask for anything below ``/v1/``; None: everybody."""
+        self._api_keys = api_keys
         self._app = app
         self._endpoints = endpoints
         self._max_body_bytes = max_body_bytes
@@ -66,8 +74,10 @@ class Edge:
         self._metrics.in_flight.inc()
         try:
             try:
+                if self._api_keys is not None and scope["path"].startswith("/v1/"):
+                    state["api_key"] = self._api_keys.check(request.headers.get("authorization"))
                 receive = await self._read_body(request)
-            except BodyTooLargeError as error:
+            except (BodyTooLargeError, UnauthorizedError) as error:
                 await error_response(error)(scope, receive, send_named)
                 return
             if endpoint is None:
@@ -133,6 +143,8 @@ def _unexpected(request: Request, error: Exception) -> Response:
 def error_response(error: ApiError) -> JSONResponse:
     """An error as an HTTP response."""
     headers = {} if error.retry_after_s is None else {"retry-after": str(max(1, round(error.retry_after_s)))}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 

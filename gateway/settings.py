@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import setting
+from kvrelay.wire.settings import KEYS_HELP
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})|(ipc|inproc)://\S+")
 
@@ -78,6 +79,10 @@ class GatewaySettings:
     served_model_name: str | None = setting(None, "model name in the API; default: the model directory's name")
     host: str = setting("127.0.0.1", "address that the HTTP API listens on")
     port: int = setting(8000, "port of the HTTP API", minimum=0, maximum=65535)
+    keys: str | None = setting(None, KEYS_HELP)
+    api_keys: str | None = setting(
+        None, "file of API keys, a line 'NAME SHA256' each (kvrelay api-key); without, everybody may ask"
+    )
     max_body_bytes: int = setting(4 * 2**20, "largest request body", unit="bytes", minimum=1024)
     drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
     log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -98,7 +100,7 @@ class KvrelayGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order a newcomer meets them."""
-        return [*COMMANDS, "fetch"]
+        return [*COMMANDS, *_TOOLS]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, its options made from its settings."""
@@ -110,10 +112,14 @@ class KvrelayGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Summaries without loading a single command."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()] + [("fetch", FETCH_SUMMARY)])
+            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()] + list(_TOOLS.items()))
 
 
-FETCH_SUMMARY = "Download or convert a model, and print its directory."
+_TOOLS = {
+    "fetch": "Download or convert a model, and print its directory.",
+    "keys": "Make the keys by which gateways and workers know each other.",
+    "api-key": "Make an API key, and the line that a gateway's --api-keys file has of it.",
+}
 
 
 @click.group(cls=KvrelayGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -126,12 +132,31 @@ def cli() -> None:
     """
 
 
-@cli.command("fetch", help=FETCH_SUMMARY)
+@cli.command("fetch", help=_TOOLS["fetch"])
 @click.argument("model", default="demo")
 def fetch(model: str) -> None:
     """Print the directory that ``model`` resolves to."""
     resolve_model: Callable[[str], Any] = _load("kvrelay.launcher.models:resolve_model")
     click.echo(resolve_model(model))
+
+
+@cli.command("keys", help=_TOOLS["keys"])
+@click.argument("directory", type=click.Path(path_type=Path))
+def keys(directory: Path) -> None:
+    """Write ROLE.key and ROLE.pem of every role into ``directory``."""
+    make_keys: Callable[[Path], list[Path]] = _load("kvrelay.wire.keys:make_keys")
+    for path in make_keys(directory):
+        click.echo(path)
+
+
+@cli.command("api-key", help=_TOOLS["api-key"])
+@click.argument("name")
+def api_key(name: str) -> None:
+    """Print a new key, for its owner, and its hash, for the file."""
+    hash_key: Callable[[str], str] = _load("kvrelay.gateway.api_keys:hash_key")
+    key = f"kvr-{secrets.token_urlsafe(32)}"
+    click.echo(f"key, for its owner only: {key}", err=True)
+    click.echo(f"{name} {hash_key(key)}")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,11 +16,13 @@ from kvrelay.launcher.errors import VerifyError
 class TokenClient:
     """One deployment's completions, between enter and exit."""
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, api_key: str | None = None) -> None:
         self._url = url.rstrip("/")
         # trust_env: a proxy for the world must not be asked for what is on this machine.
         is_here = httpx.URL(self._url).host in ("127.0.0.1", "localhost", "::1")
         self._http = httpx.Client(timeout=timeout_s, trust_env=not is_here, limits=httpx.Limits(max_connections=None))
+        if api_key is not None:
+            self._http.headers["authorization"] = f"Bearer {api_key}"
 
     def __enter__(self) -> Self:
         return self

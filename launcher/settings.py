@@ -59,6 +59,7 @@ class VerifySettings:
     prompts: str | None = setting(None, "JSON lines with a text 'prompt' each; default: 20 built-in prompts")
     max_tokens: int = setting(64, "tokens to generate for each prompt", unit="tokens", minimum=1)
     url: str | None = setting(None, "compare a running deployment, instead of starting two here")
+    api_key: str | None = setting(None, "sent to the deployment at --url as a bearer token")
     concurrency: int = setting(16, "requests at a time in the second pass", minimum=1, maximum=1024)
     device: str = setting(
         "auto", "where the model runs; auto takes CUDA if there is a GPU", choices=("auto", "cpu", "cuda")

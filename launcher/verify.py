@@ -181,7 +181,7 @@ def _pass(
     title = f"{path}, {'alone' if concurrency == 1 else f'{concurrency} at a time'}"
     advance = track(title, len(prompts))
     answers: list[tuple[int, ...]] = []
-    with TokenClient(url, settings.timeout_s) as client:
+    with TokenClient(url, settings.timeout_s, settings.api_key) as client:
         model = client.model()
 
         def ask(index: int) -> list[int]:

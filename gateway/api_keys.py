@@ -1,0 +1,103 @@
+"""Who may ask: API keys, known here by their hashes only.
+
+The file has a line per key, ``NAME SHA256`` (hexadecimal; ``kvrelay api-key NAME`` makes both); blank lines, and what stands
+behind a ``#``, do not count. It is looked at again when it has changed, so keys come and go without a restart; a file that is
+broken then is reported, and the keys read last stay in force.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvrelay.common.errors import SettingsError
+from kvrelay.gateway.errors import UnauthorizedError
+
+logger = logging.getLogger(__name__)
+
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})\s+(?P<digest>[0-9a-f]{64})")
+_LOOK_EVERY_S = 1.0
+
+
+class ApiKeys:
+    """The keys of one file. Raises SettingsError if it cannot be read at first."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._version = _version(path)
+        self._digests = _read(path)
+        self._looked_s = clock()
+
+    def check(self, authorization: str | None) -> str:
+        """The name of the key in an ``Authorization: Bearer KEY`` header. Raises UnauthorizedError."""
+        self._look_again()
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise UnauthorizedError("no API key: send it as 'Authorization: Bearer KEY'")
+        digest = hash_key(key.strip())
+        # All are compared, each in constant time: how long it takes tells nothing about any of them.
+        names = [name for name, known in self._digests.items() if hmac.compare_digest(known, digest)]
+        if not names:
+            raise UnauthorizedError("this API key is not known here")
+        return names[0]
+
+    def _look_again(self) -> None:
+        now_s = self._clock()
+        if now_s - self._looked_s < _LOOK_EVERY_S:
+            return
+        self._looked_s = now_s
+        version = _version(self._path)
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._digests = _read(self._path)
+            logger.info("read %d API keys from %s", len(self._digests), self._path)
+        except SettingsError as error:
+            logger.error("%s; the keys read before stay in force", error)
+
+
+def hash_key(key: str) -> str:
+    """What the file has of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Differs when the file does: Kubernetes replaces it, an editor may write into it."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Digests by name. The text of an error never has a line's content: somebody may have put a key there."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--api-keys: cannot read {path}: {error}") from error
+    digests: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        match = _LINE.fullmatch(content)
+        if match is None:
+            raise SettingsError(
+                f"--api-keys: line {number} of {path} is not 'NAME SHA256' (kvrelay api-key NAME makes one)"
+            )
+        if match["name"] in digests:
+            raise SettingsError(f"--api-keys: line {number} of {path} has the name {match['name']!r} a second time")
+        digests[match["name"]] = match["digest"]
+    if not digests:
+        raise SettingsError(
+            f"--api-keys: {path} has no key, so nobody could ask anything; leave --api-keys out, or add one"
+        )
+    return digests

@@ -1,0 +1,108 @@
+"""API keys: known by hash, read again when their file changes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvrelay.common.errors import SettingsError
+from kvrelay.gateway.api_keys import ApiKeys, hash_key
+from kvrelay.gateway.errors import UnauthorizedError
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def keys_file(tmp_path: Path, *names: str) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(
+        "# who may ask\n\n" + "".join(f"{name} {hash_key(f'key-of-{name}')}  # since May\n" for name in names)
+    )
+    return path
+
+
+def test_a_key_is_known_by_its_name(tmp_path: Path) -> None:
+    keys = ApiKeys(keys_file(tmp_path, "alice", "bob"))
+    assert keys.check("Bearer key-of-bob") == "bob"
+    assert keys.check("bearer  key-of-alice") == "alice"
+
+
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [
+        (None, "no API key"),
+        ("", "no API key"),
+        ("Bearer ", "no API key"),
+        ("Basic key-of-alice", "no API key"),
+        ("key-of-alice", "no API key"),
+        ("Bearer key-of-eve", "not known"),
+        ("Bearer " + hash_key("key-of-alice"), "not known"),
+        ("Bearer \udcff", "not known"),
+    ],
+)
+def test_everything_else_is_refused(tmp_path: Path, header: str | None, text: str) -> None:
+    keys = ApiKeys(keys_file(tmp_path, "alice"))
+    with pytest.raises(UnauthorizedError, match=text) as caught:
+        keys.check(header)
+    assert "eve" not in str(caught.value)
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path, clock: Clock) -> None:
+    path = keys_file(tmp_path, "alice")
+    keys = ApiKeys(path, clock)
+    new = tmp_path / "new"
+    new.write_text(f"bob {hash_key('key-of-bob')}\n")
+    os.replace(new, path)
+    with pytest.raises(UnauthorizedError):
+        keys.check("Bearer key-of-bob")  # looked at less than a second ago
+    clock.now_s += 1.5
+    assert keys.check("Bearer key-of-bob") == "bob"
+    with pytest.raises(UnauthorizedError):
+        keys.check("Bearer key-of-alice")
+
+
+@pytest.mark.parametrize("content", [None, "", "alice secret\n"])
+def test_a_file_that_breaks_costs_nobody_access(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, content: str | None
+) -> None:
+    path = keys_file(tmp_path, "alice")
+    keys = ApiKeys(path, clock)
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+        os.utime(path, ns=(1, 1))
+    clock.now_s += 1.5
+    assert keys.check("Bearer key-of-alice") == "alice"
+    assert "the keys read before stay in force" in caplog.text
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("# nobody\n", "has no key, so nobody could ask"),
+        ("alice hunter2\n", "line 1 of .* is not 'NAME SHA256'"),
+        (f"a {'0' * 64}\na {'1' * 64}\n", "line 2 of .* the name 'a' a second time"),
+        ("a b\udcff", "cannot read"),
+    ],
+)
+def test_a_bad_file_is_named_at_the_start(tmp_path: Path, content: str, text: str) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(SettingsError, match=text) as caught:
+        ApiKeys(path)
+    assert "hunter2" not in str(caught.value)
