@@ -4,37 +4,67 @@
 #   docker build --target worker  -t kvrelay-worker:0.1.0 .                                             CUDA
 #   docker build --target worker  -t kvrelay-worker:0.1.0-cpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .
 #
-# Models are mounted or downloaded, never built in. Probes are Kubernetes' business: there is no HEALTHCHECK.
+# Models are mounted or downloaded, never built in. Probes are Kubernetes' business: there is no HEALTHCHECK. No image has a compiler:
+# what a worker would compile at its start (engine/native) is compiled in a stage that is left behind.
 
 ARG PYTHON_IMAGE=python:3.11-slim
 
-# The wheel: what comes into the images of this source tree.
+# The wheel of this source tree, and what each image needs beside it: those layers change only when pyproject.toml does.
 FROM ${PYTHON_IMAGE} AS wheel
 WORKDIR /source
+COPY pyproject.toml .
+RUN mkdir /requirements && python -c "import tomllib; \
+project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+[open(f'/requirements/{name}.txt', 'w').write('\n'.join(project['dependencies'] + project['optional-dependencies'][name])) \
+ for name in ('gateway', 'worker')]"
 COPY . .
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM ${PYTHON_IMAGE} AS base
-ARG VERSION=0.1.0
-LABEL org.opencontainers.image.title="kvrelay" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.description="LLM serving with prefill and decode on separate pools of workers"
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1
 RUN useradd --uid 10001 --user-group --home-dir /tmp --no-create-home --shell /usr/sbin/nologin kvrelay
-ENTRYPOINT ["kvrelay"]
 
 FROM base AS gateway
-RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install --no-cache-dir "$(echo /wheels/kvrelay-*.whl)[gateway]"
+COPY --from=wheel /requirements/gateway.txt /opt/kvrelay/
+# The Kubernetes client brings all of itself a second time for asyncio: half of its 125 MB, and nobody here imports it.
+RUN pip install --no-cache-dir -r /opt/kvrelay/gateway.txt && \
+    rm -r "$(python -c 'import kubernetes; print(kubernetes.__path__[0])')/aio"
+COPY --from=wheel /wheels /opt/kvrelay/wheels
+RUN pip install --no-cache-dir --no-deps /opt/kvrelay/wheels/*.whl
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="kvrelay gateway" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.description="The HTTP API in front of kvrelay's prefill and decode workers"
 USER 10001:10001
+ENTRYPOINT ["kvrelay"]
 CMD ["gateway"]
 
-FROM base AS worker
-# TORCH: which torch. TORCH_INDEX: where from, if not PyPI, whose torch brings CUDA's libraries.
+FROM base AS worker-packages
+# TORCH: which torch. TORCH_INDEX: where from, if not from the index that pip is set up with, whose torch usually brings CUDA's libraries.
 ARG TORCH=torch>=2.9
 ARG TORCH_INDEX=
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} "${TORCH}"
-RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install --no-cache-dir "$(echo /wheels/kvrelay-*.whl)[worker]"
+COPY --from=wheel /requirements/worker.txt /opt/kvrelay/
+RUN pip install --no-cache-dir -r /opt/kvrelay/worker.txt
+
+FROM worker-packages AS native
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ libc6-dev python3-dev
+COPY src/kvrelay/__init__.py /source/kvrelay/
+COPY engine/__init__.py /source/kvrelay/engine/
+COPY engine/native /source/kvrelay/engine/native
+RUN PYTHONPATH=/source python -m kvrelay.engine.native.prebuild /native
+
+FROM worker-packages AS worker
+COPY --from=native /native /opt/kvrelay/native
+COPY --from=wheel /wheels /opt/kvrelay/wheels
+RUN pip install --no-cache-dir --no-deps /opt/kvrelay/wheels/*.whl && \
+    ln -s /opt/kvrelay/native "$(python -c 'import kvrelay.engine; print(kvrelay.engine.__path__[0])')/native/prebuilt"
+ARG VERSION=0.1.0
+LABEL org.opencontainers.image.title="kvrelay worker" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.description="kvrelay's prefill and decode workers"
 USER 10001:10001
+ENTRYPOINT ["kvrelay"]
+CMD ["decode-worker"]

@@ -20,7 +20,7 @@ from kvrelay.engine.linear_cpu import has_packed_linear
 from kvrelay.engine.model import DecoderModel
 from kvrelay.engine.model_config import ModelConfig, load_config
 from kvrelay.engine.native import CpuKernels, CpuKernelsError
-from kvrelay.engine.native.library import default_cache_dir
+from kvrelay.engine.native.compiled import default_cache_dir
 from kvrelay.engine.ops import Ops
 from kvrelay.engine.ops_cpu import CpuOps
 from kvrelay.engine.ops_cpu_native import NativeCpuOps
@@ -98,8 +98,10 @@ class TorchEngine:
         if device.type == "cpu":
             ops = _cpu_ops(options, config, pool.tensor, max_model_len, has_int8_weights=has_int8_weights)
         else:
-            from kvrelay.engine.ops_cuda import CudaOps  # noqa: PLC0415 - needs Triton, which a CPU worker may lack
+            from kvrelay.engine.native import triton_driver  # noqa: PLC0415 - needs Triton, which a CPU worker may lack
+            from kvrelay.engine.ops_cuda import CudaOps  # noqa: PLC0415
 
+            triton_driver.use_prebuilt()
             ops = CudaOps(config, pool.tensor, max_model_len, options.max_num_seqs)
         return cls(card, DecoderModel(config, weights, ops), ops, pool, options.num_threads)
 

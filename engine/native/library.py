@@ -1,36 +1,20 @@
-"""Compiles the C++ sources beside it for this machine, once, and calls it.
+"""Calls the C++ beside it, compiled (:mod:`kvrelay.engine.native.compiled`).
 
-The library lies in the cache under a hash of sources, compiler and processor: a second start takes it from there. It finds the
-OpenMP runtime that torch has loaded already, so that both share their threads.
+The library finds the OpenMP runtime that torch has loaded already, so that both share their threads.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 
-_SOURCES = tuple(
-    Path(__file__).with_name(f"{name}.cpp") for name in ("ops", "linear", "decode_attention", "prefill_attention")
-)
-_HEADER = Path(__file__).with_name("step.h")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
+from kvrelay.engine.native.compiled import CpuKernelsError, find_library
+
 _HEAD_DIMS = (32, 64, 96, 128, 256)
 _LANES = 16
 _PANEL = 48  # outputs of a weight that lie together
-_COMPILE_S = 120.0
-
-
-class CpuKernelsError(Exception):
-    """The kernels cannot be had on this machine; the text says why."""
 
 
 class Step(ctypes.Structure):
@@ -76,12 +60,7 @@ class CpuKernels:
     @classmethod
     def load(cls, cache_dir: Path) -> CpuKernels:
         """Compile if need be, and load. Raises CpuKernelsError."""
-        compiler = shutil.which("g++")
-        if compiler is None:
-            raise CpuKernelsError("there is no g++ (apt install g++)")
-        path = cache_dir / f"cpu-{_key(compiler)}.so"
-        if not path.exists():
-            _compile(compiler, path)
+        path = find_library(cache_dir)
         try:
             return cls(ctypes.CDLL(str(path)))
         except (OSError, AttributeError) as error:
@@ -161,35 +140,3 @@ class CpuKernels:
         """Attention of all tokens behind the leading ``step.num_decode_rows``, over the pool, into theirs of ``out``."""
         scale = query.shape[-1] ** -0.5
         self._prefill_attention(ctypes.byref(step), layer, query.data_ptr(), window or 0, scale, out.data_ptr())
-
-
-def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/kvrelay/kernels``, default ``~/.cache/kvrelay/kernels``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvrelay" / "kernels"
-
-
-def _key(compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout  # noqa: S603
-    processor = platform.processor()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
-        processor = "\n".join(line for line in lines if line.startswith(("model", "cpu family", "flags", "Features")))
-    text = "\n".join(
-        (*(source.read_text() for source in (_HEADER, *_SOURCES)), *_FLAGS, version, platform.machine(), processor)
-    )
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _compile(compiler: str, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-            built = Path(directory) / path.name
-            command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(built)]
-            ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_S)  # noqa: S603
-            if ended.returncode:
-                raise CpuKernelsError(f"{compiler} fails: {ended.stderr.strip()[-500:]}")
-            built.replace(path)  # whole or not at all: two workers may compile at once
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CpuKernelsError(f"cannot compile into {path.parent}: {error}") from error

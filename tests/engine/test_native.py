@@ -16,8 +16,8 @@ from kvrelay.engine.batch import Batch, build_batch
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.linear_cpu import NativeLinear
 from kvrelay.engine.model_config import ModelConfig
-from kvrelay.engine.native import CpuKernels, CpuKernelsError, library
-from kvrelay.engine.native.library import default_cache_dir
+from kvrelay.engine.native import CpuKernels, CpuKernelsError, compiled
+from kvrelay.engine.native.compiled import default_cache_dir
 from kvrelay.engine.ops_cpu import CpuOps
 from kvrelay.engine.ops_cpu_native import NativeCpuOps
 from kvrelay.engine.rope import RopeConfig
@@ -227,7 +227,7 @@ def test_inputs_of_a_weight_come_in_pairs(kernels: CpuKernels) -> None:
 
 
 def test_a_machine_without_compiler_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
     with pytest.raises(CpuKernelsError, match=r"no g\+\+"):
         CpuKernels.load(tmp_path)
 
@@ -236,7 +236,7 @@ def test_a_machine_without_compiler_says_so(tmp_path: Path, monkeypatch: pytest.
 def test_a_source_that_does_not_compile_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("int main( {")
-    monkeypatch.setattr(library, "_SOURCES", (broken,))
+    monkeypatch.setattr(compiled, "_SOURCES", (broken,))
     with pytest.raises(CpuKernelsError, match=r"fails: .*broken\.cpp"):
         CpuKernels.load(tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
