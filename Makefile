@@ -2,13 +2,13 @@
 # More arguments: make serve ARGS="--port 9000 --decode 2", make test ARGS="tests/wire -x", make verify ARGS="--help".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check verify clean
+.PHONY: help setup serve test check verify kind-up kind-test kind-down clean
 
 # A script's own folder must not come before the installed packages: ours have folders named like other packages.
 export PYTHONSAFEPATH := 1
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
 		printf '%-12s %s\n' "$$target" "$$text"; done
 
 setup: ## make the environment in .venv (make setup PYTHON=… TORCH=cpu|cuda)
@@ -30,6 +30,15 @@ check: setup ## lint, format, types, import rules, what is generated
 
 verify: setup ## compare greedy tokens with transformers, prompt by prompt (minutes)
 	@exec .venv/bin/kvrelay verify --model demo --dtype float32 $(ARGS)
+
+kind-up: setup ## serve the demo model on a Kubernetes cluster on this machine (needs docker, kind, kubectl, helm)
+	@sh tools/kind.sh up
+
+kind-test: setup ## run the cluster tests on that cluster
+	@sh tools/kind.sh test $(ARGS)
+
+kind-down: ## remove it
+	@sh tools/kind.sh down
 
 clean: ## remove the environment and everything that tools left here
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -23,8 +23,8 @@ Schema = dict[str, Any]
 
 # What the chart itself sets: where a pod listens, what it finds, which model it serves.
 OF_THE_CHART = {
-    "address", "admin_host", "admin_port", "data_address", "decode_workers", "device", "discovery", "host", "model",
-    "namespace", "port", "prefill_workers", "served_model_name", "worker_id", "worker_selector",
+    "address", "admin_host", "admin_port", "api_keys", "data_address", "decode_workers", "device", "discovery", "host",
+    "insecure", "keys", "model", "namespace", "port", "prefill_workers", "served_model_name", "worker_id", "worker_selector",
 }  # fmt: skip
 
 TEXT: Schema = {"type": "string"}
@@ -139,6 +139,10 @@ def schema() -> Schema:
         ),
         podSecurityContext=OBJECT,
         containerSecurityContext=OBJECT,
+        security=closed(
+            keys=closed(enabled=BOOL, existingSecret=TEXT), apiKeys=closed(enabled=BOOL, existingSecret=TEXT)
+        ),
+        metrics=closed(rules=closed(enabled=BOOL, labels=STRINGS), dashboard=closed(enabled=BOOL, labels=STRINGS)),
         networkPolicy=closed(enabled=BOOL, clients=OBJECTS, scrapers=OBJECTS),
         gateway=component(
             GatewaySettings,

@@ -58,6 +58,12 @@ spec:
             - name: KVRELAY_DEVICE
               value: cpu
             {{- end }}
+            {{- if .root.Values.security.keys.enabled }}
+            {{- include "kvrelay.keys.env" .root | nindent 12 }}
+            {{- else }}
+            - name: KVRELAY_INSECURE
+              value: "true"
+            {{- end }}
             - name: KVRELAY_LOG_FORMAT
               value: json
             {{- include "kvrelay.model.env" .root | nindent 12 }}
@@ -97,6 +103,9 @@ spec:
             {{- include "kvrelay.model.mounts" .root | nindent 12 }}
             - name: shm
               mountPath: /dev/shm
+            {{- with include "kvrelay.keys.mount" .root }}
+            {{- . | nindent 12 }}
+            {{- end }}
             {{- with $values.extraVolumeMounts }}
             {{- toYaml . | nindent 12 }}
             {{- end }}
@@ -104,6 +113,9 @@ spec:
         {{- include "kvrelay.model.volumes" .root | nindent 8 }}
         - name: shm
           emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
+        {{- with include "kvrelay.keys.volume" . }}
+        {{- . | nindent 8 }}
+        {{- end }}
         {{- with $values.extraVolumes }}
         {{- toYaml . | nindent 8 }}
         {{- end }}

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
+
+from kvrelay.engine.block_manager import BlockManager
+from kvrelay.engine.metrics import EngineMetrics
+from kvrelay.gateway.api_keys import ApiKeys
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.wire.keys import WireKeys
+from kvrelay.wire.messages import Role
+from kvrelay.wire.metrics import WireMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm"
 GOLDEN = Path(__file__).parent / "golden"
 EXAMPLES = sorted(CHART.glob("examples/*.yaml"))
 MONITORING = ("--api-versions", "monitoring.coreos.com/v1")
+VERSIONS = [f"1.{minor}" for minor in range(28, 38)]
+CUSTOM = {"HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject"}  # their schemas are their projects'
+_MADE = re.compile(r"^(  (?:gateway|prefill|decode)\.(?:key|pem)|  key|  api-keys): \S+$", re.MULTILINE)
 
 needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="no helm")
 
@@ -54,7 +70,9 @@ def env_of(pod: Manifest) -> dict[str, str]:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_render_as_they_did(example: Path) -> None:
     """After a change that is meant: KVRELAY_WRITE_GOLDEN=1 pytest tests/helm, and a look at the difference."""
-    text = rendered("--values", str(example), *MONITORING)
+    dashboard = f"metrics.dashboard.enabled={str(example.stem == 'defaults').lower()}"  # long, and the same everywhere
+    text = rendered("--values", str(example), "--set", dashboard, *MONITORING)
+    text = _MADE.sub(r"\1: (made at the first install)", text)
     golden = GOLDEN / example.name
     if os.environ.get("KVRELAY_WRITE_GOLDEN"):
         golden.write_text(text)
@@ -66,6 +84,92 @@ def test_examples_render_as_they_did(example: Path) -> None:
 def test_examples_pass_lint(example: Path) -> None:
     ended = helm("lint", "--strict", str(CHART), "--values", str(example), "--kube-version", "1.32.0")
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@needs_helm
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_what_kubernetes_takes(example: Path) -> None:
+    """By the strict schemas of every version: an unknown field is an error."""
+    everything = (
+        "--set",
+        "gateway.ingress.enabled=true,gateway.httpRoute.enabled=true,gateway.httpRoute.parentRefs[0].name=g",
+    )
+    for (kind, name), document in objects("--values", str(example), *MONITORING, *everything).items():
+        if kind in CUSTOM:
+            continue
+        for version in VERSIONS:
+            try:
+                kubernetes_validate.validate(document, version, strict=True)
+            except kubernetes_validate.ValidationError as error:
+                pytest.fail(f"{kind} {name} against {version}: {error}")
+
+
+@needs_helm
+def test_keys_that_the_chart_makes_are_keys(tmp_path: Path) -> None:
+    """A pair for each role, in the form that the programs read; new ones for each release."""
+    found = [objects()["Secret", "relay-kvrelay-keys"]["data"] for _ in range(2)]
+    assert found[0]["decode.key"] != found[1]["decode.key"]
+    for name, text in found[0].items():
+        (tmp_path / name).write_bytes(base64.b64decode(text))
+    for role in Role:
+        keys = WireKeys.load(tmp_path, role)
+        assert keys.role_of(keys.public) is role
+
+
+@needs_helm
+@pytest.mark.parametrize("component", ["gateway", "prefill-worker", "decode-worker"])
+def test_a_pod_sees_its_own_private_key_only(component: str) -> None:
+    (volume,) = [volume for volume in pod_of(objects(), component)["volumes"] if volume["name"] == "keys"]
+    private = [item["key"] for item in volume["secret"]["items"] if item["key"].endswith(".key")]
+    assert private == [f"{component.removesuffix('-worker')}.key"]
+
+
+@needs_helm
+def test_an_existing_secret_is_used_and_none_is_made() -> None:
+    found = objects("--values", str(CHART / "examples/locked-down.yaml"))
+    assert [key for key in found if key[0] == "Secret"] == []
+    volumes = {volume["name"]: volume for volume in pod_of(found, "gateway")["volumes"]}
+    assert volumes["keys"]["secret"]["secretName"] == "kvrelay-keys"
+    assert volumes["api-keys"]["secret"]["secretName"] == "kvrelay-api-keys"
+
+
+@needs_helm
+def test_without_keys_workers_are_told_that_this_is_meant() -> None:
+    found = objects("--set", "security.keys.enabled=false")
+    for component in ("prefill-worker", "decode-worker"):
+        environment = env_of(pod_of(found, component))
+        assert environment["KVRELAY_INSECURE"] == "true"
+        assert "KVRELAY_KEYS" not in environment
+
+
+@needs_helm
+def test_the_api_key_that_the_chart_makes_is_known_to_the_gateway(tmp_path: Path) -> None:
+    data = objects("--set", "security.apiKeys.enabled=true")["Secret", "relay-kvrelay-api-keys"]["data"]
+    (tmp_path / "keys").write_bytes(base64.b64decode(data["api-keys"]))
+    assert ApiKeys(tmp_path / "keys").check("Bearer " + base64.b64decode(data["key"]).decode()) == "default"
+
+
+@needs_helm
+def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
+    """Every name in an expression is one that a gateway or a worker has."""
+    registry = CollectorRegistry()
+    GatewayMetrics(registry)
+    WireMetrics(registry)
+    EngineMetrics(registry, BlockManager(4, 4), num_running=lambda: 0, num_waiting=lambda: 0)
+    known = {sample.name for family in registry.collect() for sample in family.samples}
+    known |= {
+        name for family in registry.collect() for name in (family.name, f"{family.name}_total", f"{family.name}_sum")
+    }
+    known |= {f"{family.name}_{part}" for family in registry.collect() for part in ("bucket", "count")}
+    known.add("kvrelay_waiting_prompt_tokens")  # made by the prefill worker itself; its own test reads it
+    found = objects(*MONITORING)
+    rules = found["PrometheusRule", "relay-kvrelay"]["spec"]["groups"][0]["rules"]
+    dashboard = json.loads(found["ConfigMap", "relay-kvrelay-dashboard"]["data"]["kvrelay.json"])
+    expressions = [rule["expr"] for rule in rules]
+    expressions += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    names = {name for expression in expressions for name in re.findall(r"kvrelay_[a-z0-9_]+", expression)}
+    assert len(names) > 15
+    assert names <= known, sorted(names - known)
 
 
 @needs_helm

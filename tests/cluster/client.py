@@ -1,0 +1,117 @@
+"""Runs in a pod: streams of chat completions, one behind the other, until /tmp/stop is there. Nothing but the standard library.
+
+python client.py URL STREAMS MAX_TOKENS
+
+Every finished request is a JSON line: which stream, what came (a digest of the text, the number of chunks), what went wrong if
+anything did, and the longest silence. A stream always asks the same: its answers must not differ, whatever happens meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import pathlib
+import socket
+import sys
+import threading
+import time
+import urllib.parse
+
+SILENCE_S = 15.0  # a server that says nothing for so long is a server that is gone
+CONNECT_S = 2.0  # as every client does: a connection that is not made is tried again
+CONNECT_TRIES = 10
+STOP = pathlib.Path("/tmp/stop")
+
+
+def ask(url: urllib.parse.SplitResult, stream: int, max_tokens: int) -> dict[str, object]:
+    """One request; never raises."""
+    began_s = last_s = time.time()
+    text, num_chunks, silence_s, finish, error = "", 0, 0.0, None, None
+    content = f"Stream {stream}: " + "tell me of the relay race. " * (4 + 3 * stream)
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+    }
+    connection = http.client.HTTPConnection(url.hostname or "", url.port or 80)
+    try:
+        connection.sock = connected(url)
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            error = f"http {response.status}: {response.read(300).decode(errors='replace')}"
+        is_done = False
+        while error is None and (line := response.readline()):
+            if not line.startswith(b"data: "):
+                continue
+            silence_s, last_s = max(silence_s, time.time() - last_s), time.time()
+            if line.strip() == b"data: [DONE]":
+                is_done = True
+                break
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                error = f"event: {chunk['error']}"
+                break
+            for choice in chunk["choices"]:
+                text += choice["delta"].get("content") or ""
+                finish = choice["finish_reason"] or finish
+            num_chunks += 1
+        if error is None and not (is_done and finish):
+            error = "cut: the stream ended without its end"
+    except (OSError, http.client.HTTPException, ValueError) as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    finally:
+        connection.close()
+    return {
+        "stream": stream,
+        "began_s": began_s,
+        "ended_s": time.time(),
+        "digest": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "num_chunks": num_chunks,
+        "finish": finish,
+        "silence_s": max(silence_s, time.time() - last_s),
+        "error": error,
+    }
+
+
+def connected(url: urllib.parse.SplitResult) -> socket.socket:
+    """A connection, maybe at another try. Raises OSError."""
+    for number in range(CONNECT_TRIES):
+        try:
+            connection = socket.create_connection((url.hostname, url.port or 80), CONNECT_S)
+        except OSError:
+            if number + 1 == CONNECT_TRIES:
+                raise
+            time.sleep(0.2)
+        else:
+            connection.settimeout(SILENCE_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
+    raise AssertionError("unreachable")
+
+
+def main() -> None:
+    """Ask until told to stop; what runs then is still finished."""
+    url = urllib.parse.urlsplit(sys.argv[1])
+    lock = threading.Lock()
+
+    def run(stream: int) -> None:
+        while not STOP.exists():
+            line = json.dumps(ask(url, stream, int(sys.argv[3])))
+            with lock:
+                print(line, flush=True)
+            if '"error": null' not in line:
+                time.sleep(0.5)
+
+    threads = [threading.Thread(target=run, args=(stream,)) for stream in range(int(sys.argv[2]))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

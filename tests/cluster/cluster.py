@@ -1,0 +1,192 @@
+"""A Kubernetes cluster as the tests use it: kubectl and helm as processes, a release, load from inside.
+
+What differs between clusters comes from the environment:
+
+    KUBECONFIG                 the cluster; without it the tests are skipped
+    KVRELAY_TEST_MODELS        directory on every node that has SmolLM2-135M-Instruct, readable for all
+    KVRELAY_TEST_TAG           tag of the images kvrelay-gateway and kvrelay-worker, which every node has; skipped without, too
+    KVRELAY_TEST_HELM          helm, or what stands in for it
+    KVRELAY_TEST_CRASH_NODE    command that ends a node without a word, {} is its name; without it no node is crashed
+    KVRELAY_TEST_START_NODE    command that brings it back
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "SmolLM2-135M-Instruct"
+T = TypeVar("T")
+
+CPU_POOL: dict[str, Any] = {
+    "replicas": 2,
+    "gpu": {"resource": ""},
+    "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
+    "sharedMemory": "64Mi",
+    "settings": {"threads": 1, "drain_s": 30},
+}
+VALUES: dict[str, Any] = {
+    "image": {"pullPolicy": "IfNotPresent"},
+    "model": {"name": MODEL, "source": "volume"},
+    "gateway": {
+        "replicas": 2,
+        "preStopSeconds": 3,
+        "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
+        "settings": {"drain_s": 30},
+    },
+    "prefill": CPU_POOL,
+    "decode": CPU_POOL,
+}
+
+
+def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with ``more`` laid over it."""
+    result = dict(base)
+    for key, value in more.items():
+        known = result.get(key)
+        result[key] = merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+    return result
+
+
+def wait_for(what: str, look: Callable[[], T | None], timeout_s: float = 90.0, every_s: float = 0.2) -> T:
+    """The first result of ``look`` that is true."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        found = look()
+        if found:
+            return found
+        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"
+        time.sleep(every_s)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where ``KUBECONFIG`` points."""
+
+    helm_command: tuple[str, ...]
+    models: str
+    tag: str
+    crash: str | None
+    start: str | None
+
+    @classmethod
+    def from_environment(cls) -> Cluster:
+        """As the variables say."""
+        get = os.environ.get
+        return cls(
+            helm_command=tuple(shlex.split(get("KVRELAY_TEST_HELM", "helm"))),
+            models=get("KVRELAY_TEST_MODELS", "/models"),
+            tag=get("KVRELAY_TEST_TAG", "test"),
+            crash=get("KVRELAY_TEST_CRASH_NODE"),
+            start=get("KVRELAY_TEST_START_NODE"),
+        )
+
+    def kubectl(self, *arguments: str, text: str | None = None, is_checked: bool = True, timeout_s: float = 120) -> str:
+        """Its output."""
+        return _run(["kubectl", *arguments], text, is_checked, timeout_s)
+
+    def helm(self, *arguments: str, text: str | None = None, timeout_s: float = 300) -> str:
+        """Its output."""
+        return _run([*self.helm_command, *arguments], text, True, timeout_s)
+
+    def get(self, kind: str, *arguments: str) -> list[dict[str, Any]]:
+        """Objects of a kind."""
+        items: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, *arguments, "-o", "json"))["items"]
+        return items
+
+    def crash_node(self, name: str) -> None:
+        """End a node without a word."""
+        assert self.crash is not None
+        _run(shlex.split(self.crash.replace("{}", name)), None, True, 60)
+
+    def start_node(self, name: str) -> None:
+        """Bring it back."""
+        assert self.start is not None
+        _run(shlex.split(self.start.replace("{}", name)), None, True, 120)
+
+    @contextlib.contextmanager
+    def namespace(self, name: str) -> Iterator[str]:
+        """A namespace that is gone afterwards, with all in it."""
+        self.kubectl("delete", "namespace", name, "--ignore-not-found", "--wait", timeout_s=180)
+        self.kubectl("create", "namespace", name)
+        try:
+            yield name
+        finally:
+            self.kubectl("delete", "namespace", name, "--wait=false", is_checked=False)
+
+
+class Release:
+    """kvrelay on the cluster, in a namespace of its own."""
+
+    def __init__(self, cluster: Cluster, namespace: str, values: dict[str, Any]) -> None:
+        self.cluster = cluster
+        self.namespace = namespace
+        mine = {"image": {"tag": cluster.tag}, "model": {"volume": {"hostPath": cluster.models}}}
+        self.values = merged(merged(VALUES, mine), values)
+
+    def install(self, *arguments: str) -> None:
+        """``helm upgrade --install`` with the values; returns when everything is ready."""
+        self.cluster.helm(
+            "upgrade", "--install", "relay", str(ROOT / "helm"), "-n", self.namespace, "--values", "-",
+            "--wait", "--timeout", "240s", *arguments, text=json.dumps(self.values),
+        )  # fmt: skip
+
+    def upgrade(self, values: dict[str, Any]) -> None:
+        """``helm upgrade`` with ``values`` laid over those in force; returns when everything is ready."""
+        self.values = merged(self.values, values)
+        self.install()
+
+    def uninstall(self) -> None:
+        """``helm uninstall``, and wait for the pods."""
+        self.cluster.helm("uninstall", "relay", "-n", self.namespace, "--wait")
+        wait_for("the pods to be gone", lambda: not self.pods())
+
+    def pods(self, component: str = "") -> list[dict[str, Any]]:
+        """Of the release, or of one component of it."""
+        more = f",app.kubernetes.io/component={component}" if component else ""
+        return self.cluster.get("pods", "-n", self.namespace, "-l", f"app.kubernetes.io/instance=relay{more}")
+
+    def ready(self, component: str) -> list[dict[str, Any]]:
+        """The pods of a component that take traffic."""
+        return [pod for pod in self.pods(component) if is_ready(pod)]
+
+    def scale(self, component: str, replicas: int) -> None:
+        """To ``replicas``; returns when they are ready, and the others gone."""
+        self.cluster.kubectl(
+            "scale", "-n", self.namespace, f"deployment/relay-kvrelay-{component}", f"--replicas={replicas}"
+        )
+        wait_for(
+            f"{replicas} of {component}",
+            lambda: len(self.pods(component)) == replicas == len(self.ready(component)),
+        )
+
+    def execute(self, pod: str, *command: str, is_checked: bool = True) -> str:
+        """Output of a command in a pod."""
+        return self.cluster.kubectl("exec", "-n", self.namespace, pod, "--", *command, is_checked=is_checked)
+
+    def metrics(self, pod: dict[str, Any], port: int) -> str:
+        """What a pod tells Prometheus."""
+        url = f"http://{pod['status']['podIP']}:{port}/metrics"
+        script = f"import urllib.request; print(urllib.request.urlopen({url!r}, timeout=10).read().decode())"
+        return self.execute(pod["metadata"]["name"], "python", "-c", script)
+
+
+def is_ready(pod: dict[str, Any]) -> bool:
+    """Whether a pod takes traffic."""
+    conditions = {condition["type"]: condition["status"] for condition in pod["status"].get("conditions", [])}
+    return "deletionTimestamp" not in pod["metadata"] and conditions.get("Ready") == "True"
+
+
+def _run(command: list[str], text: str | None, is_checked: bool, timeout_s: float) -> str:
+    ended = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=timeout_s)
+    assert ended.returncode == 0 or not is_checked, f"{' '.join(command)}: {ended.stderr[-2000:]}"
+    return ended.stdout if ended.returncode == 0 else ended.stdout + ended.stderr

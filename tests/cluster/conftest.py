@@ -1,0 +1,56 @@
+"""One cluster for the session; every test file installs what it needs into a namespace of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .cluster import Cluster, Release
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of these need a cluster."""
+    reason = ""
+    if not os.environ.get("KUBECONFIG") or not os.environ.get("KVRELAY_TEST_TAG"):
+        reason = "no cluster for tests: KUBECONFIG and KVRELAY_TEST_TAG are not both set"  # never just any cluster
+    elif shutil.which("kubectl") is None:
+        reason = "no kubectl"
+    for item in items:
+        if "tests/cluster" in item.path.as_posix():
+            item.add_marker(pytest.mark.cluster)
+            item.add_marker(pytest.mark.timeout(600))
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Cluster:
+    """The cluster that the environment names."""
+    return Cluster.from_environment()
+
+
+@pytest.fixture(scope="session")
+def nodes(cluster: Cluster) -> list[str]:
+    """Names of the nodes that run pods."""
+    real = [node for node in cluster.get("nodes") if "kube-testbed/fake" not in node["metadata"].get("labels", {})]
+    schedulable = [node for node in real if not node["spec"].get("taints") and not node["spec"].get("unschedulable")]
+    return sorted(node["metadata"]["name"] for node in schedulable)
+
+
+def release_of(cluster: Cluster, namespace: str, values: dict[str, Any]) -> Iterator[Release]:
+    """A release in a new namespace, with its log printed if a test has failed on it."""
+    with cluster.namespace(namespace):
+        release = Release(cluster, namespace, values)
+        try:
+            release.install()
+        except BaseException:
+            print(cluster.kubectl("get", "pods,events", "-n", namespace, "-o", "wide", is_checked=False))
+            for component in ("gateway", "prefill-worker", "decode-worker"):
+                selector = f"app.kubernetes.io/component={component}"
+                print(cluster.kubectl("logs", "-n", namespace, "-l", selector, "--tail=30", is_checked=False))
+            raise
+        yield release

@@ -1,0 +1,117 @@
+"""Streams from inside the cluster, and what became of them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from .cluster import Release, is_ready, wait_for
+
+SCRIPT = Path(__file__).with_name("client.py")
+Result = dict[str, Any]
+
+
+class Load:
+    """``num_streams`` clients in a pod, on a node of the test's choice. Use as a context."""
+
+    def __init__(self, release: Release, *, num_streams: int = 16, max_tokens: int = 120, node: str) -> None:
+        self._release = release
+        self._name = "streams"
+        self._arguments = [str(num_streams), str(max_tokens)]
+        self._node = node
+        self.num_streams = num_streams
+
+    def __enter__(self) -> Load:
+        release = self._release
+        kubectl = release.cluster.kubectl
+        namespace = ("-n", release.namespace)
+        kubectl("delete", "pod", self._name, *namespace, "--ignore-not-found", "--wait", "--grace-period=0")
+        kubectl("delete", "configmap", self._name, *namespace, "--ignore-not-found")
+        kubectl("create", "configmap", self._name, *namespace, f"--from-file=client.py={SCRIPT}")
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": self._name},
+            "spec": {
+                "nodeName": self._node,
+                "restartPolicy": "Never",
+                "automountServiceAccountToken": False,
+                "containers": [
+                    {
+                        "name": "client",
+                        "image": f"kvrelay-gateway:{release.cluster.tag}",
+                        "command": ["python", "/client/client.py", "http://relay-kvrelay-gateway", *self._arguments],
+                        "volumeMounts": [{"name": "client", "mountPath": "/client"}],
+                    }
+                ],
+                "volumes": [{"name": "client", "configMap": {"name": self._name}}],
+            },
+        }
+        kubectl("apply", *namespace, "-f", "-", text=json.dumps(pod))
+        wait_for("the client pod", lambda: [pod for pod in self._pods() if is_ready(pod)])
+        self.wait_more()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release.cluster.kubectl(
+            "delete", "pod", self._name, "-n", self._release.namespace, "--grace-period=0", "--force",
+            "--ignore-not-found", is_checked=False,
+        )  # fmt: skip
+
+    def results(self) -> list[Result]:
+        """Of all requests that have ended, in that order."""
+        return [json.loads(line) for line in self._lines() if line.startswith("{")]
+
+    def wait_more(self, rounds: int = 1, timeout_s: float = 120.0) -> None:
+        """Until every stream has ended ``rounds`` more requests than now: they began before what was done just now, or after."""
+        before = Counter(result["stream"] for result in self.results())
+
+        def enough() -> bool:
+            now = Counter(result["stream"] for result in self.results())
+            return all(now[stream] >= before[stream] + rounds for stream in range(self.num_streams))
+
+        wait_for(f"{rounds} more answers to each of {self.num_streams} streams", enough, timeout_s, every_s=0.5)
+
+    def stop(self) -> list[Result]:
+        """Let what runs finish, begin nothing new; the results of all."""
+        self._release.execute(self._name, "touch", "/tmp/stop")
+        wait_for("the streams to end", lambda: "done" in self._lines()[-1:], timeout_s=120)
+        return self.results()
+
+    def _pods(self) -> list[dict[str, Any]]:
+        return self._release.cluster.get(
+            "pods", "-n", self._release.namespace, f"--field-selector=metadata.name={self._name}"
+        )
+
+    def _lines(self) -> list[str]:
+        return self._release.cluster.kubectl("logs", self._name, "-n", self._release.namespace).splitlines()
+
+
+def is_whole(result: Result) -> bool:
+    """Whether the answer came to its end."""
+    return result["error"] is None
+
+
+def failures(results: list[Result]) -> list[Result]:
+    """Requests that did not end well."""
+    return [result for result in results if not is_whole(result)]
+
+
+def assert_same_answers(results: list[Result]) -> None:
+    """Every stream asks the same each time: all its whole answers must be one."""
+    digests: dict[int, set[tuple[str, str]]] = {}
+    for result in results:
+        if is_whole(result):
+            digests.setdefault(result["stream"], set()).add((result["digest"], result["finish"]))
+    assert all(len(found) == 1 for found in digests.values()), digests
+
+
+def summary(what: str, results: list[Result]) -> str:
+    """What the clients saw, in numbers."""
+    silence = sorted(result["silence_s"] for result in results)
+    return (
+        f"{what}: {len(results)} requests, {len(failures(results))} failed; longest silence within an answer: "
+        f"median {silence[len(silence) // 2]:.2f} s, worst {silence[-1]:.2f} s"
+    )

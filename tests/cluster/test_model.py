@@ -1,0 +1,277 @@
+"""The demo model on a cluster: right tokens through the Service, nobody may more than needed, nothing is left."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import subprocess
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from kvrelay.launcher.cli import run
+
+from .cluster import MODEL, Cluster, Release, wait_for
+from .conftest import release_of
+
+COMPONENTS = ("gateway", "prefill-worker", "decode-worker")
+
+# What a pod tries with the token that it has, if it has one: (verb, path) against the API, and the answer's status.
+TRY_API = """
+import json, ssl, sys, urllib.error, urllib.request
+where = "/var/run/secrets/kubernetes.io/serviceaccount"
+token = open(f"{where}/token").read()
+context = ssl.create_default_context(cafile=f"{where}/ca.crt")
+answers = {}
+for verb, path in json.loads(sys.argv[1]):
+    body = b"{}" if verb in ("POST", "PATCH") else None
+    kind = "application/merge-patch+json" if verb == "PATCH" else "application/json"
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": kind}
+    request = urllib.request.Request(f"https://kubernetes.default.svc{path}", body, headers, method=verb)
+    try:
+        answers[f"{verb} {path}"] = urllib.request.urlopen(request, context=context, timeout=10).status
+    except urllib.error.HTTPError as error:
+        answers[f"{verb} {path}"] = error.code
+print(json.dumps(answers))
+"""
+
+# A stranger in the cluster, with and without keys of its own: what a worker says to its Hello.
+STRANGER = """
+import sys, tempfile, pathlib, zmq
+from kvrelay.wire.codec import Codec
+from kvrelay.wire.keys import WireKeys, make_keys
+from kvrelay.wire.authentication import ClientProof
+from kvrelay.wire.messages import Hello, Role, Ping
+directory = pathlib.Path(tempfile.mkdtemp())
+make_keys(directory)
+for role in ("decode", "prefill"):
+    (directory / f"{role}.pem").write_bytes(pathlib.Path(f"/keys/{role}.pem").read_bytes())
+for address, role in zip(sys.argv[1:], (Role.PREFILL, Role.DECODE), strict=True):
+    for proof in (None, ClientProof(WireKeys.load(directory, Role.GATEWAY), role)):
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.linger = 0
+        socket.setsockopt(zmq.ROUTING_ID, b"stranger")
+        if proof is not None:
+            proof.guard(socket)
+        socket.connect(address)
+        for message in (Hello(role=Role.GATEWAY, peer_id="stranger"), Ping()):
+            try:
+                socket.send(Codec().encode(message), zmq.DONTWAIT)
+            except zmq.Again:
+                pass
+        print("an answer" if socket.poll(3000) else "nothing")
+"""
+
+
+@pytest.fixture(scope="module")
+def release(cluster: Cluster) -> Iterator[Release]:
+    """Gateway, prefill and decode twice each; API keys asked for; every prompt takes the relay."""
+    worker = {"settings": {"dtype": "float32", "kv_memory_mb": 256}}
+    values = {
+        "gateway": {"settings": {"local_prefill_max_tokens": 0}},
+        "prefill": worker,
+        "decode": worker,
+        "security": {"apiKeys": {"enabled": True}},
+    }
+    yield from release_of(cluster, "kvrelay-model", values)
+
+
+@pytest.fixture(scope="module")
+def url(release: Release) -> Iterator[str]:
+    """The Service, from here."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = ["kubectl", "port-forward", "-n", release.namespace, "service/relay-kvrelay-gateway", f"{port}:80"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as forward:
+        url = f"http://127.0.0.1:{port}"
+
+        def answers() -> bool:
+            try:
+                return httpx.get(f"{url}/health/live").is_success
+            except httpx.HTTPError:
+                return False
+
+        try:
+            wait_for("the port-forward", answers, 30)
+            yield url
+        finally:
+            forward.terminate()
+
+
+@pytest.fixture(scope="module")
+def key(release: Release) -> str:
+    """The API key that the chart has made."""
+    name = "--field-selector=metadata.name=relay-kvrelay-api-keys"
+    (secret,) = release.cluster.get("secrets", "-n", release.namespace, name)
+    return base64.b64decode(secret["data"]["key"]).decode()
+
+
+def test_tokens_equal_those_of_transformers(
+    release: Release, url: str, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``kvrelay verify`` on the deployment, and what it handed over from one node to another."""
+    assert run(["verify", "--url", url, "--api-key", key, "--max-tokens", "24", "--threads", "2"]) == 0
+    assert "all 40 answers equal transformers" in capsys.readouterr().out
+    verified = 0.0
+    for pod in release.pods("prefill-worker"):
+        lines = release.metrics(pod, 7180).splitlines()
+        verified += sum(float(line.split()[-1]) for line in lines if 'handoffs_total{outcome="verified"}' in line)
+    assert verified >= 40
+
+
+def test_a_stream_through_the_service(url: str, key: str) -> None:
+    """As a user would: the openai client, streamed and whole, and the same both times."""
+    client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    whole = client.chat.completions.create(model=MODEL, messages=question, max_tokens=24, temperature=0)  # type: ignore[call-overload]
+    stream = client.chat.completions.create(  # type: ignore[call-overload]
+        model=MODEL, messages=question, max_tokens=24, temperature=0, stream=True
+    )
+    text = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert "Paris" in text
+
+
+def test_without_a_key_nobody_is_served(url: str, key: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    for headers in ({}, {"Authorization": "Bearer kvr-guessed"}):
+        refused = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers)
+        assert refused.status_code == 401
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_helm_test_sends_a_request(release: Release) -> None:
+    release.cluster.helm("test", "relay", "-n", release.namespace)
+
+
+def test_pods_are_spread_and_closed(release: Release, nodes: list[str]) -> None:
+    """Two pods of a component on two nodes; no root, nothing writable but what is meant, no token but the gateway's."""
+    for component in COMPONENTS:
+        pods = release.pods(component)
+        if len(nodes) > 1:
+            assert len({pod["spec"]["nodeName"] for pod in pods}) == 2
+        name = pods[0]["metadata"]["name"]
+        script = (
+            "id -u; touch /here 2>&1; touch /usr/local/here 2>&1; touch /tmp/here && echo tmp; "
+            "ls /var/run/secrets/kubernetes.io/serviceaccount/token 2>&1; which gcc g++ cc"
+        )
+        said = release.execute(name, "sh", "-c", script, is_checked=False)
+        assert said.startswith("10001\n")
+        assert said.count("Read-only file system") == 2
+        assert "\ntmp\n" in said
+        assert ("No such file" in said) is (component != "gateway")
+        assert "bin/gcc" not in said
+        assert "bin/cc" not in said
+
+
+def test_the_gateway_may_watch_its_pods_and_nothing_else(release: Release) -> None:
+    """Tried, with the token that its pod has."""
+    here = f"/api/v1/namespaces/{release.namespace}"
+    pod = release.pods("gateway")[0]["metadata"]["name"]
+    other = release.pods("decode-worker")[0]["metadata"]["name"]
+    allowed = [
+        ("GET", f"{here}/pods"),
+        ("GET", f"{here}/pods/{other}"),
+        ("GET", f"{here}/pods?watch=1&timeoutSeconds=1"),
+    ]
+    forbidden = [
+        ("DELETE", f"{here}/pods/{other}"),
+        ("PATCH", f"{here}/pods/{other}"),
+        ("POST", f"{here}/pods"),
+        ("GET", f"{here}/pods/{other}/log"),
+        ("GET", f"{here}/secrets"),
+        ("GET", f"{here}/secrets/relay-kvrelay-keys"),
+        ("GET", f"{here}/configmaps"),
+        ("GET", f"{here}/services"),
+        ("POST", f"{here}/events"),
+        ("GET", "/api/v1/namespaces/default/pods"),
+        ("GET", "/api/v1/pods"),
+        ("GET", "/api/v1/nodes"),
+        ("GET", "/apis/apps/v1/deployments"),
+        ("GET", f"/apis/apps/v1/namespaces/{release.namespace}/deployments"),
+    ]
+    tried = json.dumps([*allowed, *forbidden])
+    answers = json.loads(release.execute(pod, "python", "-c", TRY_API, tried))
+    assert [answers[f"{verb} {path}"] for verb, path in allowed] == [200] * len(allowed)
+    assert {path: answers[path] for path in answers if answers[path] != 403} == {
+        f"{verb} {path}": 200 for verb, path in allowed
+    }
+
+
+def test_a_stranger_in_the_cluster_gets_nothing(release: Release) -> None:
+    """A pod outside of the release that knows the workers' public keys, without a key and with one of its own."""
+    workers = [*release.pods("prefill-worker")[:1], *release.pods("decode-worker")[:1]]
+    addresses = [
+        f"tcp://{pod['status']['podIP']}:{port['containerPort']}"
+        for pod in workers
+        for port in pod["spec"]["containers"][0]["ports"]
+        if port["name"] == "control"
+    ]
+    (secret,) = release.cluster.get(
+        "secrets", "-n", release.namespace, "--field-selector=metadata.name=relay-kvrelay-keys"
+    )
+    public = {name: base64.b64decode(text).decode() for name, text in secret["data"].items() if name.endswith(".pem")}
+    kubectl, tag = release.cluster.kubectl, release.cluster.tag
+    with release.cluster.namespace("kvrelay-stranger") as namespace:
+        objects = [
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "public"}, "data": public},
+            {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": "stranger"},
+                "spec": {
+                    "restartPolicy": "Never",
+                    "containers": [
+                        {
+                            "name": "stranger",
+                            "image": f"kvrelay-gateway:{tag}",
+                            "command": ["python", "-c", STRANGER, *addresses],
+                            "volumeMounts": [{"name": "public", "mountPath": "/keys"}],
+                        }
+                    ],
+                    "volumes": [{"name": "public", "configMap": {"name": "public"}}],
+                },
+            },
+        ]
+        listed = {"apiVersion": "v1", "kind": "List", "items": objects}
+        kubectl("apply", "-n", namespace, "-f", "-", text=json.dumps(listed))
+
+        def phase() -> str:
+            pods = release.cluster.get("pods", "-n", namespace)
+            return next(
+                (pod["status"]["phase"] for pod in pods if pod["status"]["phase"] in ("Succeeded", "Failed")), ""
+            )
+
+        ended = wait_for("the stranger to give up", phase, 60)
+        said = kubectl("logs", "-n", namespace, "stranger")
+        assert (ended, said.split("\n")[:-1]) == ("Succeeded", ["nothing"] * 4)
+    for pod, port in zip(workers, (7180, 7280), strict=True):
+        (line,) = [
+            line for line in release.metrics(pod, port).splitlines() if line.startswith("kvrelay_refused_keys_total")
+        ]
+        assert float(line.split()[-1]) >= 1
+
+
+def test_keys_stay_on_upgrades_and_nothing_stays_behind(release: Release) -> None:
+    """The last test here: it uninstalls."""
+    namespace = ("-n", release.namespace)
+
+    def keys() -> dict[str, str]:
+        secrets = release.cluster.get("secrets", *namespace, "-l", "app.kubernetes.io/instance=relay")
+        return {secret["metadata"]["name"]: json.dumps(secret["data"]) for secret in secrets}
+
+    before = keys()
+    assert set(before) == {"relay-kvrelay-keys", "relay-kvrelay-api-keys"}
+    release.upgrade({"gateway": {"podAnnotations": {"example.com/upgraded": "yes"}}})
+    assert keys() == before
+    release.uninstall()
+    kinds = release.cluster.kubectl("api-resources", "--verbs=list", "--namespaced", "-o", "name").split()
+    kinds = [kind for kind in kinds if not kind.startswith(("events", "pods.metrics"))]
+    left = release.cluster.kubectl(
+        "get", ",".join(kinds), *namespace, "-l", "app.kubernetes.io/instance=relay", "-o", "name", "--ignore-not-found"
+    )
+    assert [line for line in left.splitlines() if "endpoint" not in line.lower()] == []
