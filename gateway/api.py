@@ -120,11 +120,15 @@ class OpenAIRoutes:
         self._cards()
 
     def _cards(self) -> list[ModelCard]:
-        """The cards of the workers that are up. Raises UnavailableError if none is; so it may be after every await."""
-        cards = self._pool.cards()
-        if not cards:
-            reasons = "; ".join(reason.split(" (")[0] for reason in self._pool.not_ready())
-            raise UnavailableError(f"{reasons}; try again later", retry_after_s=1.0)
+        """The cards of the workers that are up.
+
+        Raises UnavailableError if none is, or if nobody is there who could serve: to wait for room then, as for a worker that
+        is busy or lost, might be to wait for ever. So it may be after every await.
+        """
+        cards, absent = self._pool.cards(), self._pool.absent()
+        if absent or not cards:
+            reasons = absent or [reason.split(" (")[0] for reason in self._pool.not_ready()]
+            raise UnavailableError(f"{'; '.join(reasons)}; try again later", retry_after_s=1.0)
         return cards
 
     async def _prompts(self, body: CompletionBody) -> list[list[int]]:

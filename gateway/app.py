@@ -54,7 +54,8 @@ def create_app(settings: GatewaySettings, *, link_settings: LinkSettings | None 
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
-        pool.update(() if pods is not None else static_workers(workers.prefill_workers, workers.decode_workers))
+        if pods is None:
+            pool.update(static_workers(workers.prefill_workers, workers.decode_workers))
         discovery = None if pods is None else _discovery(pods, pool)
         yield
         if discovery is not None:
@@ -92,7 +93,7 @@ def _add_operations(app: FastAPI, pool: WorkerPool, metrics: GatewayMetrics) -> 
 
     @app.get("/health/ready", tags=["operations"])
     async def ready() -> Response:
-        """Requests can be served; else 503 with the reasons."""
+        """Requests are well placed here; else 503 with the reasons. Without any worker they are: the answer to them says so."""
         reasons = pool.not_ready()
         if reasons:
             return JSONResponse({"status": "unavailable", "reasons": reasons}, status_code=503)

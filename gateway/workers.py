@@ -56,6 +56,7 @@ class WorkerPool:
         self.prefills: dict[str, Worker] = {}  # by address
         self.decodes: dict[str, Worker] = {}
         self._fingerprint: bytes | None = None  # of the KV of all workers that are used
+        self._is_told = False  # who is there
         self._inboxes: dict[Key, Inbox] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self.changed = asyncio.Event()  # set when a worker came, went or reported; waiters clear it
@@ -68,10 +69,11 @@ class WorkerPool:
     @property
     def is_local_only(self) -> bool:
         """Whether decode workers compute all prompts."""
-        return not self.prefills and not self._needs_prefill_workers
+        return not self._needs_prefill_workers and not self._staying(Role.PREFILL)
 
     def update(self, found: Iterable[FoundWorker]) -> None:
         """From now on these are the workers: connects to new ones, retires those that leave, lets go of all others."""
+        self._is_told = True
         by_key = {(worker.role, worker.address): worker for worker in found}
         for worker in self.workers:
             if (known := by_key.get((worker.role, worker.address))) is None or known.uid != worker.uid:
@@ -123,16 +125,25 @@ class WorkerPool:
         self.changed.set()
 
     def not_ready(self) -> list[str]:
-        """Why requests cannot be served; empty if they can."""
+        """Why requests should be sent to another gateway; empty if they can be served, or if no gateway could (see ``absent``)."""
+        if not self._is_told:
+            return ["who the workers are is not known yet"]
         reasons: list[str] = []
         for role in (Role.PREFILL, Role.DECODE):
-            workers = self._of(role)
-            if not workers and (role is Role.DECODE or self._needs_prefill_workers):
-                reasons.append(f"there is no {role} worker")
-            elif workers and not any(worker.is_usable for worker in workers.values()):
-                problems = "; ".join(sorted({worker.misfit or worker.problem for worker in workers.values()}))
+            workers = self._staying(role)
+            if workers and not any(worker.is_usable for worker in workers):
+                problems = "; ".join(sorted({worker.misfit or worker.problem for worker in workers}))
                 reasons.append(f"no {role} worker is up ({problems})")
         return reasons
+
+    def absent(self) -> list[str]:
+        """Why no gateway can serve requests: a role that is needed and that nobody has. Empty if somebody has each."""
+        needed = [Role.PREFILL] if self._needs_prefill_workers else []
+        return [f"there is no {role} worker" for role in (*needed, Role.DECODE) if not self._staying(role)]
+
+    def _staying(self, role: Role) -> list[Worker]:
+        """Those that are not on their way out."""
+        return [worker for worker in self._of(role).values() if not worker.is_retiring]
 
     def _of(self, role: Role) -> dict[str, Worker]:
         return self.prefills if role is Role.PREFILL else self.decodes

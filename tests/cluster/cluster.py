@@ -133,11 +133,11 @@ class Release:
         mine = {"image": {"tag": cluster.tag}, "model": {"volume": {"hostPath": cluster.models}}}
         self.values = merged(merged(VALUES, mine), values)
 
-    def install(self, *arguments: str) -> None:
-        """``helm upgrade --install`` with the values; returns when everything is ready."""
+    def install(self, *, waits: bool = True) -> None:
+        """``helm upgrade --install`` with the values; returns when everything is ready, if it ``waits``."""
         self.cluster.helm(
             "upgrade", "--install", "relay", str(ROOT / "helm"), "-n", self.namespace, "--values", "-",
-            "--wait", "--timeout", "240s", *arguments, text=json.dumps(self.values),
+            *(("--wait", "--timeout", "240s") if waits else ()), text=json.dumps(self.values),
         )  # fmt: skip
 
     def upgrade(self, values: dict[str, Any]) -> None:
