@@ -50,7 +50,8 @@ class DiscoverySettings:
         "app.kubernetes.io/name=kvrelay", "labels of the workers' pods, which also have kvrelay.dev/role"
     )
     local_prefill_fallback: bool = setting(
-        True, "while Kubernetes has no prefill worker that is ready, decode workers compute all prompts; false: 503 until then"
+        True,
+        "while Kubernetes has no prefill worker that is ready, decode workers compute all prompts; false: 503 until then",
     )
 
     def __post_init__(self) -> None:

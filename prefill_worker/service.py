@@ -128,6 +128,11 @@ class PrefillService:
             num_blocks=self._blocks.num_blocks,
         )
 
+    def longest_wait_s(self) -> float:
+        """Of the prompts that have not begun: what the next one adds to its time to first token, at least."""
+        arrivals = [entry.sequence.arrival_s for entry in self._entries.values() if entry.phase is Phase.QUEUED]
+        return self._clock() - min(arrivals) if arrivals else 0.0
+
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:
         """A message from a gateway."""
         match message:

@@ -64,9 +64,7 @@ class PrefillWorker:
         self._loop: ModelLoop[Command] = ModelLoop(self._model_worker, "prefill-model")
         identity = WorkerIdentity(worker_id, time.time_ns(), card, settings.max_waiting)
         self.service = PrefillService(identity, self.blocks, time.monotonic)
-        Gauge(
-            "kvrelay_waiting_prompt_tokens", "Prompt tokens taken in and not computed yet", registry=registry
-        ).set_function(lambda: self.service.status().num_waiting_tokens)
+        self._add_load_gauges(registry)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         gate = None if keys is None else PeerGate(keys, frozenset({Role.GATEWAY}), wire_metrics, self._context)
         self._server = ControlServer(
@@ -85,6 +83,19 @@ class PrefillWorker:
         self._asyncio_loop: asyncio.AbstractEventLoop | None = None
         self._tickers: list[asyncio.Task[None]] = []
         self.address = address
+
+    def _add_load_gauges(self, registry: CollectorRegistry) -> None:
+        """What the pool of prefill workers is scaled by."""
+        tokens = Gauge(
+            "kvrelay_waiting_prompt_tokens", "Prompt tokens taken in and not computed yet", registry=registry
+        )
+        tokens.set_function(lambda: self.service.status().num_waiting_tokens)
+        waited = Gauge(
+            "kvrelay_longest_wait_seconds",
+            "How long the prompt has waited that waits longest to begin",
+            registry=registry,
+        )
+        waited.set_function(self.service.longest_wait_s)
 
     async def start(self) -> None:
         """Open the control socket and start the model loop. Raises WireError if the address is taken."""

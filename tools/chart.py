@@ -82,7 +82,7 @@ def component(settings: type, **more: Schema) -> Schema:
         settings=settings_schema(settings),
         resources=closed(requests=OBJECT, limits=OBJECT, claims=OBJECTS),
         podDisruptionBudget=closed(enabled=BOOL, maxUnavailable=NUMBER_OR_SHARE),
-        autoscaling=closed(hpa=scaler("metrics", behavior=OBJECT), keda=scaler("triggers")),
+        autoscaling=closed(hpa=scaler("metrics", behavior=OBJECT), keda=scaler("triggers", prometheus=TEXT)),
         monitor=closed(enabled=BOOL, interval={"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"}, labels=STRINGS),
         serviceAccount=closed(create=BOOL, name=TEXT, annotations=STRINGS),
         strategy=closed(
@@ -192,7 +192,7 @@ def readme(values: str) -> str:
         "# kvrelay's chart",
         "",
         "`helm install kvrelay ./helm` serves a model with a gateway, prefill workers and decode workers, each scaled on its own.",
-        "It renders and lints; it has not been installed on a cluster yet.",
+        "[docs/kubernetes.md](../docs/kubernetes.md) walks through it; `examples/` has values for common cases.",
         "",
         "Values, with their defaults. `settings` takes every setting of the program by its name, see `kvrelay COMMAND --help`;",
         "a name that does not exist is refused. This file is written by `tools/chart.py`.",

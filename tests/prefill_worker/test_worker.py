@@ -1,4 +1,4 @@
-"""The assembled worker's own metric: how much it has still to compute."""
+"""The assembled worker's own metrics: how much it has still to compute, and how long that has waited."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.messages import DecodeTarget, Role, Submit
 
 
-async def test_waiting_prompt_tokens_are_those_not_computed_yet() -> None:
+async def test_what_waits_is_told_in_tokens_and_seconds() -> None:
     registry, may_step = CollectorRegistry(), threading.Event()
     engine = FakeEngine(fake_card(), lambda rows: assert_is_set(may_step))
-    worker = PrefillWorker(engine, PrefillSchedulerSettings(), "tcp://127.0.0.1:*", "prefill", registry)
+    settings = PrefillSchedulerSettings(max_num_seqs=1)  # the second prompt does not begin before the first has ended
+    worker = PrefillWorker(engine, settings, "tcp://127.0.0.1:*", "prefill", registry)
 
     def waiting() -> float | None:
         return registry.get_sample_value("kvrelay_waiting_prompt_tokens")
+
+    def longest_wait_s() -> float:
+        return registry.get_sample_value("kvrelay_longest_wait_seconds") or 0.0
 
     await worker.start()
     try:
@@ -35,9 +39,11 @@ async def test_waiting_prompt_tokens_are_those_not_computed_yet() -> None:
             )
             worker.service.on_message("gateway", Role.GATEWAY, submit)
         assert waiting() == 60
+        first_s = longest_wait_s()
+        assert longest_wait_s() > first_s > 0
         may_step.set()
         await worker.drain()
-        assert waiting() == 0
+        assert (waiting(), longest_wait_s()) == (0, 0)
     finally:
         may_step.set()
         await worker.stop()
