@@ -13,8 +13,8 @@ from .conftest import release_of
 from .load import Load, assert_same_answers, failures, summary
 
 API = "v1beta1.custom.metrics.k8s.io"
-# 5 ms for each token of a prompt: sixteen streams keep one worker behind.
-SLOW = {"engine": "fake", "fake_step_ms": 5, "fake_token_us": 5000, "num_blocks": 4096}
+# 2 ms for each token of a prompt: sixteen streams keep one worker some 6 s behind.
+SLOW = {"engine": "fake", "fake_step_ms": 5, "fake_token_us": 2000, "num_blocks": 4096}
 TARGET = {
     "type": "Pods",
     "pods": {

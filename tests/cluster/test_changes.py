@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 
 import pytest
+
+from kvrelay.wire.keys import make_keys
 
 from .cluster import Cluster, Release, is_ready, wait_for
 from .conftest import release_of
@@ -101,6 +106,27 @@ def test_a_rolling_upgrade_of_everything(release: Release, load: Load) -> None:
     wait_for("the old pods to be gone", lambda: not before & {pod["metadata"]["uid"] for pod in release.pods()})
     load.wait_more()
     assert_unharmed("every pod replaced by an upgrade", load)
+
+
+def test_all_keys_are_changed(release: Release, load: Load, tmp_path: Path) -> None:
+    """The three steps of docs/kubernetes.md: both are known, the new ones are used, the old ones are forgotten."""
+    kubectl, namespace = release.cluster.kubectl, ("-n", release.namespace)
+    name = "--field-selector=metadata.name=relay-kvrelay-keys"
+    (secret,) = release.cluster.get("secrets", *namespace, name)
+    old = {name: base64.b64decode(text) for name, text in secret["data"].items()}
+    new = {path.name: path.read_bytes() for path in make_keys(tmp_path)}
+    both = {name: old[name] + new[name] for name in old if name.endswith(".pem")}
+    private = {name: new[name] for name in new if name.endswith(".key")}
+    for changed in (both, private, new):
+        patch = {"data": {name: base64.b64encode(text).decode() for name, text in changed.items()}}
+        kubectl("patch", "secret", "relay-kvrelay-keys", *namespace, "--patch", json.dumps(patch))
+        kubectl("rollout", "restart", "deployment", *namespace)
+        for deployment in ("gateway", "prefill-worker", "decode-worker"):
+            kubectl("rollout", "status", f"deployment/relay-kvrelay-{deployment}", *namespace, "--timeout=120s")
+        load.wait_more()
+    assert_unharmed("all keys changed, in three restarts of everything", load)
+    (secret,) = release.cluster.get("secrets", *namespace, name)
+    assert {name: base64.b64decode(text) for name, text in secret["data"].items()} == new
 
 
 def test_a_new_worker_takes_traffic_at_once(release: Release, load: Load) -> None:
