@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,6 @@ class Load:
         }
         kubectl("apply", *namespace, "-f", "-", text=json.dumps(pod))
         wait_for("the client pod", lambda: [pod for pod in self._pods() if is_ready(pod)])
-        self.wait_more()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,6 +60,16 @@ class Load:
             "delete", "pod", self._name, "-n", self._release.namespace, "--grace-period=0", "--force",
             "--ignore-not-found", is_checked=False,
         )  # fmt: skip
+
+    @contextlib.contextmanager
+    def watched(self, rounds: int = 1) -> Iterator[list[Result]]:
+        """What ends from here on, until every stream has ``rounds`` more answers behind the block: filled in when all is over."""
+        self.wait_more()
+        seen: list[Result] = []
+        num_before = len(self.results())
+        yield seen
+        self.wait_more(rounds)
+        seen += self.results()[num_before:]
 
     def results(self) -> list[Result]:
         """Of all requests that have ended, in that order."""
@@ -89,22 +100,21 @@ class Load:
         return self._release.cluster.kubectl("logs", self._name, "-n", self._release.namespace).splitlines()
 
 
-def is_whole(result: Result) -> bool:
-    """Whether the answer came to its end."""
-    return result["error"] is None
+def whole(results: list[Result]) -> list[Result]:
+    """Requests whose answer came to its end."""
+    return [result for result in results if result["error"] is None]
 
 
 def failures(results: list[Result]) -> list[Result]:
-    """Requests that did not end well."""
-    return [result for result in results if not is_whole(result)]
+    """All others."""
+    return [result for result in results if result["error"] is not None]
 
 
 def assert_same_answers(results: list[Result]) -> None:
     """Every stream asks the same each time: all its whole answers must be one."""
     digests: dict[int, set[tuple[str, str]]] = {}
-    for result in results:
-        if is_whole(result):
-            digests.setdefault(result["stream"], set()).add((result["digest"], result["finish"]))
+    for result in whole(results):
+        digests.setdefault(result["stream"], set()).add((result["digest"], result["finish"]))
     assert all(len(found) == 1 for found in digests.values()), digests
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from kvrelay.wire.keys import make_keys
 
 from .cluster import Cluster, Release, is_ready, wait_for
 from .conftest import release_of
-from .load import Load, assert_same_answers, failures, is_whole, summary
+from .load import Load, assert_same_answers, failures, summary, whole
 
 ASK = """
 import json, sys, urllib.error, urllib.request
@@ -44,41 +45,42 @@ def release(cluster: Cluster) -> Iterator[Release]:
     yield from release_of(cluster, "kvrelay-changes", values)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def load(release: Release, nodes: list[str]) -> Iterator[Load]:
-    """Streams that run already; on the first node, which no test ends."""
+    """Streams that run all the time; on the first node, which no test ends."""
     with Load(release, node=nodes[0]) as load:
         yield load
 
 
-def assert_unharmed(what: str, load: Load) -> None:
-    """No request failed, and none got another answer than the same request at another time."""
-    results = load.stop()
+@contextlib.contextmanager
+def unharmed(what: str, load: Load) -> Iterator[None]:
+    """Whatever happens in the block: no request fails, and none gets another answer than the same request at another time."""
+    with load.watched() as results:
+        yield
     print(summary(what, results))
     assert failures(results) == []
-    assert_same_answers(results)
+    assert_same_answers(load.results())
 
 
 def test_both_pools_scale_up_and_down(release: Release, load: Load) -> None:
     """One pool, then the other: neither waits for the other."""
-    for component in ("decode-worker", "prefill-worker"):
-        for replicas in (3, 1):
-            release.scale(component, replicas)
-            load.wait_more()
-    for component in ("decode-worker", "prefill-worker"):
-        release.scale(component, 2)
-    assert_unharmed("both pools scaled 2, 3, 1, 2", load)
+    with unharmed("both pools scaled 2, 3, 1, 2", load):
+        for component in ("decode-worker", "prefill-worker"):
+            for replicas in (3, 1):
+                release.scale(component, replicas)
+                load.wait_more()
+        for component in ("decode-worker", "prefill-worker"):
+            release.scale(component, 2)
 
 
 @pytest.mark.parametrize("component", ["decode-worker", "prefill-worker", "gateway"])
 def test_a_pod_is_deleted(release: Release, load: Load, component: str) -> None:
     """As a node's drain would: it has its grace period."""
     victim = release.ready(component)[0]["metadata"]["name"]
-    release.cluster.kubectl("delete", "pod", victim, "-n", release.namespace, "--wait=false")
-    wait_for("it to be gone", lambda: all(pod["metadata"]["name"] != victim for pod in release.pods(component)))
-    wait_for("another", lambda: len(release.ready(component)) == 2)
-    load.wait_more()
-    assert_unharmed(f"a {component} pod deleted", load)
+    with unharmed(f"a {component} pod deleted", load):
+        release.cluster.kubectl("delete", "pod", victim, "-n", release.namespace, "--wait=false")
+        wait_for("it to be gone", lambda: all(pod["metadata"]["name"] != victim for pod in release.pods(component)))
+        wait_for("another", lambda: len(release.ready(component)) == 2)
 
 
 @pytest.mark.parametrize("component", ["decode-worker", "prefill-worker"])
@@ -87,74 +89,75 @@ def test_a_process_ends_in_the_midst(release: Release, load: Load, component: st
     victim = release.ready(component)[0]
     name, restarts = victim["metadata"]["name"], victim["status"]["containerStatuses"][0]["restartCount"]
     hurry = "import os, signal, time; os.kill(1, signal.SIGTERM); time.sleep(0.2); os.kill(1, signal.SIGTERM)"
-    release.execute(name, "python", "-c", hurry, is_checked=False)
 
     def is_back() -> bool:
         (pod,) = [pod for pod in release.pods(component) if pod["metadata"]["name"] == name]
         return is_ready(pod) and pod["status"]["containerStatuses"][0]["restartCount"] > restarts
 
-    wait_for("its restart", is_back)
-    load.wait_more(2)
-    assert_unharmed(f"a {component} ended in the midst", load)
+    with unharmed(f"a {component} ended in the midst", load):
+        release.execute(name, "python", "-c", hurry, is_checked=False)
+        wait_for("its restart", is_back)
 
 
 def test_a_rolling_upgrade_of_everything(release: Release, load: Load) -> None:
     """Every pod of every component is replaced."""
     before = {pod["metadata"]["uid"] for pod in release.pods()}
     mark = {"podAnnotations": {"example.com/version": "2"}}
-    release.upgrade({"gateway": mark, "prefill": mark, "decode": mark})
-    wait_for("the old pods to be gone", lambda: not before & {pod["metadata"]["uid"] for pod in release.pods()})
-    load.wait_more()
-    assert_unharmed("every pod replaced by an upgrade", load)
+    with unharmed("every pod replaced by an upgrade", load):
+        release.upgrade({"gateway": mark, "prefill": mark, "decode": mark})
+        wait_for("the old pods to be gone", lambda: not before & {pod["metadata"]["uid"] for pod in release.pods()})
 
 
 def test_all_keys_are_changed(release: Release, load: Load, tmp_path: Path) -> None:
     """The three steps of docs/kubernetes.md: both are known, the new ones are used, the old ones are forgotten."""
     kubectl, namespace = release.cluster.kubectl, ("-n", release.namespace)
-    name = "--field-selector=metadata.name=relay-kvrelay-keys"
-    (secret,) = release.cluster.get("secrets", *namespace, name)
-    old = {name: base64.b64decode(text) for name, text in secret["data"].items()}
-    new = {path.name: path.read_bytes() for path in make_keys(tmp_path)}
+    selected = (*namespace, "--field-selector=metadata.name=relay-kvrelay-keys")
+
+    def keys() -> dict[str, bytes]:
+        (secret,) = release.cluster.get("secrets", *selected)
+        return {name: base64.b64decode(text) for name, text in secret["data"].items()}
+
+    old, new = keys(), {path.name: path.read_bytes() for path in make_keys(tmp_path)}
     both = {name: old[name] + new[name] for name in old if name.endswith(".pem")}
     private = {name: new[name] for name in new if name.endswith(".key")}
-    for changed in (both, private, new):
-        patch = {"data": {name: base64.b64encode(text).decode() for name, text in changed.items()}}
-        kubectl("patch", "secret", "relay-kvrelay-keys", *namespace, "--patch", json.dumps(patch))
-        kubectl("rollout", "restart", "deployment", *namespace)
-        for deployment in ("gateway", "prefill-worker", "decode-worker"):
-            kubectl("rollout", "status", f"deployment/relay-kvrelay-{deployment}", *namespace, "--timeout=120s")
-        load.wait_more()
-    assert_unharmed("all keys changed, in three restarts of everything", load)
-    (secret,) = release.cluster.get("secrets", *namespace, name)
-    assert {name: base64.b64decode(text) for name, text in secret["data"].items()} == new
+    with unharmed("all keys changed, in three restarts of everything", load):
+        for changed in (both, private, new):
+            patch = {"data": {name: base64.b64encode(text).decode() for name, text in changed.items()}}
+            kubectl("patch", "secret", "relay-kvrelay-keys", *namespace, "--patch", json.dumps(patch))
+            kubectl("rollout", "restart", "deployment", *namespace)
+            for deployment in ("gateway", "prefill-worker", "decode-worker"):
+                kubectl("rollout", "status", f"deployment/relay-kvrelay-{deployment}", *namespace, "--timeout=120s")
+    assert keys() == new
 
 
 def test_a_new_worker_takes_traffic_at_once(release: Release, load: Load) -> None:
     """Within 2 s of being Ready, as the API shows both: its condition, and its count of tokens."""
-    release.scale("decode-worker", 1)
     known = {pod["metadata"]["name"] for pod in release.pods("decode-worker")}
-    scale = ("scale", "-n", release.namespace, "deployment/relay-kvrelay-decode-worker", "--replicas=2")
-    release.cluster.kubectl(*scale)
-    (pod,) = wait_for(
-        "the new pod to be ready",
-        lambda: [pod for pod in release.ready("decode-worker") if pod["metadata"]["name"] not in known],
-        every_s=0.02,
-    )
-    ready_s = time.monotonic()
-    metrics = f"/api/v1/namespaces/{release.namespace}/pods/{pod['metadata']['name']}:7280/proxy/metrics"
+    scale = ("scale", "-n", release.namespace, "deployment/relay-kvrelay-decode-worker")
+    with unharmed("a new decode worker", load):
+        release.cluster.kubectl(*scale, "--replicas=3")
+        (pod,) = wait_for(
+            "the new pod to be ready",
+            lambda: [pod for pod in release.ready("decode-worker") if pod["metadata"]["name"] not in known],
+            every_s=0.02,
+        )
+        ready_s = time.monotonic()
+        metrics = f"/api/v1/namespaces/{release.namespace}/pods/{pod['metadata']['name']}:7280/proxy/metrics"
 
-    def has_tokens() -> bool:
-        lines = release.cluster.kubectl("get", "--raw", metrics).splitlines()
-        return any(line.startswith("kvrelay_sampled_tokens_total ") and float(line.split()[1]) > 0 for line in lines)
+        def has_tokens() -> bool:
+            lines = release.cluster.kubectl("get", "--raw", metrics).splitlines()
+            return any(
+                line.startswith("kvrelay_sampled_tokens_total ") and float(line.split()[1]) > 0 for line in lines
+            )
 
-    wait_for("its first tokens", has_tokens, every_s=0.02)
-    took_s = time.monotonic() - ready_s
+        wait_for("its first tokens", has_tokens, every_s=0.02)
+        took_s = time.monotonic() - ready_s
     print(f"a new decode worker generates {took_s:.2f} s after it was seen to be Ready")
     assert took_s < 2.0 + ASKING_S
-    assert_unharmed("a new decode worker", load)
+    release.scale("decode-worker", 2)
 
 
-def test_a_node_crashes(release: Release, nodes: list[str], cluster: Cluster) -> None:
+def test_a_node_crashes(release: Release, load: Load, nodes: list[str], cluster: Cluster) -> None:
     """No word from it: no closed connection, no deletion. At most one honest error per stream, and well again within 20 s."""
     if cluster.crash is None or len(nodes) < 3:
         pytest.skip("KVRELAY_TEST_CRASH_NODE is not set, or there are fewer than three nodes")
@@ -165,28 +168,30 @@ def test_a_node_crashes(release: Release, nodes: list[str], cluster: Cluster) ->
         for pod in release.pods()
         if pod["spec"]["nodeName"] == victim
     )
-    with Load(release, node=nodes[0]) as load:
-        crashed_s = time.time()
-        cluster.crash_node(victim)
-        try:
-            load.wait_more(3)
-            results = load.stop()
-        finally:
-            cluster.start_node(victim)
-    after = [result for result in results if result["ended_s"] > crashed_s]
-    print(summary(f"a node crashed, and with it {', '.join(lost)}", after))
-    # A stream is well again when it has a whole answer to a question that it asked after the crash.
+    try:
+        with load.watched(rounds=3) as results:
+            crashed_s = time.time()
+            cluster.crash_node(victim)
+    finally:
+        cluster.start_node(victim)
+    print(summary(f"a node crashed, and with it {', '.join(lost)}", results))
+    # A stream is well again when it has a whole answer that ended after the crash.
     recovered_s = [
-        min(result["ended_s"] for result in after if is_whole(result) and result["stream"] == stream) - crashed_s
+        min(
+            result["ended_s"]
+            for result in whole(results)
+            if result["stream"] == stream and result["ended_s"] > crashed_s
+        )
+        - crashed_s
         for stream in range(load.num_streams)
     ]
     print(
-        f"until each stream had its next whole answer: median {median(recovered_s):.1f} s, worst {max(recovered_s):.1f} s"
+        f"until a stream had its next whole answer: median {median(recovered_s):.1f} s, worst {max(recovered_s):.1f} s"
     )
-    errors = Counter(result["stream"] for result in failures(after))
-    assert max(errors.values(), default=0) <= 1, failures(after)
+    errors = Counter(result["stream"] for result in failures(results))
+    assert max(errors.values(), default=0) <= 1, failures(results)
     assert max(recovered_s) <= 20
-    assert_same_answers(results)
+    assert_same_answers(load.results())
     for component in ("gateway", "prefill-worker", "decode-worker"):
         wait_for(f"two of {component}", lambda component=component: len(release.ready(component)) == 2)
 
@@ -194,7 +199,7 @@ def test_a_node_crashes(release: Release, nodes: list[str], cluster: Cluster) ->
 @pytest.mark.parametrize(
     ("component", "says"), [("decode-worker", "there is no decode worker"), ("prefill-worker", "")]
 )
-def test_a_pool_of_none(release: Release, nodes: list[str], component: str, says: str) -> None:
+def test_a_pool_of_none(release: Release, component: str, says: str) -> None:
     """Without decode workers a 503 that says so; without prefill workers decode workers compute the prompts."""
     release.scale(component, 0)
     gateway = release.pods("gateway")[0]

@@ -28,7 +28,7 @@ def gpus(cluster: Cluster) -> dict[str, int]:
 
 @pytest.fixture
 def release(cluster: Cluster, gpus: dict[str, int]) -> Iterator[Release]:
-    """Not installed yet; without gateways, which need no GPU."""
+    """Not installed yet."""
     spread = {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
@@ -47,6 +47,9 @@ def release(cluster: Cluster, gpus: dict[str, int]) -> Iterator[Release]:
 
     with cluster.namespace("kvrelay-placement") as namespace:
         yield Release(cluster, namespace, {"prefill": pool("prefill", 1), "decode": pool("decode", 2)})
+        cluster.helm("uninstall", "relay", "-n", namespace)
+        # Pods on a node that is fake are never said to have ended.
+        cluster.kubectl("delete", "pods", "--all", "-n", namespace, "--grace-period=0", "--force")
 
 
 def placed(release: Release, component: str, replicas: int) -> list[dict[str, Any]]:

@@ -99,4 +99,15 @@ def test_choices_that_cannot_be(checkout: Path) -> None:
 def test_every_make_target_has_help() -> None:
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
     targets = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("make ")]
-    assert targets == ["help", "setup", "serve", "test", "check", "verify", "clean"]
+    assert targets == [
+        "help",
+        "setup",
+        "serve",
+        "test",
+        "check",
+        "verify",
+        "kind-up",
+        "kind-test",
+        "kind-down",
+        "clean",
+    ]
