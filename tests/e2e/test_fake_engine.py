@@ -12,6 +12,7 @@ from kvrelay.engine.fake import expected_output
 from kvrelay.launcher.client import counter_values
 from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.settings import LocalSettings
+from kvrelay.wire.keys import make_keys
 
 from .conftest import wait_until_idle
 from .test_demo import http, prompt, stream_ids
@@ -19,12 +20,16 @@ from .test_demo import http, prompt, stream_ids
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 
-@pytest.mark.parametrize("seal_kv", ["false", "true"])
+@pytest.mark.parametrize("security", ["plain", "sealed", "keys"])
 async def test_fakes_hand_over_real_blocks(
-    seal_kv: str, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+    security: str, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVRELAY_FAKE_STEP_MS", "1")
-    monkeypatch.setenv("KVRELAY_SEAL_KV", seal_kv)
+    if security == "sealed":
+        monkeypatch.setenv("KVRELAY_SEAL_KV", "true")
+    elif security == "keys":
+        make_keys(tmp_path)
+        monkeypatch.setenv("KVRELAY_KEYS", str(tmp_path))
     settings = LocalSettings(port=0, engine="fake", local_prefill_max_tokens=0)
     with LocalDeployment.from_settings(settings, model_directory) as deployment:
         await asyncio.to_thread(deployment.wait_ready, timeout_s=60)

@@ -1,4 +1,4 @@
-"""API keys: known by hash, read again when their file changes."""
+"""API keys: known by hash, read again when their file changes, asked for below /v1/ and nowhere else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import pytest
 from kvrelay.common.errors import SettingsError
 from kvrelay.gateway.api_keys import ApiKeys, hash_key
 from kvrelay.gateway.errors import UnauthorizedError
+
+from .http_app import CHAT, app_for
+from .players import good
 
 
 class Clock:
@@ -106,3 +109,21 @@ def test_a_bad_file_is_named_at_the_start(tmp_path: Path, content: str, text: st
     with pytest.raises(SettingsError, match=text) as caught:
         ApiKeys(path)
     assert "hunter2" not in str(caught.value)
+
+
+async def test_only_the_api_asks_for_a_key(tmp_path: Path, model_directory: Path) -> None:
+    """Probes and Prometheus have none. What is refused reaches no worker, and has a body of OpenAI's shape."""
+    body = {"messages": [{"role": "user", "content": "hand over"}], "max_tokens": 2}
+    async with app_for(model_directory, good, api_keys=str(keys_file(tmp_path, "alice"))) as app:
+        for path in ("/health/live", "/health/ready", "/metrics"):
+            assert (await app.client.get(path)).status_code == 200
+        for headers in ({}, {"authorization": "Bearer key-of-eve"}):
+            refused = await app.client.post(CHAT, json=body, headers=headers)
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert (await app.client.get("/v1/models", headers=headers)).status_code == 401
+        assert app.player.submits == []
+        accepted = await app.client.post(CHAT, json=body, headers={"authorization": "Bearer key-of-alice"})
+        assert accepted.status_code == 200
+        assert len(app.player.submits) == 1

@@ -15,6 +15,7 @@ import pytest
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.common.settings import setting
 from kvrelay.decode_worker.settings import DecodeSettings
+from kvrelay.gateway.api_keys import ApiKeys
 from kvrelay.launcher import cli
 from kvrelay.launcher.options import command_line, load_settings
 
@@ -179,6 +180,30 @@ def test_fetch_prints_the_directory(
     monkeypatch.setattr("kvrelay.launcher.models.resolve_model", lambda name: tmp_path / name)
     assert cli.run(["fetch", "m"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'm'}\n"
+
+
+def test_keys_are_made_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.run(["keys", str(tmp_path / "new")]) == 0
+    assert [Path(line) for line in capsys.readouterr().out.splitlines()] == [
+        tmp_path / "new" / f"{role}.{kind}" for role in ("gateway", "prefill", "decode") for kind in ("key", "pem")
+    ]
+    assert cli.run(["keys", str(tmp_path / "new")]) == 1
+    assert "would be overwritten" in capsys.readouterr().err
+
+
+def test_an_api_key_and_its_line_belong_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The line goes into a file by redirection; the key only to whoever looks."""
+    assert cli.run(["api-key", "alice"]) == 0
+    said = capsys.readouterr()
+    key = said.err.rsplit(" ", 1)[1].strip()
+    assert key not in said.out
+    (tmp_path / "keys").write_text(said.out)
+    assert ApiKeys(tmp_path / "keys").check(f"Bearer {key}") == "alice"
+
+
+def test_a_worker_that_others_can_reach_needs_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["decode-worker", "--engine", "fake", "--address", "tcp://0.0.0.0:0"]) == 2
+    assert "without --keys anybody there could read, forge and cancel requests" in capsys.readouterr().err
 
 
 def test_values_become_a_command_line_and_come_back() -> None:
