@@ -159,15 +159,16 @@ class Release:
         """The pods of a component that take traffic."""
         return [pod for pod in self.pods(component) if is_ready(pod)]
 
-    def scale(self, component: str, replicas: int) -> None:
-        """To ``replicas``; returns when they are ready, and the others gone."""
-        self.cluster.kubectl(
-            "scale", "-n", self.namespace, f"deployment/relay-kvrelay-{component}", f"--replicas={replicas}"
-        )
-        wait_for(
-            f"{replicas} of {component}",
-            lambda: len(self.pods(component)) == replicas == len(self.ready(component)),
-        )
+    def scale(self, sizes: dict[str, int]) -> None:
+        """Components to so many pods each; returns when those are ready, and the others gone."""
+        for component, replicas in sizes.items():
+            deployment = f"deployment/relay-kvrelay-{component}"
+            self.cluster.kubectl("scale", "-n", self.namespace, deployment, f"--replicas={replicas}")
+
+        def is_done() -> bool:
+            return all(len(self.pods(name)) == number == len(self.ready(name)) for name, number in sizes.items())
+
+        wait_for(f"{sizes}", is_done)
 
     def execute(self, pod: str, *command: str, is_checked: bool = True) -> str:
         """Output of a command in a pod."""
