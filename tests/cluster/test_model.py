@@ -114,7 +114,7 @@ def test_tokens_equal_those_of_transformers(
     release: Release, url: str, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``kvrelay verify`` on the deployment, and what it handed over from one node to another."""
-    assert run(["verify", "--url", url, "--api-key", key, "--max-tokens", "24", "--threads", "2"]) == 0
+    assert run(["verify", "--url", url, "--api-key", key, "--max-tokens", "8", "--threads", "2"]) == 0
     assert "all 40 answers equal transformers" in capsys.readouterr().out
     verified = 0.0
     for pod in release.pods("prefill-worker"):
