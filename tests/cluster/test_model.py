@@ -266,7 +266,7 @@ def test_keys_stay_on_upgrades_and_nothing_stays_behind(release: Release) -> Non
 
     before = keys()
     assert set(before) == {"relay-kvrelay-keys", "relay-kvrelay-api-keys"}
-    release.upgrade({"gateway": {"podAnnotations": {"example.com/upgraded": "yes"}}})
+    release.upgrade({"metrics": {"dashboard": {"enabled": False}}})
     assert keys() == before
     release.uninstall()
     kinds = release.cluster.kubectl("api-resources", "--verbs=list", "--namespaced", "-o", "name").split()
