@@ -49,7 +49,8 @@ from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.ports import free_ports
 from kvrelay.launcher.settings import LocalSettings
-from kvrelay.wire.control import ControlClient, ControlServer
+from kvrelay.wire.control_client import ControlClient
+from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.messages import (
     Hello,
     HelloRefused,

@@ -22,7 +22,7 @@ from kvrelay.engine.interface import Engine
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.metrics import EngineMetrics
 from kvrelay.wire.authentication import PeerGate
-from kvrelay.wire.control import ControlServer
+from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.data_plane import BlockReceiver
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.lease import LeaseSettings, VerifiedLease

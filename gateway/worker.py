@@ -12,7 +12,7 @@ import zmq
 
 from kvrelay.gateway.routing import WorkerView
 from kvrelay.wire.authentication import ClientProof
-from kvrelay.wire.control import ControlClient
+from kvrelay.wire.control_client import ControlClient
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import (
     Cancelled,
@@ -84,7 +84,7 @@ class WorkerOwner(Protocol):
 
 
 class Worker:
-    """One worker's address. Implements :class:`kvrelay.wire.control.ClientHandler`."""
+    """One worker's address. Implements :class:`kvrelay.wire.control_client.ClientHandler`."""
 
     def __init__(
         self,

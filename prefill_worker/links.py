@@ -16,7 +16,7 @@ import zmq
 
 from kvrelay.common.model_card import KvLayout
 from kvrelay.wire.authentication import ClientProof
-from kvrelay.wire.control import ControlClient
+from kvrelay.wire.control_client import ControlClient
 from kvrelay.wire.data_plane import BlockSender
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import FailureCode, Hello, HelloRefused, Message, Role, Status, Welcome
@@ -55,7 +55,7 @@ class LinkIdentity:
 
 
 class _Peer:
-    """One decode worker's address. Implements :class:`kvrelay.wire.control.ClientHandler`."""
+    """One decode worker's address. Implements :class:`kvrelay.wire.control_client.ClientHandler`."""
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.service import Ports, PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.authentication import PeerGate
-from kvrelay.wire.control import ControlServer
+from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import Role
 from kvrelay.wire.metrics import WireMetrics

@@ -12,6 +12,7 @@ import logging
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import Role
@@ -72,6 +73,26 @@ def receive_with_role(socket: zmq.Socket[bytes]) -> list[bytes]:
     return [*(frame.bytes for frame in frames), str(frames[-1].get("User-Id")).encode()]
 
 
+WATCHED_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+def handshake_problem(event: list[bytes], proof: ClientProof | None) -> str | None:
+    """What a client's monitor says of the keys, one of ``WATCHED_EVENTS``; None if it says nothing of them."""
+    kind = parse_monitor_message(event)["event"]
+    if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return "it does not let our key in"
+    if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        return "it asks for keys, and we have none" if proof is None else "it has no keys, and we have"
+    if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and proof is not None:
+        return "its key is not one of those that we know for its role"
+    return None
+
+
 class ClientProof:
     """What a client shows, and what it asks of its server: to be a worker of ``server_role``."""
 
@@ -79,6 +100,7 @@ class ClientProof:
         self._keys = keys
         # One at a connection: which of several keys a server has by now, only trying tells.
         self._server_keys = itertools.cycle(keys.peers[server_role])
+        self.num_server_keys = len(keys.peers[server_role])
 
     def guard(self, socket: zmq.Socket[bytes]) -> None:
         """Make ``socket`` a client that only talks CURVE, before it connects."""

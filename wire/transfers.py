@@ -37,7 +37,7 @@ Key = tuple[str, int]
 
 
 class MessageSender(Protocol):
-    """A control link (kvrelay.wire.control.ControlClient)."""
+    """A control link (kvrelay.wire.control_client.ControlClient)."""
 
     def send(self, message: Message) -> bool:
         """Queue a message; False if the link is down."""

@@ -16,7 +16,7 @@ from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay import GenerationRequest, Relay
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers import WorkerPool, static_workers
-from kvrelay.wire.control import ControlServer
+from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.messages import (
     Cancel,
     Cancelled,

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.engine.fake import fake_card
 from kvrelay.prefill_worker import links
 from kvrelay.prefill_worker.links import DecodeLinks, LinkIdentity, data_address
-from kvrelay.wire.control import ControlServer
+from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.messages import FailureCode, Hello, HelloRefused, Message, Role, Status, Welcome, WorkerState
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings

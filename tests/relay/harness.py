@@ -19,7 +19,7 @@ from kvrelay.engine.fake import FakeEngine, fake_card
 from kvrelay.engine.interface import StepRow
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
-from kvrelay.wire.control import ControlClient
+from kvrelay.wire.control_client import ControlClient
 from kvrelay.wire.messages import (
     Cancelled,
     DecodeTarget,

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.engine.fake import fake_card
 from kvrelay.wire.authentication import ClientProof, PeerGate
-from kvrelay.wire.control import ControlClient, ControlServer
+from kvrelay.wire.control_client import ControlClient
+from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.messages import Hello, HelloRefused, Message, Role, Status, Welcome, WorkerState
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings

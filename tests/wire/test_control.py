@@ -11,7 +11,8 @@ import zmq.asyncio
 
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
-from kvrelay.wire.control import ControlClient, ControlServer
+from kvrelay.wire.control_client import ControlClient
+from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.errors import MalformedMessageError, WireError
 from kvrelay.wire.messages import (
     Cancel,
