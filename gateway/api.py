@@ -187,8 +187,9 @@ class OpenAIRoutes:
 
 
 def _internal_id(request: Request) -> str:
-    """The request's id with something of its own: clients may send the same id twice at a time, workers go by ids."""
-    return f"{request.state.request_id}.{secrets.token_hex(4)}"
+    """The request's id, with something of its own if it came from outside: the same may come twice at a time, workers go by ids."""
+    request_id: str = request.state.request_id
+    return f"{request_id}.{secrets.token_hex(4)}" if request.state.is_id_given else request_id
 
 
 def _check_text(text: str, param: str) -> None:

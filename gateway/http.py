@@ -57,9 +57,10 @@ class Edge:
         request = Request(scope, receive)
         given = request.headers.get("x-request-id", "")
         # An id from outside goes into logs and messages: only what is plainly an id is taken.
-        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+        is_given = _REQUEST_ID.fullmatch(given) is not None
+        request_id = given if is_given else secrets.token_hex(12)
         state = scope.setdefault("state", {})
-        state["request_id"] = request_id
+        state["request_id"], state["is_id_given"] = request_id, is_given
         state["received_s"] = time.monotonic()
         status = 0
         endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None

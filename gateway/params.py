@@ -38,10 +38,12 @@ def sampling_params(
             param="max_tokens",
         )
     top_k = body.top_k if body.top_k is not None and body.top_k > 0 else 0
-    seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
+    temperature = 1.0 if body.temperature is None else body.temperature
+    drawn = secrets.randbits(63) if temperature and body.seed is None else 0  # greedy sampling draws nothing
+    seed = drawn if body.seed is None else body.seed % 2**64
     return SamplingParams(
         max_tokens=room if max_tokens is None else max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
+        temperature=temperature,
         top_k=top_k,
         top_p=1.0 if body.top_p is None else body.top_p,
         min_p=0.0 if body.min_p is None else body.min_p,

@@ -136,7 +136,7 @@ class Worker:
                 self._count_report()
                 self._owner.on_worker_reported()
             case Tokens(items=items):
-                for item in items:
+                for item in first_tokens_first(items):
                     self._owner.deliver((item.request_id, item.attempt), item)
             case HandedOver():
                 self._owner.deliver((message.request_id, message.attempt), message)
@@ -230,3 +230,12 @@ class Worker:
             pending_requests=len(self._unreported),
             pending_tokens=sum(attempt.num_tokens for attempt in self._unreported.values()),
         )
+
+
+def first_tokens_first(items: list[TokenDelta]) -> list[TokenDelta]:
+    """One step's tokens in the order in which they are worth most: a request that has none yet has waited longest.
+
+    Newcomers are the last in a worker's batch, and each request before them takes the gateway some of their time.
+    """
+    firsts = [item for item in items if item.index == 0]
+    return firsts + [item for item in items if item.index] if firsts else items

@@ -41,5 +41,5 @@ chmod -R a+rX "$MODELS"
 
 if [ "$1" = test ]; then
     shift
-    exec .venv/bin/python -m pytest -s tests/cluster "$@"
+    exec .venv/bin/python -m pytest -s --durations=15 tests/cluster "$@"
 fi

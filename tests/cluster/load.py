@@ -18,7 +18,7 @@ Result = dict[str, Any]
 class Load:
     """``num_streams`` clients in a pod, on a node of the test's choice. Use as a context."""
 
-    def __init__(self, release: Release, *, num_streams: int = 16, max_tokens: int = 120, node: str) -> None:
+    def __init__(self, release: Release, *, num_streams: int = 16, max_tokens: int = 80, node: str) -> None:
         self._release = release
         self._name = "streams"
         self._arguments = [str(num_streams), str(max_tokens)]
@@ -64,7 +64,7 @@ class Load:
     @contextlib.contextmanager
     def watched(self, rounds: int = 1) -> Iterator[list[Result]]:
         """What ends from here on, until every stream has ``rounds`` more answers behind the block: filled in when all is over."""
-        self.wait_more()
+        wait_for("the streams to run", self.results)
         seen: list[Result] = []
         num_before = len(self.results())
         yield seen

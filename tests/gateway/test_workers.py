@@ -13,8 +13,9 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.fake import fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay import GenerationRequest
+from kvrelay.gateway.worker import first_tokens_first
 from kvrelay.gateway.workers import FoundWorker, WorkerPool
-from kvrelay.wire.messages import Role, Submit
+from kvrelay.wire.messages import Role, Submit, TokenDelta
 from kvrelay.wire.settings import LinkSettings
 
 from .players import ALL, PROMPT, Player, Stage, good, stage
@@ -163,3 +164,14 @@ async def test_a_gateway_that_was_told_nothing_is_not_ready() -> None:
     assert pool.not_ready() == []
     assert pool.absent() == ["there is no decode worker"]
     await pool.stop()
+
+
+def test_who_has_no_token_yet_comes_first() -> None:
+    """And all others in the order of the batch, as if nothing had been moved."""
+    items = [
+        TokenDelta(request_id=name, attempt=1, index=index, tokens=[])
+        for name, index in zip("abcd", (7, 0, 3, 0), strict=True)
+    ]
+    assert [item.request_id for item in first_tokens_first(items)] == ["b", "d", "a", "c"]
+    later = [items[0], items[2]]
+    assert first_tokens_first(later) is later
