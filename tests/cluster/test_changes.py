@@ -19,6 +19,7 @@ from .cluster import Cluster, Release, is_ready, wait_for
 from .conftest import release_of
 from .load import Load, assert_same_answers, failures, summary, whole
 
+COMPONENTS = ("gateway", "prefill-worker", "decode-worker")
 ASK = """
 import json, sys, urllib.error, urllib.request
 body = json.dumps({"prompt": "one two three four five six seven eight " * 8, "max_tokens": 4}).encode()
@@ -122,7 +123,7 @@ def test_all_keys_are_changed(release: Release, load: Load, tmp_path: Path) -> N
             patch = {"data": {name: base64.b64encode(text).decode() for name, text in changed.items()}}
             kubectl("patch", "secret", "relay-kvrelay-keys", *namespace, "--patch", json.dumps(patch))
             kubectl("rollout", "restart", "deployment", *namespace)
-            for deployment in ("gateway", "prefill-worker", "decode-worker"):
+            for deployment in COMPONENTS:
                 kubectl("rollout", "status", f"deployment/relay-kvrelay-{deployment}", *namespace, "--timeout=120s")
     assert keys() == new
 
@@ -158,13 +159,10 @@ def test_a_node_crashes(release: Release, load: Load, nodes: list[str], cluster:
     """No word from it: no closed connection, no deletion. At most one honest error per stream, and well again within 20 s."""
     if cluster.crash is None or len(nodes) < 3:
         pytest.skip("KVRELAY_TEST_CRASH_NODE is not set, or there are fewer than three nodes")
-    where = Counter(pod["spec"]["nodeName"] for pod in release.pods())
+    ready = [(component, pod) for component in COMPONENTS for pod in release.ready(component)]
+    where = Counter(pod["spec"]["nodeName"] for _, pod in ready)
     victim = max(nodes[1:], key=lambda node: where[node])
-    lost = sorted(
-        pod["metadata"]["labels"]["app.kubernetes.io/component"]
-        for pod in release.pods()
-        if pod["spec"]["nodeName"] == victim
-    )
+    lost = [component for component, pod in ready if pod["spec"]["nodeName"] == victim]
     try:
         with load.watched(rounds=3) as results:
             crashed_s = time.time()
@@ -189,7 +187,7 @@ def test_a_node_crashes(release: Release, load: Load, nodes: list[str], cluster:
     assert max(errors.values(), default=0) <= 1, failures(results)
     assert max(recovered_s) <= 20
     assert_same_answers(load.results())
-    for component in ("gateway", "prefill-worker", "decode-worker"):
+    for component in COMPONENTS:
         wait_for(f"two of {component}", lambda component=component: len(release.ready(component)) == 2)
 
 
