@@ -7,7 +7,7 @@
 # Models are mounted or downloaded, never built in. Probes are Kubernetes' business: there is no HEALTHCHECK. No image has a compiler:
 # what a worker would compile at its start (engine/native) is compiled in a stage that is left behind.
 
-ARG PYTHON_IMAGE=python:3.11-slim
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 # The wheel of this source tree, and what each image needs beside it: those layers change only when pyproject.toml does.
 FROM ${PYTHON_IMAGE} AS wheel
