@@ -32,7 +32,6 @@ def release(cluster: Cluster) -> Iterator[Release]:
         "minReplicas": 1,
         "maxReplicas": 3,
         "metrics": [TARGET],
-        "behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}},
     }
     values = {
         "gateway": {"settings": {"local_prefill_max_tokens": 0}},
@@ -109,8 +108,7 @@ def test_prefill_workers_follow_the_prompts_that_wait(release: Release, adapter:
         load.wait_more()
         results = load.stop()
         most = len(release.pods("prefill-worker"))
-    wait_for("one prefill worker again", lambda: len(release.pods("prefill-worker")) == 1, 120)
-    print(summary(f"prefill workers scaled 1 to {most} and back by an HPA", results))
+    print(summary(f"prefill workers scaled 1 to {most} by an HPA", results))
     assert failures(results) == []
     assert_same_answers(results)
     (decode,) = release.cluster.get("deployments", "-n", release.namespace, "-l", "kvrelay.dev/role=decode")

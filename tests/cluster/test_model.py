@@ -62,7 +62,7 @@ for address, role in zip(sys.argv[1:], (Role.PREFILL, Role.DECODE), strict=True)
                 socket.send(Codec().encode(message), zmq.DONTWAIT)
             except zmq.Again:
                 pass
-        print("an answer" if socket.poll(3000) else "nothing")
+        print("an answer" if socket.poll(2000) else "nothing")
 """
 
 
