@@ -76,7 +76,7 @@ class Edge:
         try:
             try:
                 if self._api_keys is not None and scope["path"].startswith("/v1/"):
-                    state["api_key"] = self._api_keys.check(request.headers.get("authorization"))
+                    self._api_keys.check(request.headers.get("authorization"))
                 receive = await self._read_body(request)
             except (BodyTooLargeError, UnauthorizedError) as error:
                 await error_response(error)(scope, receive, send_named)

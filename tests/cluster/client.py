@@ -84,7 +84,7 @@ def connected(url: urllib.parse.SplitResult) -> socket.socket:
         except OSError:
             if number + 1 == CONNECT_TRIES:
                 raise
-            time.sleep(0.2)
+            time.sleep(0.2)  # as a client would, between two tries
         else:
             connection.settimeout(SILENCE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -103,7 +103,7 @@ def main() -> None:
             with lock:
                 print(line, flush=True)
             if '"error": null' not in line:
-                time.sleep(0.5)
+                time.sleep(0.5)  # who was refused does not ask again at once
 
     threads = [threading.Thread(target=run, args=(stream,)) for stream in range(int(sys.argv[2]))]
     for thread in threads:

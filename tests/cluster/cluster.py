@@ -58,7 +58,7 @@ def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_for(what: str, look: Callable[[], T | None], timeout_s: float = 90.0, every_s: float = 0.2) -> T:
-    """The first result of ``look`` that is true."""
+    """The first result of ``look`` that is true, asked for over and over: who waits for a cluster is not called back."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         found = look()

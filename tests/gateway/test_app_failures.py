@@ -1,0 +1,282 @@
+"""What clients see when something fails behind the API, and what is left behind when they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Message
+
+from kvrelay.common.sampling import FinishReason, SampledToken
+from kvrelay.gateway.errors import ApiError
+from kvrelay.gateway.generation import TextDelta
+from kvrelay.gateway.streaming import ClientLeftError, EndAtDisconnect, EventStream, merged
+from kvrelay.gateway.tokenizer import Tokenizer
+from kvrelay.gateway.workers import WorkerPool
+from kvrelay.wire.messages import FailureCode, Submit
+
+from .http_app import CHAT, TEXT, app_for, lifespan, saying, tokens_of
+from .players import Player, failing
+
+USER = [{"role": "user", "content": "hand over"}]
+SAID = "the baton, née 🏃 here"
+
+
+@pytest.fixture
+def tokenizer(model_directory: Path) -> Callable[[], Tokenizer]:
+    return lambda: Tokenizer.load(model_directory)
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+
+
+async def test_without_workers_every_request_gets_503_at_once(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer]
+) -> None:
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        await app.player.server.stop()
+        async with asyncio.timeout(20):
+            while (await app.client.get("/health/ready")).status_code == 200:
+                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+        assert "no decode worker is up" in (await app.client.get("/health/ready")).json()["reasons"][0]
+        assert (await app.client.get("/health/live")).status_code == 200
+        response = await app.client.post(TEXT, json={"prompt": "x"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+        assert int(response.headers["retry-after"]) >= 1
+        assert "tcp://" not in response.text
+
+
+async def test_workers_that_go_while_a_prompt_is_encoded_are_a_503(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        encode = Tokenizer.encode
+
+        def slow(self: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+            monkeypatch.setattr(WorkerPool, "cards", lambda self: [])
+            return encode(self, text, add_special_tokens=add_special_tokens)
+
+        monkeypatch.setattr(Tokenizer, "encode", slow)
+        answer = await app.client.post(TEXT, json={"prompt": ["one", "two"]})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+
+
+async def test_a_token_that_cannot_be_has_a_finite_log_probability(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer]
+) -> None:
+    def script(player: Player, submit: Submit) -> None:
+        (token,) = tokens_of(tokenizer(), "x")
+        impossible = SampledToken(token.token_id, float("-inf"), ((token.token_id, float("-inf")), (5, float("nan"))))
+        player.tokens(submit, 0, [impossible], FinishReason.STOP)
+
+    def no_constants(name: str) -> float:
+        raise AssertionError(f"{name} is not JSON")
+
+    async with app_for(model_directory, script) as app:
+        for path, body in (
+            (CHAT, {"messages": [{"role": "user", "content": "x"}], "logprobs": True}),
+            (TEXT, {"prompt": "x", "logprobs": 2}),
+        ):
+            for stream in (False, True):
+                response = await app.client.post(path, json={**body, "stream": stream})
+                for line in response.text.split("\n\n"):
+                    text = line.removeprefix("data: ").strip()
+                    if text and text != "[DONE]":
+                        json.loads(text, parse_constant=no_constants)
+                assert "-9999.0" in response.text
+
+
+async def test_a_failure_before_the_first_token_is_a_status(model_directory: Path) -> None:
+    async with app_for(model_directory, failing(FailureCode.INTERNAL), relay={"max_attempts": 1}) as app:
+        for stream in (True, False):
+            error = (await app.post(TEXT, 502, prompt="x", stream=stream))["error"]
+            assert (error["type"], error["code"]) == ("server_error", "attempts_failed")
+
+
+async def test_a_failure_in_the_middle_is_one_event(model_directory: Path) -> None:
+    async with app_for(model_directory, failing(FailureCode.INTERNAL, after=2), relay={"max_attempts": 1}) as app:
+        events = await app.events(TEXT, prompt="x", max_tokens=9)
+        assert [event for event in events if "error" in event] == [events[-1]]
+        assert events[-1]["error"]["code"] == "attempts_failed"
+        metrics = await app.metrics()
+        assert metrics[f'kvrelay_requests_total{{outcome="failed_mid_stream",route="{TEXT}"}}'] == 1
+        assert metrics['kvrelay_attempts_total{outcome="internal"}'] == 1
+
+
+async def test_an_unexpected_error_is_logged_and_not_told(
+    model_directory: Path,
+    tokenizer: Callable[[], Tokenizer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("a secret")
+
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        monkeypatch.setattr(Tokenizer, "encode", broken)
+        with caplog.at_level(logging.ERROR, "kvrelay.gateway"):
+            response = await app.client.post(TEXT, json={"prompt": "x"}, headers={"x-request-id": "mine"})
+        assert response.status_code == 500
+        assert "secret" not in response.text
+        assert response.json()["error"]["code"] == "internal_error"
+        assert response.headers["x-request-id"] == "mine"
+        record = caplog.records[0]
+        assert record.__dict__["request_id"] == "mine"
+        assert record.exc_info is not None
+
+
+async def test_a_client_that_leaves_while_it_sends(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    """Half a body is not a request."""
+    incoming: list[Message] = [
+        {"type": "http.request", "body": b'{"prompt": "x"}', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return incoming.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": TEXT, "headers": headers, "query_string": b""}
+        await app.asgi(scope, receive, send)
+        assert not sent
+        assert not app.player.submits
+        metrics = await app.metrics()
+        assert metrics["kvrelay_client_disconnects_total"] == 1
+        assert metrics['kvrelay_requests_total{outcome="client_left",route="/v1/completions"}'] == 1
+
+
+# -- streams -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_that_never_began_is_closed_all_the_same() -> None:
+    closed: list[str] = []
+
+    async def source() -> AsyncIterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            closed.append("source")
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"never"
+
+    async def send(_: Message) -> None:
+        raise OSError("the connection is gone")
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    deltas: Any = source()
+    assert await anext(deltas) == 1
+    stream = EventStream(events(), deltas, lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="gone"):
+        await stream({"type": "http"}, receive, send)
+    assert closed == ["source"]
+
+
+async def test_the_first_error_of_several_choices_ends_all() -> None:
+    closed: list[str] = []
+
+    async def endless() -> Any:
+        try:
+            yield TextDelta("x", [], None)
+            await asyncio.Event().wait()
+        finally:
+            closed.append("endless")
+
+    async def broken() -> Any:
+        yield TextDelta("y", [], None)
+        raise ApiError("broken")
+
+    with pytest.raises(ApiError, match="broken"):
+        async for _ in merged([endless(), broken()]):
+            pass
+    assert closed == ["endless"]
+
+
+async def test_work_ends_with_the_client() -> None:
+    was_cancelled = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            was_cancelled.set()
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientLeftError):
+        async with EndAtDisconnect(receive):
+            await work()
+    assert was_cancelled.is_set()
+    await asyncio.sleep(0)  # nothing of the cancellation is left
+
+
+async def test_work_of_a_client_that_stays_is_left_alone() -> None:
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with EndAtDisconnect(receive):
+        await asyncio.sleep(0)
+    with pytest.raises(ZeroDivisionError):
+        async with EndAtDisconnect(receive):
+            raise ZeroDivisionError
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0), EndAtDisconnect(receive):
+            await asyncio.Event().wait()
+
+
+async def test_the_lifespan_ends_with_workers_that_never_came(model_directory: Path) -> None:
+    from kvrelay.gateway.app import create_app  # noqa: PLC0415
+    from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings  # noqa: PLC0415
+
+    settings = GatewaySettings(
+        relay=RelaySettings(),
+        model=str(model_directory),
+        workers=DiscoverySettings(decode_workers=("inproc://nobody",)),
+    )
+    app = create_app(settings)
+    async with lifespan(app), httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        assert (await client.get("/health/ready")).status_code == 503
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == model_directory.name
+
+
+async def test_every_metric_of_the_gateway_moves(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    def script(player: Player, submit: Submit) -> None:
+        say = saying(tokenizer, "one relay", end=FinishReason.LENGTH)
+        (failing(FailureCode.INTERNAL) if len(player.submits) == 1 else say)(player, submit)
+
+    async with app_for(model_directory, script, relay={"max_attempts": 1}) as app:
+        await app.post(TEXT, 502, prompt="x")
+        await app.post(TEXT, prompt="x")
+        await app.post(TEXT, prompt="x", stop="relay")
+        metrics = await app.metrics()
+        for part in ("queue", "prefill", "transfer", "first_step"):
+            assert metrics[f'kvrelay_ttft_part_seconds_count{{part="{part}"}}'] == 2
+        moved = {name.split("{")[0] for name in metrics}
+        assert moved >= {
+            "kvrelay_requests_total",
+            "kvrelay_requests_in_flight",  # the request for the metrics itself
+            "kvrelay_gateway_prompt_tokens_total",
+            "kvrelay_gateway_output_tokens_total",
+            "kvrelay_attempts_total",
+            "kvrelay_stop_string_matches_total",
+            "kvrelay_workers_up",
+            "kvrelay_time_to_first_token_seconds_count",
+            "kvrelay_inter_token_latency_seconds_count",
+            "kvrelay_request_duration_seconds_count",
+        }

@@ -1,0 +1,285 @@
+"""Hand-offs that end early, over real data sockets: either side gives up, falls silent or dies, and every block comes back."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvrelay.engine.block_manager import Owner, OwnerKind
+from kvrelay.wire.errors import BlockRefusedError
+from kvrelay.wire.messages import Abort, FailureCode, Grant, Renew
+
+from .handoffs import (
+    NUM_TOKENS,
+    TTL_S,
+    WAIT_S,
+    commit_of,
+    content_of,
+    offer_for,
+    send_block,
+)
+
+# -- the sender gives up ---------------------------------------------------------------------------------------------------
+
+
+def test_abort_before_the_grant_frees_the_lease_that_comes_late(rig: Any) -> None:
+    key = rig.open(rig.offer_of(list(range(NUM_TOKENS))))
+    rig.transfers.abort(key, "test")
+    rig.settle()
+    assert rig.transfer_ends.released == [key]
+    rig.pump()  # the offer is granted now; the answer to that is an abort, which the same pump delivers
+    assert rig.rejection().code is FailureCode.CANCELLED
+    rig.assert_all_free()
+
+
+@pytest.mark.parametrize("num_ready", [0, 2])
+def test_abort_while_granted_or_shipping(rig: Any, num_ready: int) -> None:
+    key, _ = rig.granted(NUM_TOKENS)
+    rig.transfers.blocks_ready(key, num_ready)
+    for _ in range(num_ready):
+        assert rig.next_block() == "ok"
+    rig.transfers.abort(key, "test")
+    rig.pump()
+    assert rig.rejection().code is FailureCode.CANCELLED
+    rig.settle()
+    rig.assert_all_free()
+    assert rig.transfer_ends.released == [key]
+    assert rig.transfer_ends.failed == []
+    assert not +rig.source.reads
+
+
+def test_abort_after_the_commit_and_after_the_verdict_is_harmless(rig: Any) -> None:
+    key, _ = rig.granted(NUM_TOKENS)
+    rig.commit(key)
+    rig.pump()
+    lease = rig.lease_ends.verified.get(timeout=WAIT_S)
+    rig.transfers.abort(key, "test")  # COMMITTED here, VERIFIED there
+    rig.pump()
+    rig.settle()
+    rig.transfers.abort(key, "test")  # gone
+    assert rig.transfer_ends.released == [key]
+    assert rig.lease_ends.rejected.empty()
+    assert len(rig.manager.owned_blocks(Owner(OwnerKind.LEASE, lease.lease_key))) == 3
+
+
+def test_an_abort_of_another_epoch_is_void(rig: Any) -> None:
+    """Lease ids start anew with every process: an abort meant for the process before must not hit this one's lease."""
+    offer, grant = offer_for(rig)
+    rig.leases.abort("p", Abort(lease_id=grant.lease_id, epoch=grant.epoch - 1, reason="stale"))
+    assert len(rig.leases.snapshot()) == 1
+    send_block(rig, offer, grant, 0)
+    assert rig.next_block() == "ok"
+
+
+def test_blocks_are_not_reused_while_zmq_may_still_read_them(rig: Any) -> None:
+    link, line = rig.new_link("tcp://127.0.0.1:9")  # nobody is there: what is sent stays queued
+    offer = rig.offer_of(list(range(NUM_TOKENS)))
+    rig.transfers.open(("r", 1), link, offer, rig.fill(offer))
+    rig.transfers.on_message(
+        link, Grant(request_id="r", attempt=1, lease_id=1, epoch=7, num_cached_blocks=0, ttl_s=TTL_S)
+    )
+    rig.commit(("r", 1))
+    rig.transfers.abort(("r", 1), "test")
+    rig.transfers.tick()
+    assert rig.transfer_ends.released == []
+    assert +rig.source.reads
+    assert isinstance(line.sent[-1], Abort)
+    rig.senders[-1].close()
+    rig.settle()
+    assert rig.transfer_ends.released == [("r", 1)]
+    assert not +rig.source.reads
+
+
+# -- the receiver gives up -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["cancel", "abort", "abort_peer", "reap"])
+def test_blocks_stay_leased_until_the_writer_is_out(rig: Any, how: str) -> None:
+    offer, grant = offer_for(rig)
+    rig.leases.may_finish.clear()
+    send_block(rig, offer, grant, 0)
+    assert rig.leases.inside.get(timeout=WAIT_S) == 0
+    match how:
+        case "cancel":
+            rig.leases.cancel("r", 1)
+        case "abort":
+            rig.leases.abort("p", Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="test"))
+        case "abort_peer":
+            rig.leases.abort_peer("p")
+        case _:
+            rig.clock.now_s += TTL_S
+            rig.leases.reap()
+    assert rig.leases.snapshot()[0]["state"] == "aborting"
+    assert rig.lease_ends.rejected.empty()
+    assert rig.manager.ledger().num_leased == 3
+    rig.leases.may_finish.set()
+    expected = {"abort_peer": FailureCode.PEER_LOST, "reap": FailureCode.LEASE_EXPIRED}
+    assert rig.rejection().code is expected.get(how, FailureCode.CANCELLED)
+    assert rig.next_block() == "ok"
+    rig.assert_all_free()
+    assert rig.lease_ends.rejected.empty(), "told twice"
+
+
+def test_a_lease_that_is_aborting_takes_no_more_blocks(rig: Any) -> None:
+    offer, grant = offer_for(rig)
+    rig.leases.may_finish.clear()
+    send_block(rig, offer, grant, 0)
+    assert rig.leases.inside.get(timeout=WAIT_S) == 0
+    rig.leases.cancel("r", 1)
+    with pytest.raises(BlockRefusedError, match="not live"):
+        rig.leases.begin_block(rig.header(grant, offer, 1))
+    rig.leases.may_finish.set()
+    rig.rejection()
+    assert {rig.next_block(), rig.next_block()} == {"unknown_lease", "ok"}
+    rig.assert_all_free()
+
+
+def test_the_handler_hears_of_the_end_without_the_lock_held(rig: Any) -> None:
+    offer_for(rig)
+    done = threading.Event()
+
+    def on_rejected(*args: Any) -> None:
+        thread = threading.Thread(target=rig.leases.snapshot)
+        thread.start()
+        thread.join(WAIT_S)
+        if not thread.is_alive():
+            done.set()
+
+    rig.lease_ends.on_lease_rejected = on_rejected
+    rig.leases.cancel("r", 1)
+    assert done.is_set()
+
+
+def test_cancel_and_abort_peer_hit_nobody_else(rig: Any) -> None:
+    offer_for(rig)
+    rig.leases.cancel("r", 2)
+    rig.leases.abort_peer("q")
+    assert len(rig.leases.snapshot()) == 1
+
+
+def test_traffic_and_renewals_put_the_end_off(rig: Any) -> None:
+    offer, grant = offer_for(rig)
+    for step in (
+        lambda: (send_block(rig, offer, grant, 0), rig.next_block()),
+        lambda: rig.leases.renew("p", Renew(lease_id=grant.lease_id, epoch=grant.epoch)),
+        lambda: rig.leases.commit("p", commit_of(offer, grant)),
+    ):
+        rig.clock.now_s += TTL_S - 1
+        step()
+        rig.leases.reap()
+        assert rig.leases.snapshot()[0]["expires_in_s"] == TTL_S
+    rig.leases.renew("p", Renew(lease_id=grant.lease_id, epoch=grant.epoch - 1))  # of another epoch: void
+    rig.clock.now_s += TTL_S
+    rig.leases.reap()
+    assert rig.rejection().code is FailureCode.LEASE_EXPIRED
+    assert rig.handoffs("lease_expired") == 1
+    rig.assert_all_free()
+
+
+def test_a_block_for_an_expired_lease_finds_nothing(rig: Any) -> None:
+    offer, grant = offer_for(rig)
+    rig.clock.now_s += TTL_S
+    rig.leases.reap()
+    send_block(rig, offer, grant, 0)
+    assert rig.next_block() == "unknown_lease"
+    rig.assert_all_free()
+
+
+# -- silence and death -----------------------------------------------------------------------------------------------------
+
+
+def test_no_answer_to_an_offer(rig: Any) -> None:
+    key = rig.open(rig.offer_of(list(range(NUM_TOKENS))))
+    rig.clock.now_s += 10.1
+    rig.transfers.tick()
+    rig.transfers.tick()
+    assert [(k, code) for k, code, _ in rig.transfer_ends.failed] == [(key, FailureCode.PEER_LOST)]
+    assert rig.transfer_ends.released == [key]
+
+
+def test_no_verdict_on_a_commit(rig: Any) -> None:
+    key, _ = rig.granted(NUM_TOKENS)
+    rig.commit(key)
+    rig.clock.now_s += 30.1
+    rig.wait_sent()
+    rig.transfers.tick()
+    rig.transfers.tick()
+    assert [code for _, code, _ in rig.transfer_ends.failed] == [FailureCode.PEER_LOST]
+    assert rig.transfer_ends.released == [key]
+    assert isinstance(rig.line.sent[-1], Abort)
+
+
+def test_granted_leases_are_renewed_while_the_prompt_computes(rig: Any) -> None:
+    _, grant = rig.granted(NUM_TOKENS)
+    for _ in range(3):
+        rig.clock.now_s += TTL_S / 3 + 0.1
+        rig.transfers.tick()
+        rig.transfers.tick()
+        assert rig.line.sent == [Renew(lease_id=grant.lease_id, epoch=grant.epoch)]
+        rig.line.sent.clear()
+
+
+def test_a_lost_link_fails_its_transfers_and_gives_their_blocks_back(rig: Any) -> None:
+    key, _ = rig.granted(NUM_TOKENS)
+    rig.transfers.blocks_ready(key, 2)
+    rig.senders[0].close()
+    rig.transfers.on_link_lost(rig.link)
+    rig.settle()
+    assert [code for _, code, _ in rig.transfer_ends.failed] == [FailureCode.PEER_LOST]
+    assert rig.transfer_ends.released == [key]
+    assert not +rig.source.reads
+    rig.transfers.blocks_ready(key, 3)  # the model thread is not told at once
+    rig.commit(key)
+
+
+def test_an_offer_on_a_link_that_is_down_fails_at_once(rig: Any) -> None:
+    rig.line.is_up = False
+    key = rig.open(rig.offer_of([1]))
+    rig.settle()
+    assert [code for _, code, _ in rig.transfer_ends.failed] == [FailureCode.PEER_LOST]
+    assert rig.transfer_ends.released == [key]
+
+
+def test_a_transfer_cannot_be_open_twice(rig: Any) -> None:
+    offer = rig.offer_of([1])
+    rig.open(offer)
+    with pytest.raises(ValueError, match="already open"):
+        rig.transfers.open(("r", 1), rig.link, offer, [0])
+
+
+def test_blocks_that_do_not_fit_the_offer_are_misuse(rig: Any) -> None:
+    with pytest.raises(ValueError, match="2 blocks"):
+        rig.transfers.open(("r", 1), rig.link, rig.offer_of([1]), [0, 1])
+    assert rig.line.sent == []
+
+
+def test_an_answer_of_the_wrong_kind_raises(rig: Any) -> None:
+    with pytest.raises(ValueError, match="Renew is not an answer"):
+        rig.transfers.on_message(rig.link, Renew(lease_id=1, epoch=1))
+
+
+def test_a_tampered_header_of_a_real_transfer_rejects_and_fails_it(rig: Any) -> None:
+    key, grant = rig.granted(NUM_TOKENS)
+    offer = rig.offer_of(list(range(NUM_TOKENS)))
+    payload = memoryview(content_of(offer.block_hashes[0]))
+    header = replace(rig.header(grant, offer, 0), block_hash=b"?" * 16)
+    rig.link.data.send(header, payload)
+    assert rig.next_block() == "wrong_block"
+    rig.rejection()
+    rig.settle()
+    assert [(k, code) for k, code, _ in rig.transfer_ends.failed] == [(key, FailureCode.INTEGRITY)]
+    assert rig.transfer_ends.released == [key]
+
+
+def test_nobody_speaks_for_another_workers_hand_off(rig: Any) -> None:
+    offer = rig.offer_of(list(range(NUM_TOKENS)))
+    grant = rig.leases.offer("p", offer)
+    rig.leases.abort("another", Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="test"))
+    rig.leases.commit("another", commit_of(offer, grant))
+    assert [lease["state"] for lease in rig.leases.snapshot()] == ["granted"]
+    rig.leases.abort("p", Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="test"))
+    assert rig.leases.snapshot() == []
+    rig.manager.check_integrity()
