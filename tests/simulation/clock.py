@@ -1,0 +1,190 @@
+"""Virtual time, and processes that can be killed, stopped and continued between any two callbacks.
+
+An asyncio loop whose clock jumps to the next timer when nothing is left to do. Every callback belongs to the process in whose context
+it was scheduled; what a killed process has scheduled is never run, what a stopped one has scheduled waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import enum
+import random
+import selectors
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+_THREAD_HOP_S = 0.002  # at most, from another thread to the loop's
+
+
+class ProcessState(enum.Enum):
+    """What a process does."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"  # SIGSTOP
+    DEAD = "dead"  # SIGKILL, or ended
+
+
+class Process:
+    """One simulated process."""
+
+    def __init__(self, name: str, loop: SimLoop) -> None:
+        self.name = name
+        self.state = ProcessState.RUNNING
+        self.loop = loop
+        self.hopped_s = 0.0  # when the last call from another thread arrives
+        self._parked: list[tuple[_Call, contextvars.Context]] = []
+        self.context = contextvars.copy_context()
+        self.context.run(_PROCESS.set, self)
+
+    def kill(self) -> None:
+        """Nothing of it runs from now on."""
+        self.state = ProcessState.DEAD
+
+    def stop(self) -> None:
+        """It holds still."""
+        if self.state is ProcessState.RUNNING:
+            self.state = ProcessState.STOPPED
+
+    def resume(self) -> None:
+        """It goes on with what came meanwhile."""
+        if self.state is ProcessState.STOPPED:
+            self.revive()
+
+    def revive(self) -> None:
+        """It goes on, even if it was killed: when a world ends, so that all its tasks can."""
+        self.state = ProcessState.RUNNING
+        parked, self._parked = self._parked, []
+        for call, context in parked:
+            self.loop.call_soon(self._run_parked, call, context=context)
+
+    def run(self, call: _Call) -> None:
+        """Run a callback of this process: now, or when it goes on."""
+        if self.state is ProcessState.RUNNING:
+            self.loop.count_event()
+            call.callback(*call.args)
+        else:
+            self._parked.append((call, contextvars.copy_context()))
+
+    def _run_parked(self, call: _Call) -> None:
+        # What ran before it after the stop may have called it off.
+        if call.handle is None or not call.handle.cancelled():
+            call.callback(*call.args)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A callback on its way."""
+
+    callback: Callable[..., Any]
+    args: tuple[Any, ...]
+    handle: asyncio.Handle | None = None
+
+
+_PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
+
+
+def current_process() -> Process:
+    """The process whose callback runs."""
+    process = _PROCESS.get()
+    assert process is not None, "outside of all simulated processes"
+    return process
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Never waits: passes the time to wait to ``jump``."""
+
+    def __init__(self, jump: Callable[[float | None], None]) -> None:
+        super().__init__()
+        self._jump = jump
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(0)
+        if not events and (timeout is None or timeout > 0):
+            self._jump(timeout)
+        return events
+
+
+class _InlineExecutor(ThreadPoolExecutor):
+    """Runs at once what would run on another thread."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(call(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class SimLoop(asyncio.SelectorEventLoop):
+    """The loop. ``random`` decides all that is left to chance."""
+
+    def __init__(self, seed: int) -> None:
+        self.now_s = 1000.0
+        self.random = random.Random(seed)
+        self.num_events = 0
+        self.triggers: dict[int, Callable[[], None]] = {}  # by event: what happens right before it
+        self.after_event: Callable[[], None] = lambda: None
+        super().__init__(_JumpingSelector(self._jump))
+        self.set_default_executor(_InlineExecutor(1))
+        # All are kept: what a killed process was doing must not end when the garbage happens to be collected.
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.set_task_factory(self._make_task)
+
+    def _make_task(self, _: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(work, loop=self, **options)
+        self.tasks.append(task)
+        return task
+
+    def _jump(self, timeout: float | None) -> None:
+        if timeout is None:
+            raise RuntimeError("a deadlock: nothing will ever happen again")
+        self.now_s += timeout
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self.now_s
+
+    def count_event(self) -> None:
+        """A callback of some process is about to run."""
+        self.num_events += 1
+        if (trigger := self.triggers.pop(self.num_events, None)) is not None:
+            trigger()
+        self.after_event()
+
+    def call_soon(
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """See asyncio; in the process of the context."""
+        context = context or contextvars.copy_context()
+        process = context.get(_PROCESS)
+        if process is None:
+            return super().call_soon(callback, *args, context=context)
+        call = _Call(callback, args)
+        call.handle = super().call_soon(process.run, call, context=context)
+        return call.handle
+
+    def call_at(
+        self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        """See asyncio; in the process of the context."""
+        context = context or contextvars.copy_context()
+        process = context.get(_PROCESS)
+        if process is None:
+            return super().call_at(when, callback, *args, context=context)
+        call = _Call(callback, args)
+        call.handle = handle = super().call_at(when, process.run, call, context=context)
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """See asyncio: a little later, as from another thread, in order."""
+        process = (context or contextvars.copy_context()).get(_PROCESS)
+        if process is None:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        process.hopped_s = max(process.hopped_s, self.now_s + self.random.uniform(0, _THREAD_HOP_S)) + 1e-9
+        return self.call_at(process.hopped_s, callback, *args, context=context)

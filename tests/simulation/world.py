@@ -1,0 +1,400 @@
+"""A whole deployment in virtual time: the real workers, gateways and clients over the sockets of :mod:`.wires`.
+
+Real are services, schedulers, block managers, lease and transfer tables, control servers and clients, routing, relay. Simulated are time,
+sockets, and the threads (model loop, block sender and receiver), whose work happens at moments of its own all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
+from kvrelay.gateway.errors import ApiError
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.relay import GenerationRequest, Relay
+from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.workers import WorkerPool, static_workers
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.wire.settings import LinkSettings
+
+from .clock import Process, ProcessState, SimLoop
+from .wires import SimContext, SimLoopSocket, SimReceiver, SimSender, Wires
+
+VOCAB = 1000
+NUM_BLOCKS = 28
+LINKS = LinkSettings(ping_interval_s=1.0, peer_timeout_s=4.0, hello_timeout_s=2.0, reconnect_max_s=2.0)
+QUIET_S = 120.0  # this long after the last fault every time-out has passed
+_STEP_S = 0.004  # of a model, at most
+
+
+class SimModelLoop:
+    """For :class:`kvrelay.engine.loop.ModelLoop`: steps take virtual time."""
+
+    def __init__(self, worker: Any, name: str) -> None:
+        self._worker = worker
+        self._inbox: deque[Any] = deque()
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.last_tick_s = 0.0
+
+    def start(self) -> None:
+        """Begin."""
+        self._task = asyncio.create_task(self._run())
+
+    def post(self, command: Any) -> None:
+        """See ModelLoop."""
+        self._inbox.append(command)
+        self._news.set()
+
+    def wake(self) -> None:
+        """See ModelLoop."""
+        self._news.set()
+
+    @property
+    def is_alive(self) -> bool:
+        """See ModelLoop."""
+        return self._task is not None and not self._task.done()
+
+    def stop(self) -> bool:
+        """See ModelLoop."""
+        if self._task is not None:
+            self._task.cancel()
+        return True
+
+    async def _run(self) -> None:
+        chance = asyncio.get_running_loop().random  # type: ignore[attr-defined]
+        could_compute = True
+        while True:
+            if not (could_compute and self._worker.has_work()):
+                await self._news.wait()
+            self._news.clear()
+            await asyncio.sleep(chance.uniform(0, _STEP_S))
+            while self._inbox:
+                command = self._inbox.popleft()
+                try:
+                    self._worker.handle(command)
+                except Exception as error:
+                    self._worker.on_command_failed(command, error)
+            could_compute = True
+            if self._worker.has_work():
+                try:
+                    could_compute = self._worker.step()
+                except Exception as error:
+                    self._worker.on_step_failed(error)
+
+
+@dataclass
+class Client:
+    """One request and what came of it."""
+
+    gateway: str
+    prompt: list[int]
+    max_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    outcome: str | None = None  # finished, cancelled, or an error's code; None: not over, or lost with its gateway
+    num_ends: int = 0
+    is_gone: bool = False
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def expected(self) -> list[int]:
+        """What any worker must generate."""
+        return expected_output(self.prompt, self.max_tokens, VOCAB)
+
+
+@dataclass
+class Member:
+    """A process of the world, with what runs in it."""
+
+    process: Process
+    worker: PrefillWorker | DecodeWorker | None = None
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    pool: WorkerPool | None = None
+    relay: Relay | None = None
+    is_draining: bool = False
+
+
+class World:
+    """Prefill workers p0, p1 …, decode workers d0, d1 …, gateways g0, g1 …; use within ``with running(...)``."""
+
+    def __init__(self, seed: int, num_prefills: int, num_decodes: int, num_gateways: int, *, seal_kv: bool) -> None:
+        self.loop = SimLoop(seed)
+        self.loop.set_exception_handler(self._on_loop_error)
+        self.wires = Wires(self.loop)
+        self.members: dict[str, Member] = {}
+        self.clients: list[Client] = []
+        self.problems = self.wires.problems
+        self.ended: list[Member] = []  # workers of before: kept, so that nothing of theirs is collected in the midst
+        self._seal_kv = seal_kv
+        self._epochs = itertools.count(1)
+        self.context_class = type("Context", (SimContext,), {"wires": self.wires})
+        self.prefill_names = [f"p{index}" for index in range(num_prefills)]
+        self.decode_names = [f"d{index}" for index in range(num_decodes)]
+        self.gateway_names = [f"g{index}" for index in range(num_gateways)]
+        self.loop.after_event = self._check_books
+
+    # -- who is there ----------------------------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        """A process begins, for the first time or anew."""
+        if (before := self.members.get(name)) is not None:
+            self.ended.append(before)
+        member = self.members[name] = Member(Process(f"{name}.{next(self._epochs)}", self.loop))
+        self.loop.call_soon(self._boot, name, member, context=member.process.context)
+
+    def _boot(self, name: str, member: Member) -> None:
+        if name[0] == "g":
+            metrics = GatewayMetrics(member.registry)
+            member.pool = WorkerPool(member.process.name, metrics, LINKS, needs_prefill_workers=False)
+            settings = RelaySettings(local_prefill_max_tokens=4, request_timeout_s=60, room_timeout_s=20)
+            member.relay = Relay(member.pool, settings, metrics)
+            addresses = [[f"tcp://{one}:1" for one in names] for names in (self.prefill_names, self.decode_names)]
+            member.pool.update(static_workers(*addresses))
+            return
+        engine = FakeEngine(fake_card(num_blocks=NUM_BLOCKS, vocab_size=VOCAB))
+        worker: PrefillWorker | DecodeWorker
+        if name[0] == "p":
+            settings_p = PrefillSchedulerSettings(max_batched_tokens=16, max_num_seqs=3, max_waiting=8)
+            worker = PrefillWorker(
+                engine, settings_p, f"tcp://{name}:1", name, member.registry, link_settings=LINKS, seal_kv=self._seal_kv
+            )
+        else:
+            settings_d = DecodeSchedulerSettings(max_num_seqs=3, max_batched_tokens=16, max_waiting=8, lease_ttl_s=5.0)
+            worker = DecodeWorker(
+                engine, settings_d, f"tcp://{name}:1", f"tcp://{name}:2", name, member.registry,
+                link_settings=LINKS, seal_kv=self._seal_kv,
+            )  # fmt: skip
+        member.worker = worker
+        asyncio.ensure_future(worker.start())  # noqa: RUF006 - the loop keeps it
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        member = self.members[name]
+        member.process.kill()
+        self.wires.on_killed(member.process)
+        if name[0] == "g":
+            for client in self.clients:
+                if client.gateway == member.process.name and client.outcome is None:
+                    client.outcome = "gateway_killed"
+
+    def drain(self, name: str) -> None:
+        """SIGTERM: finish what there is, then end."""
+        member = self.members[name]
+        if member.worker is None or member.is_draining or not self.is_up(name):
+            return
+        member.is_draining = True
+        worker = member.worker
+
+        async def end() -> None:
+            await worker.drain()
+            worker.blocks.check_integrity()
+            await worker.stop()
+            member.process.kill()
+
+        self.loop.call_soon(lambda: asyncio.ensure_future(end()), context=member.process.context)
+
+    def is_up(self, name: str) -> bool:
+        """Whether the process runs."""
+        return self.members[name].process.state is ProcessState.RUNNING
+
+    # -- clients ---------------------------------------------------------------------------------------------------
+
+    def submit(self, gateway: str, prompt: list[int], max_tokens: int) -> Client:
+        """A request to a gateway that runs."""
+        member = self.members[gateway]
+        client = Client(member.process.name, prompt, max_tokens)
+        self.clients.append(client)
+        request_id = f"r{len(self.clients)}"
+
+        def begin() -> None:
+            if not client.is_gone:
+                client.task = asyncio.ensure_future(self._consume(member, client, request_id))
+
+        self.loop.call_soon(begin, context=member.process.context)
+        return client
+
+    async def _consume(self, member: Member, client: Client, request_id: str) -> None:
+        assert member.relay is not None
+        sampling = SamplingParams(max_tokens=client.max_tokens, temperature=0.0)
+        try:
+            async with aclosing(
+                member.relay.generate(GenerationRequest(request_id, client.prompt, sampling))
+            ) as deltas:
+                async for delta in deltas:
+                    client.tokens += [token.token_id for token in delta.tokens]
+                    if delta.finish_reason is not None:
+                        client.outcome = "finished"
+                        client.num_ends += 1
+        except ApiError as error:
+            client.outcome = error.code
+            client.num_ends += 1
+        except asyncio.CancelledError:
+            client.outcome = client.outcome or "cancelled"
+            raise
+
+    def cancel(self, client: Client) -> None:
+        """The client leaves."""
+        client.is_gone = True
+        if client.task is None:
+            client.outcome = client.outcome or "cancelled"
+        elif client.outcome is None:
+            client.task.cancel()
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    def advance(self, seconds: float) -> None:
+        """Let virtual time pass."""
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+
+    def settle(self) -> None:
+        """No more faults: everybody comes back, and time enough for all that waits for somebody passes."""
+        self.loop.triggers.clear()
+        self.wires.hostility.drop = self.wires.hostility.double = 0
+        self.wires.hostility.reorder = self.wires.hostility.flip = 0
+        for connection in list(self.wires.connections):
+            if connection.is_frozen:
+                self.wires.thaw(connection)
+        for name, member in list(self.members.items()):
+            member.process.resume()
+            if member.process.state is ProcessState.DEAD:
+                self.start(name)
+        begun_s = self.loop.now_s
+        while self.loop.now_s < begun_s + QUIET_S and self.left_over():
+            self.advance(1.0)
+
+    # -- what must hold --------------------------------------------------------------------------------------------
+
+    def left_over(self) -> list[str]:
+        """What running processes still hold of requests; empty when everything has come to its end."""
+        left = [f"a client of {client.gateway} has no end" for client in self.clients if client.outcome is None]
+        for name, member in self.members.items():
+            if member.pool is not None:
+                left += [f"{name} waits for {key}" for key in member.pool._inboxes]
+                left += [f"{name} counts {one.attempts} at {one.address}" for one in member.pool.workers if one.attempts]
+            if member.worker is not None and member.process.state is ProcessState.RUNNING:
+                if member.worker.service.num_entries:
+                    left.append(f"{name} still has {member.worker.service.debug()}")
+                ledger = member.worker.blocks.ledger()
+                if ledger.num_free + ledger.num_cached != ledger.num_blocks:
+                    left.append(f"{name}: {ledger}")
+        return left
+
+    def _check_books(self) -> None:
+        for name, member in self.members.items():
+            if member.worker is not None and member.process.state is not ProcessState.DEAD:
+                try:
+                    member.worker.blocks.check_integrity()
+                except AssertionError as error:
+                    self.problems.append(f"{name} at event {self.loop.num_events}: {error}")
+
+    def _on_loop_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, ApiError):
+            return  # a client's own, told already
+        self.problems.append(f"{context.get('message')}: {error!r}")
+
+    def check(self) -> None:
+        """Of every moment so far, and with all faults over."""
+        assert not self.problems, self.problems[:3]
+        for client in self.clients:
+            what = f"{client.outcome} after {len(client.tokens)} of {client.max_tokens} tokens"
+            assert client.tokens == client.expected[: len(client.tokens)], f"a wrong token: {what}"
+            assert client.outcome is not None, f"no end: {what}"
+            assert client.num_ends <= 1, f"{client.num_ends} ends: {what}"
+            if client.outcome == "finished":
+                assert client.tokens == client.expected, what
+        assert not (left := self.left_over()), left
+        for member in [*self.members.values(), *self.ended]:
+            failed_steps = member.registry.get_sample_value("kvrelay_failed_steps_total") or 0
+            assert failed_steps == 0, f"{member.process.name}: a step read KV that was not its tokens'"
+
+    def refused(self, cause: str) -> float:
+        """KV blocks refused for ``cause``, by all decode workers so far."""
+        members = [*self.members.values(), *self.ended]
+        labels = {"cause": cause}
+        return sum(member.registry.get_sample_value("kvrelay_refused_kv_blocks_total", labels) or 0 for member in members)
+
+
+@contextmanager
+def running(
+    seed: int = 0, *, num_prefills: int = 2, num_decodes: int = 2, num_gateways: int = 1, seal_kv: bool = False
+) -> Iterator[World]:
+    """A world with everybody up."""
+    logging.disable(logging.CRITICAL)
+    with ExitStack() as stack:
+        stack.callback(logging.disable, logging.NOTSET)
+        world = World(seed, num_prefills, num_decodes, num_gateways, seal_kv=seal_kv)
+        loop = world.loop
+        epochs = itertools.count(1)
+        fakes: dict[str, Any] = {
+            "LoopSocket": SimLoopSocket,
+            "BlockSender": SimSender,
+            "BlockReceiver": SimReceiver,
+            "ModelLoop": SimModelLoop,
+            "zmq": SimpleNamespace(
+                Context=world.context_class,
+                ROUTER=6, DEALER=5, ROUTER_MANDATORY=33, ROUTER_HANDOVER=56, ROUTING_ID=5, LAST_ENDPOINT=32, ZMQError=OSError,
+            ),  # fmt: skip
+            "time": SimpleNamespace(monotonic=loop.time, time_ns=lambda: next(epochs)),
+        }
+        for module, names in _REPLACED.items():
+            for name in names:
+                stack.enter_context(mock.patch(f"kvrelay.{module}.{name}", fakes[name]))
+        for name in (*world.decode_names, *world.prefill_names, *world.gateway_names):
+            world.start(name)
+        try:
+            world.advance(1.0)
+            yield world
+        finally:
+            _end(world)
+
+
+_REPLACED: dict[str, tuple[str, ...]] = {
+    "wire.control_server": ("LoopSocket", "time"),
+    "wire.control_client": ("LoopSocket", "time"),
+    "prefill_worker.worker": ("ModelLoop", "zmq", "time"),
+    "prefill_worker.links": ("BlockSender", "time"),
+    "prefill_worker.model_worker": ("time",),
+    "decode_worker.worker": ("ModelLoop", "BlockReceiver", "zmq", "time"),
+    "decode_worker.model_worker": ("time",),
+    "gateway.workers": ("zmq",),
+    "gateway.worker": ("time",),
+    "gateway.relay": ("time",),
+    "gateway.timings": ("time",),
+}
+
+
+def _end(world: World) -> None:
+    """Cancel everything, so that nothing is left to be complained about."""
+    world.loop.after_event = lambda: None
+    world.loop.triggers.clear()
+    world.loop.set_exception_handler(lambda *_: None)
+    for member in [*world.members.values(), *world.ended]:
+        member.process.revive()
+    for _ in range(10):
+        world.loop.run_until_complete(asyncio.sleep(0))  # a coroutine that never began would be complained about
+        tasks = asyncio.all_tasks(world.loop)
+        if not tasks:
+            break
+        for task in tasks:
+            task.cancel()
+        world.loop.run_until_complete(asyncio.wait(tasks, timeout=30))
+    else:
+        raise AssertionError(f"tasks that do not end: {tasks}")
+    world.loop.run_until_complete(world.loop.shutdown_asyncgens())
+    world.loop.close()
