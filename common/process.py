@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.admin import AdminServer
+from kvrelay.common.descriptors import raise_descriptor_limit
 from kvrelay.common.memory import keep_freed_memory
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ def serve_process(
         return component
 
     keep_freed_memory()
+    raise_descriptor_limit()
     code = asyncio.run(run_process(load_and_freeze, settings, registry, name))
     busy = [thread.name for thread in threading.enumerate() if thread.daemon]
     if busy:

@@ -36,6 +36,7 @@ class Entry:
     next_index: int  # output position of the next token to send
     arrival_s: float
     num_prompt_tokens: int
+    deadline_s: float  # when nobody waits for it any more
     unsent: list[SampledToken] = field(default_factory=list)  # the committed first token, until the next one is there
     lease_id: int | None = None
     started_s: float | None = None

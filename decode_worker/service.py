@@ -21,13 +21,13 @@ from typing import Any
 
 from kvrelay.decode_worker.entries import Entry, Phase
 from kvrelay.decode_worker.model_worker import Add, Command, NewToken, Remove, Report
+from kvrelay.decode_worker.welcome import welcome
 from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.sequence import Sequence
 from kvrelay.wire.lease import VerifiedLease
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import (
-    PROTOCOL_MAX,
     Abort,
     Aborted,
     Cancel,
@@ -53,8 +53,7 @@ from kvrelay.wire.messages import (
     Welcome,
     WorkerState,
 )
-from kvrelay.wire.seal import seal_mismatch
-from kvrelay.wire.submit import WorkerIdentity, invalid_submit, submit_refusal
+from kvrelay.wire.submit import WorkerIdentity, deadline_of, invalid_submit, is_late, submit_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +68,7 @@ class Ports:
     loop: ModelLoop[Command]
     leases: LeaseTable
     data_address: str
+    data_token: str | None = None  # what the data socket lets connections in by; None: all
 
 
 def lease_owner(lease_key: str) -> Owner:
@@ -107,32 +107,9 @@ class DecodeService:
 
     def welcome(self, hello: Hello) -> Welcome | HelloRefused:
         """Gateways, and prefill workers whose KV fits."""
-        mine = self._identity.card.layout
-        if hello.role is Role.PREFILL:
-            if hello.layout is None or hello.layout.fingerprint() != mine.fingerprint():
-                differences = ["no layout given"] if hello.layout is None else mine.differences(hello.layout)
-                return HelloRefused(
-                    code=FailureCode.LAYOUT_MISMATCH,
-                    detail=f"KV layouts differ (decode / prefill): {'; '.join(differences)}",
-                )
-            if hello.seals_kv is not self.ports.leases.seals_kv:
-                return HelloRefused(
-                    code=FailureCode.LAYOUT_MISMATCH,
-                    detail=seal_mismatch(decode_seals=self.ports.leases.seals_kv, prefill_seals=hello.seals_kv),
-                )
-        elif hello.role is not Role.GATEWAY:
-            return HelloRefused(
-                code=FailureCode.INVALID,
-                detail=f"a decode worker talks to gateways and prefill workers, not {hello.role}",
-            )
-        return Welcome(
-            role=Role.DECODE,
-            worker_id=self._identity.worker_id,
-            epoch=self._identity.epoch,
-            protocol=min(hello.protocol_max, PROTOCOL_MAX),
-            card=self._identity.card,
-            data_address=self.ports.data_address,
-            seals_kv=self.ports.leases.seals_kv,
+        ports = self.ports
+        return welcome(
+            hello, self._identity, ports.data_address, seals_kv=ports.leases.seals_kv, data_token=ports.data_token
         )
 
     def status(self) -> Status:
@@ -152,6 +129,7 @@ class DecodeService:
             ),
             num_free_blocks=self._blocks.num_allocatable,
             num_blocks=self._blocks.num_blocks,
+            max_running=self._identity.max_running,
         )
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:
@@ -172,7 +150,7 @@ class DecodeService:
                 leases.abort(peer_id, message)
                 self.ports.send(peer_id, Aborted(lease_id=lease_id, epoch=epoch))
             case _:
-                logger.warning("unexpected %s", type(message).__name__, extra={"peer_id": peer_id})
+                logger.debug("unexpected %s", type(message).__name__, extra={"peer_id": peer_id})
 
     def on_peer_lost(self, peer_id: str, role: Role) -> None:
         """A gateway's requests have no reader any more; a prefill worker's hand-offs no writer."""
@@ -196,6 +174,7 @@ class DecodeService:
             next_index=len(submit.token_ids) - submit.num_prompt_tokens,
             arrival_s=now_s,
             num_prompt_tokens=submit.num_prompt_tokens,
+            deadline_s=deadline_of(submit, now_s),
         )
         sequence = Sequence(
             request_id=submit.request_id,
@@ -229,17 +208,21 @@ class DecodeService:
         # The prefill worker has checked it against its own limits. A step that breaks on one sequence ends all in the batch.
         if (invalid := invalid_submit(offer, self._identity.card)) is not None:
             return refuse(FailureCode.INVALID, invalid)
+        if is_late(offer):
+            return refuse(FailureCode.DEADLINE, f"came with {offer.timeout_s} s left: nobody waits for it any more")
         if (num_waiting := self.status().num_waiting) >= self._identity.max_waiting:
             return refuse(FailureCode.QUEUE_FULL, f"{num_waiting} sequences wait already", retry_after_s=1.0)
         answer = self.ports.leases.offer(peer_id, offer)
         if isinstance(answer, Grant):
+            now_s = self._clock()
             self._entries[key] = Entry(
                 key=key,
                 gateway_id=offer.gateway_id,
                 phase=Phase.LEASED,
                 next_index=len(offer.token_ids) - offer.num_prompt_tokens,
-                arrival_s=self._clock(),
+                arrival_s=now_s,
                 num_prompt_tokens=offer.num_prompt_tokens,
+                deadline_s=deadline_of(offer, now_s),
                 lease_id=answer.lease_id,
             )
         return answer
@@ -360,6 +343,14 @@ class DecodeService:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
+    def tick(self) -> None:
+        """End what is out of time."""
+        now_s = self._clock()
+        for entry in [entry for entry in self._entries.values() if entry.deadline_s <= now_s]:
+            request_id, attempt = entry.key
+            detail = "the request's time is up"
+            self._close(entry, Failed(request_id=request_id, attempt=attempt, code=FailureCode.DEADLINE, detail=detail))
+
     async def drain(self) -> None:
         """Take nothing new; return when nothing is left."""
         self.state = WorkerState.DRAINING
@@ -381,7 +372,8 @@ class DecodeService:
         entry.outcome = outcome
         if was_leased:
             # Answered by on_lease_rejected, or by on_lease_verified if the last block won the race.
-            self.ports.leases.cancel(*entry.key)
+            reason = (outcome.code, outcome.detail) if isinstance(outcome, Failed) else ()
+            self.ports.leases.cancel(*entry.key, *reason)
         else:
             self.ports.loop.post(Remove(entry.key))
 

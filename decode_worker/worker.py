@@ -33,7 +33,7 @@ from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.ticker import every
 
-_TICK_S = 0.2  # how late an expired lease may be reaped
+_TICK_S = 0.2  # how late an expired lease may be reaped, or a request whose time is up
 
 
 class _LeasedBlocks:
@@ -105,7 +105,7 @@ class DecodeWorker:
         wire_metrics = WireMetrics(registry)
         self._model_worker = DecodeModelWorker(engine, scheduler, engine_metrics, self._emit)
         self._loop: ModelLoop[Command] = ModelLoop(self._model_worker, "decode-model")
-        identity = WorkerIdentity(worker_id, time.time_ns(), card, settings.max_waiting)
+        identity = WorkerIdentity(worker_id, time.time_ns(), card, settings.max_waiting, settings.max_num_seqs)
         self.service = DecodeService(identity, self.blocks, time.monotonic)
         self._events = _LeaseEvents(self.service)
         self.leases = LeaseTable(
@@ -117,15 +117,16 @@ class DecodeWorker:
             time.monotonic,
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._receiver = BlockReceiver(data_address, self.leases, card.block_nbytes, context=self._context)
         roles = frozenset({Role.GATEWAY, Role.PREFILL})
         gate = None if keys is None else PeerGate(keys, roles, wire_metrics, self._context)
+        self._receiver = BlockReceiver(data_address, self.leases, card.block_nbytes, context=self._context, gate=gate)
         link_settings = link_settings or LinkSettings()
         self._server = ControlServer(
             address, self.service, link_settings, metrics=wire_metrics, context=self._context, gate=gate
         )
-        self.service.attach(Ports(self._server.send, self._loop, self.leases, self._receiver.address))
-        self._ticker: asyncio.Task[None] | None = None
+        data_token = None if gate is None else gate.data_token
+        self.service.attach(Ports(self._server.send, self._loop, self.leases, self._receiver.address, data_token))
+        self._tickers: list[asyncio.Task[None]] = []
         self.address = address
         self.data_address = self._receiver.address
 
@@ -135,7 +136,7 @@ class DecodeWorker:
         self._loop.start()
         self._receiver.start()
         self.address = await self._server.start()
-        self._ticker = asyncio.create_task(every(_TICK_S, self.leases.reap))
+        self._tickers = [asyncio.create_task(every(_TICK_S, call)) for call in (self.leases.reap, self.service.tick)]
 
     def not_live(self) -> list[str]:
         """See Component."""
@@ -159,9 +160,9 @@ class DecodeWorker:
 
     async def stop(self) -> None:
         """Close everything, whatever is still running."""
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
+        for ticker in self._tickers:
+            ticker.cancel()
+        await asyncio.gather(*self._tickers, return_exceptions=True)
         await self._server.stop()
         await asyncio.to_thread(self._receiver.stop)
         await asyncio.to_thread(self._loop.stop)

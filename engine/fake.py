@@ -23,6 +23,7 @@ from kvrelay.engine.sequence import Sequence, SequenceStatus
 
 _DIGEST_NBYTES = 8
 _MIN_MEMORIES = 64  # sequences remembered before anyone looks for finished ones among them
+_SEED_MASK = 2**64 - 1  # as the sampler's
 _PLAIN_TOKENS = range(1000, 20_000)
 
 
@@ -232,7 +233,7 @@ def token_digests(token_ids: Seq[int], parent: bytes = b"") -> list[bytes]:
 
 def next_token(sequence: Sequence, digest: bytes, vocab_size: int) -> int:
     """The token behind ``digest``: the same on every worker; depends on the seed unless the sampling is greedy."""
-    salt = b"" if sequence.sampling.temperature == 0 else sequence.sampling.seed.to_bytes(8, "little")
+    salt = b"" if sequence.sampling.temperature == 0 else (sequence.sampling.seed & _SEED_MASK).to_bytes(8, "little")
     return _token_of(digest + salt, vocab_size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.sequence import Sequence
@@ -36,6 +37,7 @@ class Entry:
     submit: Submit
     gateway_id: str
     sequence: Sequence
+    deadline_s: float  # when nobody waits for it any more
     started_s: float | None = None
     phase: Phase = Phase.QUEUED
     outcome: Outcome | None = None
@@ -50,3 +52,7 @@ class Entry:
         if phase not in _TRANSITIONS[self.phase]:
             raise ValueError(f"request {self.sequence.key}: no transition {self.phase.name} -> {phase.name}")
         self.phase = phase
+
+    def debug(self) -> dict[str, Any]:
+        """For /debug/kv."""
+        return {"phase": self.phase.value, "model_holds": self.model_holds, "transfer_holds": self.transfer_holds}

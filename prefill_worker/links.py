@@ -19,7 +19,20 @@ from kvrelay.wire.authentication import ClientProof
 from kvrelay.wire.control_client import ControlClient
 from kvrelay.wire.data_plane import BlockSender
 from kvrelay.wire.keys import WireKeys
-from kvrelay.wire.messages import FailureCode, Hello, HelloRefused, Message, Role, Status, Welcome
+from kvrelay.wire.messages import (
+    Aborted,
+    FailureCode,
+    Grant,
+    Hello,
+    HelloRefused,
+    Message,
+    Refuse,
+    Reject,
+    Role,
+    Status,
+    Verified,
+    Welcome,
+)
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import seal_mismatch
 from kvrelay.wire.settings import LinkSettings
@@ -28,6 +41,7 @@ from kvrelay.wire.transfers import DecodeLink
 logger = logging.getLogger(__name__)
 
 _FORGET_S = 60.0
+_U64 = 2**64
 
 
 class LinkHandler(Protocol):
@@ -93,7 +107,10 @@ class _Peer:
             self._refuse(FailureCode.LAYOUT_MISMATCH, f"decode worker {self.address}: {detail}")
             return
         self._sender = BlockSender(
-            data_address(self.address, welcome.data_address), metrics=self._metrics, context=self._context
+            data_address(self.address, welcome.data_address),
+            metrics=self._metrics,
+            context=self._context,
+            token=welcome.data_token,
         )
         self.link = DecodeLink(self.client, self._sender, self._seals_kv)
         self._told = ""
@@ -101,9 +118,14 @@ class _Peer:
         self._handler.on_link_up(self.address, self.link)
 
     def on_message(self, message: Message) -> None:
-        """Pass an answer on."""
-        if self.link is not None and not isinstance(message, Status):
+        """Pass an answer on; a worker whose answers make no sense is not talked to any more."""
+        if self.link is None or isinstance(message, Status):
+            return
+        absurd = absurdity(message)
+        if absurd is None:
             self._handler.on_link_message(self.link, message)
+        else:
+            self._refuse(FailureCode.INTEGRITY, f"decode worker {self.address}: {absurd}")
 
     def on_lost(self, reason: str) -> None:
         """The decode worker is gone or restarted."""
@@ -192,6 +214,18 @@ class DecodeLinks:
         task = asyncio.create_task(peer.stop())
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
+
+
+def absurdity(message: Message) -> str | None:
+    """Why no decode worker can mean ``message``; None if one can. Its numbers go into the headers of blocks, and count blocks."""
+    if not isinstance(message, Grant | Refuse | Verified | Reject | Aborted):
+        return f"{type(message).__name__} is not an answer to a prefill worker"
+    if isinstance(message, Grant):
+        if not (0 <= message.lease_id < _U64 and 0 <= message.epoch < _U64):
+            return f"granted lease {message.lease_id} of epoch {message.epoch}; both must be 0 to {_U64 - 1}"
+        if message.num_cached_blocks < 0:
+            return f"granted a lease with {message.num_cached_blocks} cached blocks; it must be 0 at least"
+    return None
 
 
 def data_address(control_address: str, announced: str) -> str:

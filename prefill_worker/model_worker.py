@@ -40,6 +40,8 @@ class Report:
     removed: tuple[Key, ...] = ()
     failed: tuple[Key, ...] = ()
     detail: str = ""
+    num_tokens: int = 0  # of the step …
+    step_s: float = 0.0  # … and how long it took
 
 
 class PrefillModelWorker:
@@ -82,10 +84,12 @@ class PrefillModelWorker:
             self._metrics.cached_tokens.inc(sum(sequence.num_cached_tokens for sequence in started))
         start_s = time.monotonic()
         outputs = self._engine.step(rows)
-        self._metrics.step_s.observe(time.monotonic() - start_s)
+        step_s = time.monotonic() - start_s
+        self._metrics.step_s.observe(step_s)
         computed = self._scheduler.postprocess(rows, outputs)
         self._metrics.sampled_tokens.inc(sum(1 for item in computed if item.token is not None))
-        self._emit(Report(computed=tuple(computed)))
+        num_tokens = sum(row.num_tokens for row in rows)
+        self._emit(Report(computed=tuple(computed), num_tokens=num_tokens, step_s=step_s))
         return True
 
     def on_step_failed(self, error: Exception) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ from kvrelay.prefill_worker.entries import Entry, Outcome, Phase
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.prefill_worker.model_worker import Add, Command, Remove, Report
 from kvrelay.prefill_worker.scheduler import Computed
+from kvrelay.prefill_worker.speed import Speed
 from kvrelay.wire.messages import (
     PROTOCOL_MAX,
     Cancel,
@@ -47,7 +49,7 @@ from kvrelay.wire.messages import (
     Welcome,
     WorkerState,
 )
-from kvrelay.wire.submit import WorkerIdentity, submit_refusal
+from kvrelay.wire.submit import WorkerIdentity, deadline_of, submit_refusal
 from kvrelay.wire.transfers import DecodeLink, TransferTable
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class PrefillService:
         self.state = WorkerState.READY
         self.has_work = asyncio.Event()  # there are entries: ``tick`` must be called
         self._drained = asyncio.Event()  # draining, and the last entry is gone
+        self._speed = Speed()
         self._ports: Ports | None = None
 
     def attach(self, ports: Ports) -> None:
@@ -126,6 +129,8 @@ class PrefillService:
             num_waiting_tokens=sum(max(0, sequence.num_uncomputed_tokens) for sequence in sequences),
             num_free_blocks=self._blocks.num_allocatable,
             num_blocks=self._blocks.num_blocks,
+            max_running=self._identity.max_running,
+            prompt_tokens_per_s=self._speed.tokens_per_s,
         )
 
     def longest_wait_s(self) -> float:
@@ -145,7 +150,7 @@ class PrefillService:
                 else:
                     self._close(entry, Cancelled(request_id=request_id, attempt=attempt))
             case _:
-                logger.warning("unexpected %s", type(message).__name__, extra={"peer_id": peer_id})
+                logger.debug("unexpected %s", type(message).__name__, extra={"peer_id": peer_id})
 
     def on_peer_lost(self, peer_id: str, role: Role) -> None:
         """A gateway is gone: nobody waits for its requests any more."""
@@ -161,17 +166,17 @@ class PrefillService:
         if refusal is not None:
             self.ports.send(gateway_id, refusal)
             return
-        card = self._identity.card
+        card, now_s = self._identity.card, self._clock()
         sequence = Sequence(
             request_id=submit.request_id,
             attempt=submit.attempt,
             token_ids=list(submit.token_ids),
             num_prompt_tokens=submit.num_prompt_tokens,
             sampling=submit.sampling,
-            arrival_s=self._clock(),
+            arrival_s=now_s,
         )
         sequence.block_hashes = chain_hashes(self._root_hash, submit.token_ids, card.layout.block_size)
-        self._entries[key] = Entry(submit=submit, gateway_id=gateway_id, sequence=sequence)
+        self._entries[key] = Entry(submit, gateway_id, sequence, deadline_of(submit, now_s))
         self.has_work.set()
         if submit.decode is not None:
             self.ports.links.link_to(submit.decode.address)  # connect while the prompt waits
@@ -181,6 +186,7 @@ class PrefillService:
 
     def on_report(self, report: Report) -> None:
         """What the model thread did; called on the asyncio loop, in order."""
+        self._speed.observe(report.num_tokens, report.step_s)
         for sequence in report.started:
             self._guarded(self._on_started, sequence, sequence.key)
         for computed in report.computed:
@@ -230,6 +236,7 @@ class PrefillService:
             num_prompt_tokens=submit.num_prompt_tokens,
             sampling=submit.sampling,
             block_hashes=sequence.block_hashes,
+            timeout_s=None if math.isinf(entry.deadline_s) else entry.deadline_s - self._clock(),
         )
         entry.transfer_holds = True
         entry.num_ready_blocks = max(
@@ -318,9 +325,11 @@ class PrefillService:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Let time pass for transfers; give up on decode workers that never answered, or that take no blocks."""
+        """Let time pass for transfers; end what is out of time; give up on decode workers that are silent, or take no blocks."""
         self.ports.transfers.tick()
         now_s = self._clock()
+        for entry in [entry for entry in self._entries.values() if entry.deadline_s <= now_s]:
+            self._fail(entry, FailureCode.DEADLINE, "the request's time is up")
         stuck = [entry for entry in self._entries.values() if _is_stuck(entry, now_s)]
         for entry in stuck:
             entry.closed_s = now_s  # the reset ends the sends soon, but not at once
@@ -344,14 +353,7 @@ class PrefillService:
 
     def debug(self) -> dict[str, Any]:
         """Entries for /debug/kv."""
-        return {
-            f"{key[0]}/{key[1]}": {
-                "phase": entry.phase.value,
-                "model_holds": entry.model_holds,
-                "transfer_holds": entry.transfer_holds,
-            }
-            for key, entry in self._entries.items()
-        }
+        return {f"{key[0]}/{key[1]}": entry.debug() for key, entry in self._entries.items()}
 
     def _fail(self, entry: Entry, code: FailureCode, detail: str, retry_after_s: float | None = None) -> None:
         request_id, attempt = entry.sequence.key

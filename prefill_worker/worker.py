@@ -62,7 +62,7 @@ class PrefillWorker:
         wire_metrics = WireMetrics(registry)
         self._model_worker = PrefillModelWorker(engine, scheduler, engine_metrics, self._emit)
         self._loop: ModelLoop[Command] = ModelLoop(self._model_worker, "prefill-model")
-        identity = WorkerIdentity(worker_id, time.time_ns(), card, settings.max_waiting)
+        identity = WorkerIdentity(worker_id, time.time_ns(), card, settings.max_waiting, settings.max_num_seqs)
         self.service = PrefillService(identity, self.blocks, time.monotonic)
         self._add_load_gauges(registry)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

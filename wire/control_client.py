@@ -114,18 +114,20 @@ class ControlClient:
     async def _run(self) -> None:
         first_pause_s = pause_s = min(self._settings.ping_interval_s / 4, _FIRST_PAUSE_S)
         while True:
-            dealer = self._context.socket(zmq.DEALER)
-            configure_control(dealer, self._settings)
-            dealer.setsockopt(zmq.ROUTING_ID, self._hello.peer_id.encode())
-            if self._proof is not None:
-                self._proof.guard(dealer)
+            try:
+                dealer = self._dealer()
+            except zmq.ZMQError as error:  # no descriptor is left, for now; or the address is none, and stays none
+                refused = HelloRefused(code=FailureCode.PEER_LOST, detail=f"cannot connect to {self.address}: {error}")
+                self._handle(self._handler.on_refused, refused)
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, self._settings.reconnect_max_s)
+                continue
             monitor = LoopSocket(dealer.get_monitor_socket(WATCHED_EVENTS), self._on_event)
             self._socket = LoopSocket(dealer, self._on_frames)
             self._end_reason = None
             self._changed.clear()
             linger_ms = 0
             try:
-                dealer.connect(self.address)
                 monitor.start()
                 self._socket.start()
                 reason = await self._session()
@@ -144,6 +146,20 @@ class ControlClient:
                 self._handle(self._handler.on_lost, reason)
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, self._settings.reconnect_max_s)
+
+    def _dealer(self) -> zmq.Socket[bytes]:
+        """A socket that is connecting. Raises zmq.ZMQError, and leaves none behind then."""
+        dealer = self._context.socket(zmq.DEALER)
+        try:
+            configure_control(dealer, self._settings)
+            dealer.setsockopt(zmq.ROUTING_ID, self._hello.peer_id.encode())
+            if self._proof is not None:
+                self._proof.guard(dealer)
+            dealer.connect(self.address)
+        except zmq.ZMQError:
+            dealer.close(linger=0)
+            raise
+        return dealer
 
     async def _session(self) -> str:
         """Talk until the link breaks; returns why."""

@@ -37,9 +37,12 @@ from kvrelay.wire.messages import (
 )
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.wire.sockets import configure_control
+from kvrelay.wire.sockets import bound_strangers, configure_control
 
 logger = logging.getLogger(__name__)
+
+_MAX_STRANGERS = 1000  # that are logged, a line each
+_MAX_DETAIL = 1000  # characters of what a peer may have chosen, in a log line and in the answer to it
 
 
 class ServerHandler(Protocol):
@@ -94,6 +97,7 @@ class ControlServer:
     async def start(self) -> str:
         """Listen; returns the real address. Raises WireError if it cannot be had."""
         configure_control(self._router, self._settings)
+        bound_strangers(self._router)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if self._gate is not None:
@@ -114,8 +118,9 @@ class ControlServer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether messages are being received."""
-        return self._socket.is_alive and self._sweeper is not None and not self._sweeper.done()
+        """Whether messages are being received, and new peers let in."""
+        has_gate = self._gate is None or self._gate.is_alive()
+        return has_gate and self._socket.is_alive and self._sweeper is not None and not self._sweeper.done()
 
     def send(self, peer_id: str, message: Message) -> bool:
         """Queue a message; False if the peer is not connected. Never blocks."""
@@ -143,6 +148,11 @@ class ControlServer:
             self._refuse_frame("malformed", frames[0], str(error))
             return
         peer_id = frames[0].decode(errors="replace")
+        if (
+            peer_id.encode() != frames[0] or not peer_id.isprintable()
+        ):  # it goes into logs, and two ids must not become one
+            self._refuse_frame("malformed", frames[0], "a routing id that is no printable text")
+            return
         if isinstance(message, Hello):
             self._on_hello(peer_id, message, proved)
             return
@@ -183,18 +193,25 @@ class ControlServer:
             answer = HelloRefused(code=FailureCode.INVALID, detail=detail)
         else:
             answer = self._handler.welcome(hello)
+            if isinstance(answer, HelloRefused) and len(answer.detail) > _MAX_DETAIL:
+                answer = HelloRefused(code=answer.code, detail=f"{answer.detail[:_MAX_DETAIL]} …")
         if isinstance(answer, Welcome):
             self._peers[peer_id] = _Peer(hello.role, time.monotonic())
         else:
             self._metrics.refused_hellos.labels(answer.code.value).inc()
-            logger.warning("refused a %s: %s", hello.role, answer.detail, extra={"peer_id": peer_id})
+            self._warn_once(peer_id.encode(), f"refused a {hello.role}: {answer.detail}")
         self.send(peer_id, answer)
 
     def _refuse_frame(self, cause: str, routing_id: bytes, detail: str) -> None:
         self._metrics.refused_messages.labels(cause).inc()
-        if routing_id not in self._strangers and len(self._strangers) < 1000:  # one line per stranger
+        self._warn_once(routing_id, f"dropped a control frame: {detail[:_MAX_DETAIL]}")
+
+    def _warn_once(self, routing_id: bytes, text: str) -> None:
+        """One line per stranger, and a bounded number of them: who may not speak may not fill a disk either."""
+        if routing_id not in self._strangers and len(self._strangers) < _MAX_STRANGERS:
             self._strangers.add(routing_id)
-            logger.warning("dropped a control frame: %s", detail, extra={"peer_id": routing_id[:64].hex()})
+            named = routing_id.decode(errors="replace")
+            logger.warning("%s", text, extra={"peer_id": named if named.isprintable() else routing_id[:64].hex()})
 
     async def _sweep(self) -> None:
         while True:

@@ -21,12 +21,13 @@ from dataclasses import dataclass
 import zmq
 
 from kvrelay.wire.addresses import SocketFile
+from kvrelay.wire.authentication import PeerGate, show_token
 from kvrelay.wire.block_frames import HEADER_NBYTES, BlockHeader, parse_header
 from kvrelay.wire.errors import BlockRefusedError, WireError
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import TAG_NBYTES, BlockSealer
-from kvrelay.wire.sockets import close_dead_connections
+from kvrelay.wire.sockets import bound_strangers, close_dead_connections
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +69,22 @@ class _Job:
 class BlockSender:
     """One connection to a decode worker's data socket, and its thread. Called on the network thread; never blocks long."""
 
-    def __init__(self, address: str, *, metrics: WireMetrics, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        metrics: WireMetrics,
+        context: zmq.Context[zmq.Socket[bytes]],
+        token: str | None = None,
+    ) -> None:
+        """``token``: what the decode worker lets data connections in by; None: it lets everybody in."""
         self._metrics = metrics
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_AHEAD_MESSAGES)
         close_dead_connections(self._socket, _DEAD_AFTER_S)
+        if token is not None:
+            show_token(self._socket, token)
         self._socket.connect(address)
         # Not bounded here: what can be queued is bounded by the pool that the payloads lie in.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -175,8 +186,15 @@ class BlockReceiver:
     """The thread that receives blocks. ``start`` once, ``stop`` once."""
 
     def __init__(
-        self, address: str, leases: LeaseTable, block_nbytes: int, *, context: zmq.Context[zmq.Socket[bytes]]
+        self,
+        address: str,
+        leases: LeaseTable,
+        block_nbytes: int,
+        *,
+        context: zmq.Context[zmq.Socket[bytes]],
+        gate: PeerGate | None = None,
     ) -> None:
+        """Listens from now on. ``gate``: who may connect, once it is started (not here); None: everybody."""
         self._leases = leases
         self._context = context
         self._block_nbytes = block_nbytes
@@ -187,6 +205,9 @@ class BlockReceiver:
         self._socket.setsockopt(zmq.RCVHWM, _READ_AHEAD_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(block_nbytes, HEADER_NBYTES) + 1024)
         close_dead_connections(self._socket, _DEAD_AFTER_S)
+        bound_strangers(self._socket)
+        if gate is not None:
+            gate.guard_data(self._socket)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:

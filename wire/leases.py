@@ -143,9 +143,15 @@ class LeaseTable:
             f"aborted: {abort.reason}",
         )
 
-    def cancel(self, request_id: str, attempt: int) -> None:
-        """The gateway takes the request back."""
-        self._end(lambda lease: lease.key == (request_id, attempt), FailureCode.CANCELLED, "cancelled by the gateway")
+    def cancel(
+        self,
+        request_id: str,
+        attempt: int,
+        code: FailureCode = FailureCode.CANCELLED,
+        detail: str = "cancelled by the gateway",
+    ) -> None:
+        """Nobody wants the request any more, for this reason."""
+        self._end(lambda lease: lease.key == (request_id, attempt), code, detail)
 
     def abort_peer(self, peer_id: str) -> None:
         """The sender is gone."""

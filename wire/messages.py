@@ -90,6 +90,7 @@ class Welcome(_Message, tag=True, frozen=True, kw_only=True):
     card: ModelCard
     data_address: str | None = None  # decode only: where KV blocks go; a host of 0.0.0.0 means "as you reached me"
     seals_kv: bool = False  # decode only: it takes sealed blocks, and only those
+    data_token: str | None = None  # decode to prefill only: what its data socket lets connections in by; None: all
 
 
 class HelloRefused(_Message, tag=True, frozen=True, kw_only=True):
@@ -116,6 +117,8 @@ class Status(_Message, tag=True, frozen=True, kw_only=True):
     num_waiting_tokens: int  # uncomputed tokens of waiting and running prompts
     num_free_blocks: int  # free and cached: what could be allocated now
     num_blocks: int
+    max_running: int = 0  # sequences that compute at a time; 0: the worker does not say
+    prompt_tokens_per_s: float = 0.0  # of prefill workers, while they compute; 0: not known yet
 
 
 # -- a request ----------------------------------------------------------------------------------------------------
@@ -140,6 +143,7 @@ class Submit(_Message, tag=True, frozen=True, kw_only=True):
     num_prompt_tokens: int
     sampling: SamplingParams
     decode: DecodeTarget | None = None
+    timeout_s: float | None = None  # what is left of the request's time; afterwards nobody waits for it
 
 
 class Cancel(_Message, tag=True, frozen=True, kw_only=True):
@@ -218,6 +222,7 @@ class Offer(_Message, tag=True, frozen=True, kw_only=True):
     num_prompt_tokens: int
     sampling: SamplingParams
     block_hashes: list[bytes]  # of all blocks, the last one maybe partial
+    timeout_s: float | None = None  # as in Submit
 
 
 class Grant(_Message, tag=True, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ class WireMetrics:
         )
         self.refused_hellos = counter("refused_hellos", "Peers that were not let in", "code")
         self.refused_keys = counter("refused_keys", "Connections with a key that may not connect here")
+        self.refused_tokens = counter("refused_tokens", "Data connections without the token of this process")
         self.lost_peers = counter("lost_peers", "Peers that fell silent, disconnected or restarted")
         self.blocks_sent = counter("kv_blocks_sent", "KV blocks handed to the data socket")
         self.bytes_sent = counter("kv_bytes_sent", "KV bytes handed to the data socket")

@@ -8,6 +8,8 @@ from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES
 from kvrelay.wire.settings import LinkSettings
 
 _PROBES = 3
+_HANDSHAKE_S = 5.0  # until a connection has said who it is; ZeroMQ's own bound is 30 s
+_BACKLOG = 1024  # connections that the kernel holds for us; with ZeroMQ's 100, a crowd shuts everybody else out
 _SEND_QUEUE = 100_000  # messages to one peer; a peer that reads nothing is lost long before
 
 
@@ -21,6 +23,16 @@ def close_dead_connections(socket: zmq.Socket[bytes], after_s: float) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, round(after_s)))
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, max(1, round(after_s / _PROBES)))
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _PROBES)
+
+
+def bound_strangers(socket: zmq.Socket[bytes]) -> None:
+    """What a socket sets before it binds where strangers can reach it: who says nothing holds a descriptor for 5 s only.
+
+    How many connections there are at a time, ZeroMQ does not bound: the process's limit on descriptors does
+    (:mod:`kvrelay.common.descriptors`).
+    """
+    socket.setsockopt(zmq.HANDSHAKE_IVL, round(_HANDSHAKE_S * 1000))
+    socket.setsockopt(zmq.BACKLOG, _BACKLOG)
 
 
 def configure_control(socket: zmq.Socket[bytes], settings: LinkSettings) -> None:

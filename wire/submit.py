@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvrelay.common.model_card import ModelCard
+from kvrelay.common.sampling import SamplingParams
 from kvrelay.wire.messages import Failed, FailureCode, Offer, Status, Submit, WorkerState
+
+_MAX_COUNT = 2**31
+_MAX_WEIGHT = 1e6  # of any float of sampling; the API's own bounds are far below
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +21,7 @@ class WorkerIdentity:
     epoch: int  # differs for every start of the process
     card: ModelCard
     max_waiting: int  # requests that may wait; one more is refused
+    max_running: int = 0  # sequences that compute at a time; 0: not told
 
 
 def submit_refusal(
@@ -35,11 +41,23 @@ def submit_refusal(
         invalid = f"attempt {submit.attempt} of request {submit.request_id} is already here"
     if invalid is not None:
         return failed(FailureCode.INVALID, invalid)
+    if is_late(submit):
+        return failed(FailureCode.DEADLINE, f"came with {submit.timeout_s} s left: nobody waits for it any more")
     if status.state is WorkerState.DRAINING:
         return failed(FailureCode.DRAINING, f"worker {identity.worker_id} is shutting down")
     if status.num_waiting >= identity.max_waiting:
         return failed(FailureCode.QUEUE_FULL, f"{status.num_waiting} requests wait already", retry_after_s=1.0)
     return None
+
+
+def is_late(request: Submit | Offer) -> bool:
+    """Whether the request's time was up before it came."""
+    return request.timeout_s is not None and not request.timeout_s > 0  # not a number: late, too
+
+
+def deadline_of(request: Submit | Offer, now_s: float) -> float:
+    """When the request's time is up, on the clock of ``now_s``."""
+    return math.inf if request.timeout_s is None else now_s + request.timeout_s
 
 
 def invalid_submit(submit: Submit | Offer, card: ModelCard) -> str | None:
@@ -51,4 +69,19 @@ def invalid_submit(submit: Submit | Offer, card: ModelCard) -> str | None:
         return f"{num_tokens} tokens leave no room to generate: the limit is {card.max_model_len} tokens"
     if not all(0 <= token_id < card.vocab_size for token_id in submit.token_ids):
         return f"a token id lies outside of 0 to {card.vocab_size - 1}"
+    return _invalid_sampling(submit.sampling)
+
+
+def _invalid_sampling(sampling: SamplingParams) -> str | None:
+    """What no gateway sends, since it checks its clients' values, and what would break a step, and so all that is in the batch."""
+    for name in ("max_tokens", "top_k", "num_logprobs"):
+        count = getattr(sampling, name)
+        if count is not None and not 0 <= count < _MAX_COUNT:
+            return f"{name} is {count}; it must be 0 to {_MAX_COUNT - 1}"
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        value = getattr(sampling, name)
+        if not abs(value) <= _MAX_WEIGHT:  # not a number: neither
+            return f"{name} is {value}; it must be {-_MAX_WEIGHT:g} to {_MAX_WEIGHT:g}"
+    if sampling.repetition_penalty <= 0:
+        return f"repetition_penalty is {sampling.repetition_penalty}; it must be above 0"
     return None

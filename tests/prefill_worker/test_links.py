@@ -14,7 +14,18 @@ from kvrelay.engine.fake import fake_card
 from kvrelay.prefill_worker import links
 from kvrelay.prefill_worker.links import DecodeLinks, LinkIdentity, data_address
 from kvrelay.wire.control_server import ControlServer
-from kvrelay.wire.messages import FailureCode, Hello, HelloRefused, Message, Role, Status, Welcome, WorkerState
+from kvrelay.wire.messages import (
+    FailureCode,
+    Grant,
+    Hello,
+    HelloRefused,
+    Message,
+    Ping,
+    Role,
+    Status,
+    Welcome,
+    WorkerState,
+)
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import DecodeLink
@@ -31,6 +42,26 @@ from kvrelay.wire.transfers import DecodeLink
 )
 def test_blocks_go_where_the_worker_was_reached(control: str, announced: str, expected: str) -> None:
     assert data_address(control, announced) == expected
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Grant(request_id="r", attempt=1, lease_id=-1, epoch=1, num_cached_blocks=0, ttl_s=1.0),
+        Grant(request_id="r", attempt=1, lease_id=1, epoch=-7, num_cached_blocks=0, ttl_s=1.0),
+        Grant(request_id="r", attempt=1, lease_id=1, epoch=1, num_cached_blocks=-1, ttl_s=1.0),
+        Ping(),
+    ],
+)
+async def test_a_worker_whose_answers_make_no_sense_is_not_talked_to(message: Message) -> None:
+    """Its numbers would go into block headers, or choose other blocks than those that were offered."""
+    async with decode_port() as (port, server, address, made, heard):
+        assert made.link_to(address) is None
+        link, _ = await heard.next("up")
+        assert server.send(port.peer_id, message)
+        lost, detail = await heard.next(FailureCode.INTEGRITY.value)
+        assert lost is link
+        assert address in detail
 
 
 class Silent:

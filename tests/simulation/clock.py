@@ -1,7 +1,7 @@
 """Virtual time, and processes that can be killed, stopped and continued between any two callbacks.
 
-An asyncio loop whose clock jumps to the next timer when nothing is left to do. Every callback belongs to the process in whose context
-it was scheduled; what a killed process has scheduled is never run, what a stopped one has scheduled waits.
+An asyncio loop whose clock jumps to the next timer when nothing is left to do. Every callback belongs to the process in whose
+context it was scheduled; what a killed process has scheduled is never run, what a stopped one has scheduled waits.
 """
 
 from __future__ import annotations

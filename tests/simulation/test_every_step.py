@@ -1,7 +1,7 @@
 """One request, and one fault right before each single thing that happens while it runs.
 
-The request passes queue, offer, grant, shipping, commit, verdict and decoding; with a spare worker of each role, no fault of a worker
-or of the network may cost more than time.
+The request passes queue, offer, grant, shipping, commit, verdict and decoding; with a spare worker of each role, no fault of a
+worker or of the network may cost more than time.
 """
 
 from __future__ import annotations
@@ -94,3 +94,19 @@ def test_a_client_leaves_and_its_blocks_are_back_within_a_second(moments: range)
             world.settle()
             world.check()
     assert num_cancelled > 15, "the client left too late to prove anything"
+
+
+def test_blocks_are_not_written_again_while_they_are_being_sent(moments: range) -> None:
+    """The next prompt waits for just the blocks of the one that is taken back in the midst of its hand-off."""
+    num_finished = 0
+    for moment in moments[:: max(1, STRIDE // 3)]:
+        with running(SEED, num_prefills=1, num_decodes=1) as world:
+            world.wires.send_s = 0.05
+            world.loop.triggers[moment] = lambda world=world: leave(world)
+            world.submit("g0", PROMPT, NUM_TOKENS)
+            waits = world.submit("g0", list(range(100, 190)), 2)
+            world.advance(5.0)
+            world.settle()
+            world.check()
+            num_finished += waits.outcome == "finished"
+    assert num_finished == len(moments[:: max(1, STRIDE // 3)])

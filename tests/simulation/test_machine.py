@@ -44,6 +44,12 @@ class Deployment(RuleBasedStateMachine):
         if self.world.is_up(gateway):
             self.world.submit(gateway, list(range(family, family + num_prompt)), num_tokens)
 
+    @rule(gateway=GATEWAYS, num_requests=st.integers(2, 8), num_prompt=st.integers(20, 90))
+    def burst(self, gateway: str, num_requests: int, num_prompt: int) -> None:
+        """More at a time than there is room for."""
+        for family in range(num_requests):
+            self.submit(gateway, 10 * family, num_prompt, 5)
+
     @precondition(lambda self: self.world.clients)
     @rule(index=st.integers(0, 100))
     def leave(self, index: int) -> None:
@@ -101,7 +107,8 @@ class Deployment(RuleBasedStateMachine):
 
     def check_ends(self, outcomes: set[str]) -> None:
         assert outcomes <= HONEST_ENDS, outcomes
-        assert self.world.refused("bad_checksum") == 0
+        for cause in ("bad_checksum", "bad_seal", "wrong_block", "bad_size", "duplicate"):
+            assert self.world.refused(cause) == 0, f"honest workers, and a block was refused: {cause}"
 
 
 class HostileDeployment(Deployment):

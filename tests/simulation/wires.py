@@ -1,11 +1,13 @@
 """Sockets without a network: what ZeroMQ's sockets, our block sender and receiver do, in virtual time and under a hostile hand.
 
-Between connect and break a connection delivers in order, each message once, after a delay, as TCP does. What is on its way when it
-breaks is lost in both directions. A wire may be *hostile* beyond that: it drops, doubles and reorders single messages and flips bits.
+Between connect and break a connection delivers in order, each message once, after a delay, as TCP does. What is on its way when
+it breaks is lost in both directions. A wire may be *hostile* beyond that: it drops, doubles and reorders single messages and
+flips bits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -46,7 +48,9 @@ class Connection:
     unsent: list[list[bytes]] = field(default_factory=list)
     is_frozen: bool = False  # the network is cut, and nobody has noticed
     frozen: deque[tuple[SimSocket, list[bytes]]] = field(default_factory=deque)
-    arrives_s: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})  # the last message, by direction
+    arrives_s: dict[bool, float] = field(
+        default_factory=lambda: {True: 0.0, False: 0.0}
+    )  # the last message, by direction
     generation: int = 0  # what is on its way in another one is lost
 
 
@@ -60,6 +64,7 @@ class Wires:
         self.receivers: dict[str, SimReceiver] = {}
         self.connections: list[Connection] = []
         self.problems: list[str] = []
+        self.send_s = 0.002  # at most, for each of the two steps of sending a block
 
     def delay_s(self) -> float:
         """Of a message."""
@@ -93,7 +98,11 @@ class Wires:
         if connection.server is None:
             connection.unsent.append(frames)
             return
-        target, hostility, chance = connection.server if to_server else connection.client, self.hostility, self.loop.random
+        target, hostility, chance = (
+            connection.server if to_server else connection.client,
+            self.hostility,
+            self.loop.random,
+        )
         message = [connection.routing_id, *frames] if to_server else frames
         if chance.random() < hostility.drop:
             return
@@ -294,7 +303,7 @@ class SimSender:
             self._jobs.popleft()[0].end()
 
     def _later(self, call: Callable[..., None], *args: Any) -> None:
-        delay_s = self._wires.loop.random.uniform(0, 0.002)
+        delay_s = self._wires.loop.random.uniform(0, self._wires.send_s)
         self._wires.loop.call_at(self._wires.loop.now_s + delay_s, call, *args, context=self._process.context)
 
     def _pack(self) -> None:
@@ -385,10 +394,8 @@ class SimReceiver:
         self._is_busy = False
 
     def _finish(self, header: Any, data: bytes) -> None:
-        try:
+        with contextlib.suppress(BlockRefusedError):  # counted by the table
             self._leases.finish_block(header, memoryview(data))
-        except BlockRefusedError:
-            pass  # counted by the table
         self._begin()
 
 

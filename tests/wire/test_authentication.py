@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.wire.authentication import ClientProof, PeerGate
+from kvrelay.wire.authentication import WATCHED_EVENTS, ClientProof, PeerGate, show_token
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.keys import WireKeys, keys_of, make_keys
 from kvrelay.wire.messages import Cancel, FailureCode, Hello, HelloRefused, Role, Welcome
@@ -159,6 +161,62 @@ async def test_keys_can_be_changed_one_side_at_a_time(net: Net, directory: Path,
     net.client(address, initiator, proof=proof_of(directory, Role.PREFILL))
     assert isinstance(await next_of(initiator.events), Welcome)
     assert initiator.events.empty()  # that the first key did not fit is not worth a word
+
+
+@pytest.mark.parametrize("shown", ["the token", "another token", "keys", "nothing"])
+async def test_only_the_token_opens_the_data_port(
+    net: Net, directory: Path, shown: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = gate_of(net, directory)
+    await net.server(Worker(), gate=gate).start()  # which starts the gate
+    port = net.context.socket(zmq.ROUTER)
+    gate.guard_data(port)
+    port.bind("tcp://127.0.0.1:0")
+    sender = net.context.socket(zmq.DEALER)
+    port.linger = sender.linger = 0
+    if shown == "keys":
+        proof_of(directory, Role.PREFILL).guard(sender)
+    elif shown != "nothing":
+        show_token(sender, gate.data_token if shown == "the token" else "f" * 64)
+    monitor = zmq.asyncio.Socket.from_socket(sender.get_monitor_socket(WATCHED_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED))
+    with caplog.at_level("DEBUG"):
+        sender.connect(port.getsockopt_string(zmq.LAST_ENDPOINT))
+        sender.send(b"block")
+        event = parse_monitor_message(await asyncio.wait_for(monitor.recv_multipart(), WAIT_S))["event"]
+    assert (event == zmq.EVENT_HANDSHAKE_SUCCEEDED) is (shown == "the token")
+    assert bool(await asyncio.to_thread(port.poll, 5000 if shown == "the token" else 100)) is (shown == "the token")
+    assert net.counted("refused_tokens") == (1 if shown == "another token" else 0)
+    assert ("without this process's token" in caplog.text) is (shown == "another token")
+    assert gate.data_token not in caplog.text
+    sender.disable_monitor()
+    monitor.close(linger=0)
+    sender.close()
+    port.close()
+
+
+async def test_the_data_port_is_shut_until_the_gate_stands(net: Net, directory: Path) -> None:
+    """A decode worker's data socket listens a moment before somebody answers who may connect: then nobody may."""
+    gate = gate_of(net, directory)
+    port, sender = net.context.socket(zmq.ROUTER), net.context.socket(zmq.DEALER)
+    port.linger = sender.linger = 0
+    gate.guard_data(port)
+    port.bind("tcp://127.0.0.1:0")
+    show_token(sender, "f" * 64)
+    sender.connect(port.getsockopt_string(zmq.LAST_ENDPOINT))
+    sender.send(b"block")
+    assert not await asyncio.to_thread(port.poll, 200)
+    sender.close()
+    port.close()
+
+
+async def test_a_gate_that_died_is_a_reason_to_restart(net: Net, directory: Path) -> None:
+    gate = gate_of(net, directory)
+    server = net.server(Worker(), gate=gate)
+    await server.start()
+    assert server.is_alive
+    gate.pipe.send(b"TERMINATE")
+    await asyncio.to_thread(gate.thread.join, WAIT_S)
+    assert not server.is_alive  # nobody new would ever be let in
 
 
 class TestSettings:

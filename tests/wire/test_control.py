@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import Any
 
 import pytest
@@ -284,6 +285,58 @@ async def test_a_routing_id_that_is_no_text_is_survived(net: Net) -> None:
         assert client.send(Cancel(request_id="r", attempt=1))
         assert (await next_of(worker.heard))[2] == Cancel(request_id="r", attempt=1)
     assert server.is_alive
+
+
+@pytest.mark.parametrize("routing_id", [b"\xff\xfe", b"x\n12:00:00 INFO all is well"])
+async def test_a_routing_id_that_could_not_be_logged_is_refused(net: Net, routing_id: bytes) -> None:
+    server = net.server(Worker())
+    with net.raw(await server.start(), routing_id) as socket:
+        await socket.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id=routing_id.decode(errors="replace"))))
+        async with asyncio.timeout(WAIT_S):
+            while not net.counted("refused_messages", cause="malformed"):
+                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+        assert not server._peers
+
+
+async def test_refusals_are_short_and_told_once(net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    """What a refusal quotes was chosen by the refused: neither a log nor an answer grows with it."""
+    worker = Worker()
+    worker.refusal = HelloRefused(code=FailureCode.LAYOUT_MISMATCH, detail="differs: " + "x" * 100_000)
+    with net.raw(await net.server(worker).start()) as socket:
+        for _ in range(3):
+            await socket.send(Codec().encode(Hello(role=Role.PREFILL, peer_id="raw")))
+            refused = Codec().decode(await asyncio.wait_for(socket.recv(), WAIT_S))
+            assert isinstance(refused, HelloRefused)
+            assert len(refused.detail) < 1100
+    told = [record.getMessage() for record in caplog.records if "refused a prefill" in record.getMessage()]
+    assert len(told) == 1
+    assert len(told[0]) < 1100
+
+
+async def test_a_client_tries_again_when_it_cannot_even_begin(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when no descriptor is left: it says so, and connects once there is one."""
+    address = await net.server(Worker()).start()
+    make, num_failed = net.context.socket, 0
+
+    def failing(kind: int) -> zmq.Socket[bytes]:
+        nonlocal num_failed
+        if num_failed < 2:
+            num_failed += 1
+            raise zmq.ZMQError(errno.EMFILE)
+        return make(kind)
+
+    monkeypatch.setattr(net.context, "socket", failing)
+    initiator = Initiator()
+    net.client(address, initiator)
+    for _ in range(2):
+        assert "cannot connect to tcp://127.0.0.1" in (await next_of(initiator.events)).detail
+    assert isinstance(await next_of(initiator.events), Welcome)
+
+
+async def test_an_address_that_is_none_is_told(net: Net) -> None:
+    initiator = Initiator()
+    net.client("nonsense", initiator)
+    assert "cannot connect to nonsense" in (await next_of(initiator.events)).detail
 
 
 async def test_a_handler_that_fails_does_not_kill_the_server(net: Net) -> None:

@@ -1,0 +1,35 @@
+"""Whom a decode worker talks to. A pure function of what the peer says and what this worker is."""
+
+from __future__ import annotations
+
+from kvrelay.wire.messages import PROTOCOL_MAX, FailureCode, Hello, HelloRefused, Role, Welcome
+from kvrelay.wire.seal import seal_mismatch
+from kvrelay.wire.submit import WorkerIdentity
+
+
+def welcome(
+    hello: Hello, identity: WorkerIdentity, data_address: str, *, seals_kv: bool, data_token: str | None
+) -> Welcome | HelloRefused:
+    """Gateways, and prefill workers whose KV fits; only the latter get ``data_token``, which the data socket asks for."""
+    mine = identity.card.layout
+    if hello.role is Role.PREFILL:
+        if hello.layout is None or hello.layout.fingerprint() != mine.fingerprint():
+            differences = ["no layout given"] if hello.layout is None else mine.differences(hello.layout)
+            detail = f"KV layouts differ (decode / prefill): {'; '.join(differences)}"
+            return HelloRefused(code=FailureCode.LAYOUT_MISMATCH, detail=detail)
+        if hello.seals_kv is not seals_kv:
+            detail = seal_mismatch(decode_seals=seals_kv, prefill_seals=hello.seals_kv)
+            return HelloRefused(code=FailureCode.LAYOUT_MISMATCH, detail=detail)
+    elif hello.role is not Role.GATEWAY:
+        detail = f"a decode worker talks to gateways and prefill workers, not {hello.role}"
+        return HelloRefused(code=FailureCode.INVALID, detail=detail)
+    return Welcome(
+        role=Role.DECODE,
+        worker_id=identity.worker_id,
+        epoch=identity.epoch,
+        protocol=min(hello.protocol_max, PROTOCOL_MAX),
+        card=identity.card,
+        data_address=data_address,
+        seals_kv=seals_kv,
+        data_token=data_token if hello.role is Role.PREFILL else None,
+    )
