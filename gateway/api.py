@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from typing import Any
 
@@ -10,6 +11,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvrelay.common.model_card import ModelCard
+from kvrelay.gateway.admission import Admission
+from kvrelay.gateway.api_docs import UNAUTHORIZED, ChatAnswer, ModelList, TextAnswer, answers
 from kvrelay.gateway.bodies import read_body
 from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
@@ -24,6 +27,8 @@ from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool
 
+TIMEOUT_HEADER = "x-request-timeout"
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?")
 _LONG_TEXT = 4_000  # characters (about 1 ms) from which encoding goes to a thread, so that no stream waits for it
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -32,18 +37,30 @@ class OpenAIRoutes:
     """Holds what the routes need; ``router`` is mounted by the app."""
 
     def __init__(
-        self, model_name: str, tokenizer: Tokenizer, template: ChatTemplate, pool: WorkerPool, responder: Responder
+        self,
+        model_name: str,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        pool: WorkerPool,
+        admission: Admission,
+        responder: Responder,
     ) -> None:
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._template = template
         self._pool = pool
+        self._admission = admission
         self._responder = responder
         self.router = APIRouter(prefix="/v1", tags=["OpenAI"])
         # Only documented here: the app's edge calls ``endpoints`` itself.
-        self.router.add_api_route("/chat/completions", self.chat, methods=["POST"], response_model=None)
-        self.router.add_api_route("/completions", self.completions, methods=["POST"], response_model=None)
-        self.router.add_api_route("/models", self.models, methods=["GET"])
+        self.router.add_api_route(
+            "/chat/completions", self.chat, methods=["POST"], response_model=None, responses=answers(ChatAnswer)
+        )
+        self.router.add_api_route(
+            "/completions", self.completions, methods=["POST"], response_model=None, responses=answers(TextAnswer)
+        )
+        models: dict[int | str, dict[str, Any]] = {200: {"model": ModelList}, **UNAUTHORIZED}
+        self.router.add_api_route("/models", self.models, methods=["GET"], response_model=None, responses=models)
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
@@ -67,6 +84,7 @@ class OpenAIRoutes:
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a chat."""
         self._check(body)
+        timeout_s = client_timeout_s(request)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
         text = self._template.render([message.for_template() for message in body.messages])
@@ -82,12 +100,13 @@ class OpenAIRoutes:
             token_ids=bool(body.return_token_ids),
         )
         timings = RequestTimings(request.state.received_s)
-        generation = self._generation(body, request_id, prompt, max_tokens, num_logprobs, timings)
+        generation = self._generation(body, request_id, prompt, max_tokens, num_logprobs, timings, timeout_s)
         return await self._respond("/v1/chat/completions", request, body, [generation], chat_format)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue one text, or several."""
         self._check(body)
+        timeout_s = client_timeout_s(request)
         max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         request_id = _internal_id(request)
         generations = [
@@ -98,6 +117,7 @@ class OpenAIRoutes:
                 max_tokens,
                 body.logprobs,
                 RequestTimings(request.state.received_s),
+                timeout_s,
             )
             for index, prompt in enumerate(await self._prompts(body))
         ]
@@ -118,6 +138,7 @@ class OpenAIRoutes:
             )
         body.refuse_unsupported()
         self._cards()
+        self._admission.check_not_full()  # before work goes into it
 
     def _cards(self) -> list[ModelCard]:
         """The cards of the workers that are up.
@@ -164,6 +185,7 @@ class OpenAIRoutes:
         max_tokens: int | None,
         num_logprobs: int | None,
         timings: RequestTimings,
+        timeout_s: float | None,
     ) -> Generation:
         sampling = sampling_params(
             body,
@@ -174,7 +196,7 @@ class OpenAIRoutes:
             eos_ids=self._tokenizer.eos_ids,
             prompt_param="messages" if isinstance(body, ChatBody) else "prompt",
         )
-        return Generation(request_id, prompt, sampling, body.stop_strings, timings)
+        return Generation(request_id, prompt, sampling, body.stop_strings, timings, timeout_s)
 
     async def _respond(
         self, route: str, request: Request, body: SamplingBody, generations: list[Generation], answer: Format
@@ -190,6 +212,19 @@ def _internal_id(request: Request) -> str:
     """The request's id, with something of its own if it came from outside: the same may come twice at a time, workers go by ids."""
     request_id: str = request.state.request_id
     return f"{request_id}.{secrets.token_hex(4)}" if request.state.is_id_given else request_id
+
+
+def client_timeout_s(request: Request) -> float | None:
+    """What the client gives the request, in seconds, by its header; None without. Raises InvalidRequestError."""
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return None
+    if _SECONDS.fullmatch(given.strip()) is None or float(given) <= 0:
+        raise InvalidRequestError(
+            f"{TIMEOUT_HEADER} is {given[:80]!r}; it must be a number of seconds above 0, such as 30 or 2.5",
+            param=TIMEOUT_HEADER,
+        )
+    return float(given)
 
 
 def _check_text(text: str, param: str) -> None:

@@ -1,8 +1,9 @@
 """Who may ask: API keys, known here by their hashes only.
 
-The file has a line per key, ``NAME SHA256`` (hexadecimal; ``kvrelay api-key NAME`` makes both); blank lines, and what stands
-behind a ``#``, do not count. It is looked at again when it has changed, so keys come and go without a restart; a file that is
-broken then is reported, and the keys read last stay in force.
+The file has a line per key, ``NAME SHA256`` (hexadecimal; ``kvrelay api-key NAME`` makes both), and behind that, if the key
+shall have limits, ``requests_per_s=5``, ``burst=20``, ``concurrency=8`` or some of them. Limits hold for each gateway by
+itself. Blank lines, and what stands behind a ``#``, do not count. The file is looked at again when it has changed, so keys come
+and go without a restart; a file that is broken then is reported, and the keys read last stay in force.
 """
 
 from __future__ import annotations
@@ -13,15 +14,23 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.gateway.errors import UnauthorizedError
+from kvrelay.gateway.key_limits import OPTIONS, KeyLimits, KeyUse
 
 logger = logging.getLogger(__name__)
 
-_LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})\s+(?P<digest>[0-9a-f]{64})")
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})\s+(?P<digest>[0-9a-f]{64})(?P<options>(\s+[a-z_]+=[0-9.]+)*)")
 _LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    digest: str
+    limits: KeyLimits
 
 
 class ApiKeys:
@@ -31,7 +40,8 @@ class ApiKeys:
         self._path = path
         self._clock = clock
         self._version = _version(path)
-        self._digests = _read(path)
+        self._keys = _read(path)
+        self._uses: dict[str, KeyUse] = {}  # by name; what runs is counted on when the file changes
         self._looked_s = clock()
 
     def check(self, authorization: str | None) -> str:
@@ -42,10 +52,17 @@ class ApiKeys:
             raise UnauthorizedError("no API key: send it as 'Authorization: Bearer KEY'")
         digest = hash_key(key.strip())
         # All are compared, each in constant time: how long it takes tells nothing about any of them.
-        names = [name for name, known in self._digests.items() if hmac.compare_digest(known, digest)]
+        names = [name for name, known in self._keys.items() if hmac.compare_digest(known.digest, digest)]
         if not names:
             raise UnauthorizedError("this API key is not known here")
         return names[0]
+
+    def enter(self, authorization: str | None) -> KeyUse:
+        """A request begins; ``leave`` of what is returned must follow. Raises UnauthorizedError and TooManyRequestsError."""
+        name = self.check(authorization)
+        use = self._uses.setdefault(name, KeyUse())
+        use.enter(self._keys[name].limits, self._clock())
+        return use
 
     def _look_again(self) -> None:
         now_s = self._clock()
@@ -57,8 +74,8 @@ class ApiKeys:
             return
         self._version = version
         try:
-            self._digests = _read(self._path)
-            logger.info("read %d API keys from %s", len(self._digests), self._path)
+            self._keys = _read(self._path)
+            logger.info("read %d API keys from %s", len(self._keys), self._path)
         except SettingsError as error:
             logger.error("%s; the keys read before stay in force", error)
 
@@ -77,13 +94,13 @@ def _version(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _read(path: Path) -> dict[str, str]:
-    """Digests by name. The text of an error never has a line's content: somebody may have put a key there."""
+def _read(path: Path) -> dict[str, _Key]:
+    """Keys by name. The text of an error never has a line's content: somebody may have put a key there."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"--api-keys: cannot read {path}: {error}") from error
-    digests: dict[str, str] = {}
+    keys: dict[str, _Key] = {}
     for number, line in enumerate(text.splitlines(), 1):
         content = line.partition("#")[0].strip()
         if not content:
@@ -91,13 +108,18 @@ def _read(path: Path) -> dict[str, str]:
         match = _LINE.fullmatch(content)
         if match is None:
             raise SettingsError(
-                f"--api-keys: line {number} of {path} is not 'NAME SHA256' (kvrelay api-key NAME makes one)"
+                f"--api-keys: line {number} of {path} is not 'NAME SHA256' (kvrelay api-key NAME makes one), "
+                f"with {', '.join(f'{name}=NUMBER' for name in OPTIONS)} behind it if there shall be limits"
             )
-        if match["name"] in digests:
+        if match["name"] in keys:
             raise SettingsError(f"--api-keys: line {number} of {path} has the name {match['name']!r} a second time")
-        digests[match["name"]] = match["digest"]
-    if not digests:
+        try:
+            limits = KeyLimits.parse(dict(option.split("=") for option in match["options"].split()))
+        except ValueError as error:
+            raise SettingsError(f"--api-keys: line {number} of {path}: {error}") from error
+        keys[match["name"]] = _Key(match["digest"], limits)
+    if not keys:
         raise SettingsError(
             f"--api-keys: {path} has no key, so nobody could ask anything; leave --api-keys out, or add one"
         )
-    return digests
+    return keys

@@ -12,11 +12,12 @@ from pathlib import Path
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from kvrelay import __version__
 from kvrelay.gateway.api import OpenAIRoutes
+from kvrelay.gateway.api_docs import HEALTHY, METRICS, READY
 from kvrelay.gateway.api_keys import ApiKeys
 from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.discovery import Discovery, KubernetesPods, PodApi
@@ -33,12 +34,14 @@ from kvrelay.wire.messages import Role
 from kvrelay.wire.settings import LinkSettings
 
 
-def create_app(settings: GatewaySettings, *, link_settings: LinkSettings | None = None) -> ASGIApp:
+def create_app(
+    settings: GatewaySettings, *, link_settings: LinkSettings | None = None, metrics: GatewayMetrics | None = None
+) -> ASGIApp:
     """The application; its lifespan connects to the workers. Raises ModelError if the tokenizer cannot be loaded."""
     directory = Path(settings.model)
     tokenizer = Tokenizer.load(directory)
     template = ChatTemplate.load(directory, tokenizer.special_tokens)
-    metrics = GatewayMetrics(CollectorRegistry())
+    metrics = metrics or GatewayMetrics(CollectorRegistry())
     gateway_id = f"gateway-{secrets.token_hex(8)}"
     workers = settings.workers
     is_discovered = workers.discovery == "kubernetes"
@@ -50,7 +53,8 @@ def create_app(settings: GatewaySettings, *, link_settings: LinkSettings | None 
         keys=None if settings.keys is None else WireKeys.load(Path(settings.keys), Role.GATEWAY),
     )
     pods = KubernetesPods.connect(workers.namespace, workers.worker_selector) if is_discovered else None
-    responder = Responder(Generator(Relay(pool, settings.relay, metrics), tokenizer, metrics), metrics)
+    relay = Relay(pool, settings.relay, metrics)
+    responder = Responder(Generator(relay, tokenizer, metrics), metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
@@ -65,11 +69,11 @@ def create_app(settings: GatewaySettings, *, link_settings: LinkSettings | None 
     app = FastAPI(title="kvrelay", version=__version__, lifespan=lifespan)
     install_error_handlers(app)
     model_name = settings.served_model_name or directory.name
-    routes = OpenAIRoutes(model_name, tokenizer, template, pool, responder)
+    routes = OpenAIRoutes(model_name, tokenizer, template, pool, relay.admission, responder)
     app.include_router(routes.router)
     _add_operations(app, pool, metrics)
     api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys))
-    return Edge(app, routes.endpoints, settings.max_body_bytes, metrics, api_keys)
+    return Edge(app, routes.endpoints, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys)
 
 
 def _discovery(pods: PodApi, pool: WorkerPool) -> Discovery:
@@ -86,12 +90,12 @@ def _discovery(pods: PodApi, pool: WorkerPool) -> Discovery:
 
 
 def _add_operations(app: FastAPI, pool: WorkerPool, metrics: GatewayMetrics) -> None:
-    @app.get("/health/live", tags=["operations"])
+    @app.get("/health/live", tags=["operations"], responses=HEALTHY)
     async def live() -> Response:
         """The process answers."""
         return JSONResponse({"status": "ok"})
 
-    @app.get("/health/ready", tags=["operations"])
+    @app.get("/health/ready", tags=["operations"], responses=READY)
     async def ready() -> Response:
         """Requests are well placed here; else 503 with the reasons. Without any worker they are: the answer to them says so."""
         reasons = pool.not_ready()
@@ -99,7 +103,7 @@ def _add_operations(app: FastAPI, pool: WorkerPool, metrics: GatewayMetrics) -> 
             return JSONResponse({"status": "unavailable", "reasons": reasons}, status_code=503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics", tags=["operations"])
+    @app.get("/metrics", tags=["operations"], response_class=PlainTextResponse, responses=METRICS)
     async def prometheus() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

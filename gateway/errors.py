@@ -3,11 +3,16 @@
 KvrelayError
 └── ApiError                     status, type, code, param
     ├── InvalidRequestError      400  a field is wrong: names it, its value and the limit
-    │   └── ContextLengthError   400  prompt and output do not fit the model
+    │   ├── ContextLengthError   400  prompt and output do not fit the model
+    │   └── InvalidHttpError     400  what came is not HTTP; the connection is closed
     ├── UnauthorizedError        401  no API key, or one that is not known
     ├── ModelNotFoundError       404
+    ├── SlowClientError          408  headers or body took too long to arrive; the connection is closed
     ├── BodyTooLargeError        413
+    ├── TooManyRequestsError 429  from this API key; carries Retry-After
+    ├── HeadersTooLargeError     431  request line and headers; the connection is closed
     ├── UnavailableError         503  no worker, or no room; carries Retry-After
+    │   └── ConnectionsError     503  more connections than are served; carries Retry-After
     ├── RequestTimeoutError      504  the request's time ran out
     └── AttemptsFailedError      502  every attempt failed
 """
@@ -51,6 +56,12 @@ class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
+class InvalidHttpError(InvalidRequestError):
+    """What came is not HTTP/1.1, or could be read in two ways."""
+
+    code = "invalid_http"
+
+
 class UnauthorizedError(ApiError):
     """No API key, or one that is not known."""
 
@@ -67,6 +78,14 @@ class ModelNotFoundError(ApiError):
     code = "model_not_found"
 
 
+class SlowClientError(ApiError):
+    """Headers or body took too long to arrive."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_too_slow"
+
+
 class BodyTooLargeError(ApiError):
     """The body exceeds the limit."""
 
@@ -75,12 +94,34 @@ class BodyTooLargeError(ApiError):
     code = "body_too_large"
 
 
+class TooManyRequestsError(ApiError):
+    """This API key asks for more than it may."""
+
+    status = 429
+    type = "requests"
+    code = "rate_limit_exceeded"
+
+
+class HeadersTooLargeError(ApiError):
+    """Request line and headers exceed the limit."""
+
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
+
+
 class UnavailableError(ApiError):
     """Nobody can serve the request now."""
 
     status = 503
     type = "server_error"
     code = "unavailable"
+
+
+class ConnectionsError(UnavailableError):
+    """More connections than are served at a time."""
+
+    code = "too_many_connections"
 
 
 class RequestTimeoutError(ApiError):

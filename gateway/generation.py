@@ -30,6 +30,7 @@ class Generation:
     sampling: SamplingParams
     stops: tuple[str, ...] = ()
     timings: RequestTimings = field(default_factory=RequestTimings)  # filled while it runs
+    timeout_s: float | None = None  # the client's own
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):  # one per token, as OutputDelta
@@ -72,7 +73,11 @@ class Generator:
         Close the iterator (``aclosing``) to cancel. A stop string ends the text in front of it, and the request.
         """
         request = GenerationRequest(
-            generation.request_id, generation.prompt_token_ids, generation.sampling, generation.timings
+            generation.request_id,
+            generation.prompt_token_ids,
+            generation.sampling,
+            generation.timings,
+            generation.timeout_s,
         )
         # A tokenizer need not call a model's end tokens special; no client wants to read them.
         detokenizer = Detokenizer(self.tokenizer, generation.sampling.stop_token_ids)

@@ -1,8 +1,10 @@
-"""What every HTTP request passes: API keys, a bound on its body, a request id, OpenAI error objects, counting."""
+"""What every HTTP request passes: API keys and their limits, bounds on its body, a request id, OpenAI error objects, counting."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import re
 import secrets
 import time
@@ -15,8 +17,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay.gateway.api_keys import ApiKeys
-from kvrelay.gateway.errors import ApiError, BodyTooLargeError, InvalidRequestError, UnauthorizedError
+from kvrelay.gateway.errors import (
+    ApiError,
+    BodyTooLargeError,
+    InvalidRequestError,
+    SlowClientError,
+    TooManyRequestsError,
+    UnauthorizedError,
+)
+from kvrelay.gateway.key_limits import KeyUse
 from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.refusals import Reason
 from kvrelay.gateway.streaming import ClientLeftError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +50,7 @@ class Edge:
         app: ASGIApp,
         endpoints: Mapping[str, Endpoint],
         max_body_bytes: int,
+        client_timeout_s: float,
         metrics: GatewayMetrics,
         api_keys: ApiKeys | None = None,
     ) -> None:
@@ -47,6 +59,7 @@ class Edge:
         self._app = app
         self._endpoints = endpoints
         self._max_body_bytes = max_body_bytes
+        self._client_timeout_s = client_timeout_s
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,12 +86,13 @@ class Edge:
             await send(message)
 
         self._metrics.in_flight.inc()
+        use: KeyUse | None = None
         try:
             try:
                 if self._api_keys is not None and scope["path"].startswith("/v1/"):
-                    self._api_keys.check(request.headers.get("authorization"))
+                    use = self._api_keys.enter(request.headers.get("authorization"))
                 receive = await self._read_body(request)
-            except (BodyTooLargeError, UnauthorizedError) as error:
+            except (BodyTooLargeError, SlowClientError, UnauthorizedError, TooManyRequestsError) as error:
                 await error_response(error)(scope, receive, send_named)
                 return
             if endpoint is None:
@@ -93,6 +107,8 @@ class Edge:
                 raise
         finally:
             self._metrics.in_flight.dec()
+            if use is not None:
+                use.leave()
             route = scope.get("route")
             path = scope["path"] if endpoint is not None else route.path if route is not None else "other"
             self._metrics.requests.labels(path, str(status) if status else "client_left").inc()
@@ -100,22 +116,29 @@ class Edge:
     async def _read_body(self, request: Request) -> Receive:
         """A receive that gives the whole body, then what the connection says.
 
-        Raises BodyTooLargeError, and ClientLeftError if only a part of the body came.
+        Raises BodyTooLargeError, SlowClientError, and ClientLeftError if only a part of the body came.
         """
         limit = self._max_body_bytes
         announced = request.headers.get("content-length", "0")
         if announced.isdigit() and int(announced) > limit:
             raise BodyTooLargeError(f"the body has {announced} bytes; the limit is {limit}")
         body = bytearray()
-        while True:
-            message = await request.receive()
-            if message["type"] != "http.request":
-                raise ClientLeftError
-            body += message.get("body", b"")
-            if len(body) > limit:
-                raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
-            if not message.get("more_body", False):
-                break
+        try:
+            async with asyncio.timeout(self._client_timeout_s):
+                while True:
+                    message = await request.receive()
+                    if message["type"] != "http.request":
+                        raise ClientLeftError
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError as error:
+            self._metrics.refused_connections.labels(Reason.BODY_TIMEOUT).inc()
+            raise SlowClientError(
+                f"only {len(body)} bytes of the body had arrived after {self._client_timeout_s:g} s, which is the limit"
+            ) from error
         pending: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Message:
@@ -143,9 +166,11 @@ def _unexpected(request: Request, error: Exception) -> Response:
 
 def error_response(error: ApiError) -> JSONResponse:
     """An error as an HTTP response."""
-    headers = {} if error.retry_after_s is None else {"retry-after": str(max(1, round(error.retry_after_s)))}
+    headers = {} if error.retry_after_s is None else {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, SlowClientError):
+        headers["connection"] = "close"  # what still comes of the body is not waited for
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 

@@ -2,73 +2,75 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import gc
 import logging
-import signal
 import socket
-from collections.abc import Iterator
-from types import FrameType
+from pathlib import Path
 
-import uvicorn
+from prometheus_client import CollectorRegistry
 
+from kvrelay.common.descriptors import raise_descriptor_limit
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.logs import configure_logs
 from kvrelay.gateway.app import create_app
-from kvrelay.gateway.settings import GatewaySettings
+from kvrelay.gateway.http_server import HttpServer
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.refusals import Refusals
+from kvrelay.gateway.settings import GatewaySettings, HttpLimits, TlsSettings
+from kvrelay.gateway.tls import Certificate
 
 logger = logging.getLogger(__name__)
 
 _GC_THRESHOLD = 20_000
-
-
-class _Server(uvicorn.Server):
-    """A uvicorn server whose ``run`` returns after a signal: uvicorn raises it again, and the process would die of it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Stop gracefully at the first SIGTERM or SIGINT, and at once at the second."""
-
-        def on_signal(_number: int, _frame: FrameType | None) -> None:
-            self.force_exit = self.should_exit
-            self.should_exit = True
-
-        previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+_OTHER_DESCRIPTORS = 256  # links to workers, the Kubernetes API, files
 
 
 def serve(settings: GatewaySettings) -> int:
     """Serve HTTP until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
     configure_logs(settings.log_level, settings.log_format)
+    limits = _fitting(settings.http, raise_descriptor_limit())
     # The port first: that it is taken is told before the tokenizer is loaded.
     listener = _listen(settings.host, settings.port)
     try:
-        app = create_app(settings)
+        certificate = _certificate(settings.tls)
+        metrics = GatewayMetrics(CollectorRegistry())
+        app = create_app(settings, metrics=metrics)
     except BaseException:
         listener.close()
         raise
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,  # nothing here depends on who the client says it is
-        loop="uvloop",
-        http="httptools",
-        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
-    )
+    refusals = Refusals(metrics.refused_connections)
+    server = HttpServer(app, limits, refusals, certificate=certificate, drain_s=settings.drain_s)
     host, port = listener.getsockname()[:2]
-    logger.info("gateway: http://%s:%d", host, port)
+    logger.info("gateway: %s://%s:%d", "http" if certificate is None else "https", host, port)
     # What is loaded stays; and a collection, which stops all streams, need not come after every 700 objects.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD, 20, 50)
-    _Server(config).run(sockets=[listener])
+    server.run(sockets=[listener])
     logger.info("gateway: stopped")
     return 0
+
+
+def _fitting(limits: HttpLimits, num_descriptors: int) -> HttpLimits:
+    """``limits`` with no more connections than there are descriptors for."""
+    most = max(1, num_descriptors - _OTHER_DESCRIPTORS)
+    if limits.max_connections <= most:
+        return limits
+    logger.warning(
+        "--max-connections is %d, but this process may open %d files; %d connections are served at a time. "
+        "Raise the hard limit of open files (ulimit -Hn), or lower --max-connections",
+        limits.max_connections,
+        num_descriptors,
+        most,
+    )
+    return dataclasses.replace(limits, max_connections=most)
+
+
+def _certificate(settings: TlsSettings) -> Certificate | None:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    return Certificate(Path(settings.tls_cert), Path(settings.tls_key))
 
 
 def _listen(host: str, port: int) -> socket.socket:

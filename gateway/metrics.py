@@ -28,6 +28,19 @@ class GatewayMetrics:
         self.output_tokens = Counter("kvrelay_gateway_output_tokens_total", "Tokens generated", registry=registry)
         self.attempts = Counter("kvrelay_attempts_total", "Attempts by how they ended", ["outcome"], registry=registry)
         self.disconnects = Counter("kvrelay_client_disconnects_total", "Clients that left early", registry=registry)
+        self.refused_connections = Counter(
+            "kvrelay_refused_connections_total",
+            "Connections ended for what the client did",
+            ["reason"],
+            registry=registry,
+        )
+        self.queued = Gauge(
+            "kvrelay_requests_queued", "Requests that wait for a place on the workers", registry=registry
+        )
+        self.refused = Counter(
+            "kvrelay_refused_requests_total", "Requests that got no place, by reason", ["reason"], registry=registry
+        )
+        self.queued_s = histogram("admission_wait", "How long requests that had to wait did so", _LATENCY)
         self.stop_strings = counter("stop_string_matches", "Generations that a stop string ended")
         self.workers_up = Gauge("kvrelay_workers_up", "Connected workers by role", ["role"], registry=registry)
         self.workers_refused = Gauge(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.gateway.admission import Admission
 from kvrelay.gateway.errors import (
     ApiError,
     AttemptsFailedError,
@@ -27,11 +29,12 @@ from kvrelay.gateway.errors import (
     UnavailableError,
 )
 from kvrelay.gateway.failover import Avoidance, blamed_roles
+from kvrelay.gateway.load import Key
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.routing import POLICIES, WorkerView
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.timings import RequestTimings
-from kvrelay.gateway.worker import AttemptEvent, DeadlinePassed, GaveUp, Inbox, Key, Worker, WorkerLost
+from kvrelay.gateway.worker import AttemptEvent, DeadlinePassed, GaveUp, Inbox, Worker, WorkerLost
 from kvrelay.gateway.workers import WorkerPool, decode_target
 from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode, HandedOver, Role, Submit, Timings, TokenDelta
 
@@ -51,6 +54,7 @@ class GenerationRequest:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     timings: RequestTimings = field(default_factory=RequestTimings)  # filled while it runs
+    timeout_s: float | None = None  # the client's own; no longer than that of the settings counts
 
     @property
     def max_len(self) -> int:
@@ -72,7 +76,9 @@ class _Progress:
     """What a request has achieved over all its attempts."""
 
     request: GenerationRequest
+    timeout_s: float  # of all of it
     deadline_s: float
+    place: tuple[Worker | None, Worker] | None = None  # for the next attempt, if it has one already
     output: list[int] = field(default_factory=list)
     attempt: int = 0
     num_failures: int = 0
@@ -105,33 +111,53 @@ class Relay:
         self._metrics = metrics
         self._policy = POLICIES[settings.policy]
         self._sequence_number = 0
+        self.admission = Admission(settings.max_queued, settings.room_timeout_s, pool.changed, metrics)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta]:
         """The output of ``request``, its last delta with a finish reason. Raises ApiError if it cannot be had.
 
         Close the iterator (``aclosing``) to cancel.
         """
-        progress = _Progress(request, asyncio.get_running_loop().time() + self._settings.request_timeout_s)
-        while True:
-            prefill, decode = await self._find_workers(progress)
-            progress.attempt += 1
-            try:
-                async with aclosing(self._attempt(progress, prefill, decode)) as deltas:
-                    async for delta in deltas:
-                        if delta.finish_reason is not None:
-                            # Before the yield: whoever has the last delta need not come back for more.
-                            self._metrics.attempts.labels("finished").inc()
-                        yield delta
+        progress = await self._admitted(request)
+        placed_s = time.monotonic()
+        try:
+            while True:
+                prefill, decode = progress.place or await self._find_workers(progress)
+                progress.place = None
+                progress.attempt += 1
+                try:
+                    async with aclosing(self._attempt(progress, prefill, decode)) as deltas:
+                        async for delta in deltas:
+                            if delta.finish_reason is not None:
+                                # Before the yield: whoever has the last delta need not come back for more.
+                                self._metrics.attempts.labels("finished").inc()
+                            yield delta
+                    return
+                except _AttemptFailedError as failure:
+                    if not progress.is_complete:
+                        self._on_failure(progress, failure)
+                        continue
+                    # Nothing is missing but the word that it is over.
+                    self._metrics.attempts.labels("finished").inc()
+                is_stopped = progress.output[-1] in request.sampling.stop_token_ids
+                yield OutputDelta([], FinishReason.STOP if is_stopped else FinishReason.LENGTH, None, None)
                 return
-            except _AttemptFailedError as failure:
-                if not progress.is_complete:
-                    self._on_failure(progress, failure)
-                    continue
-                # Nothing is missing but the word that it is over.
-                self._metrics.attempts.labels("finished").inc()
-            is_stopped = progress.output[-1] in request.sampling.stop_token_ids
-            yield OutputDelta([], FinishReason.STOP if is_stopped else FinishReason.LENGTH, None, None)
-            return
+        finally:
+            now_s = time.monotonic()
+            if progress.output:  # also if a stop string, or its client, ended it: so much it has cost
+                num_prompt_tokens, num_output_tokens = len(request.prompt_token_ids), len(progress.output)
+                self.admission.pace.on_finished(num_prompt_tokens, num_output_tokens, now_s - placed_s, now_s)
+
+    async def _admitted(self, request: GenerationRequest) -> _Progress:
+        """The request with its place on workers. Raises ApiError if it gets none."""
+        limit_s = self._settings.request_timeout_s
+        timeout_s = limit_s if request.timeout_s is None else min(request.timeout_s, limit_s)
+        progress = _Progress(request, timeout_s, asyncio.get_running_loop().time() + timeout_s)
+        work = self.admission.pace.work_of(len(request.prompt_token_ids), request.sampling.max_tokens)
+        progress.place = await self.admission.place(
+            lambda: self._place(progress, work), work, timeout_s, lambda: self._no_room(request.max_len)
+        )
+        return progress
 
     def _on_failure(self, progress: _Progress, failure: _AttemptFailedError) -> None:
         self._metrics.attempts.labels(failure.code.value).inc()
@@ -143,7 +169,7 @@ class Relay:
             case FailureCode.INVALID:
                 raise InvalidRequestError(str(failure)) from failure
             case FailureCode.DEADLINE:
-                raise self._timed_out() from failure
+                raise _timed_out(progress) from failure
             case _:
                 pass  # another attempt may succeed, also after a cancellation: it was not ours
         pause_s = _AVOID_S if failure.retry_after_s is None else failure.retry_after_s
@@ -170,13 +196,14 @@ class Relay:
         loop = asyncio.get_running_loop()
         while True:
             if loop.time() >= progress.deadline_s:
-                raise self._timed_out()
+                raise _timed_out(progress)
             give_up_s = progress.deadline_s
             if progress.waits_since_s is not None:
                 give_up_s = min(give_up_s, progress.waits_since_s + self._settings.room_timeout_s)
             remaining_s = give_up_s - loop.time()
             if remaining_s <= 0:
-                raise self._unavailable(progress.request.max_len)
+                text = self._no_room(progress.request.max_len)
+                raise UnavailableError(f"{text}; try again later", retry_after_s=_RETRY_AFTER_S)
             route = self._route(progress)
             if route is not None:
                 return route
@@ -193,24 +220,32 @@ class Relay:
                 async with asyncio.timeout(wait_s):
                     await self._pool.changed.wait()
 
-    def _unavailable(self, max_len: int) -> ApiError:
+    def _no_room(self, max_len: int) -> str:
         reasons = self._pool.absent() + [reason.split(" (")[0] for reason in self._pool.not_ready()]
         for role, workers in (("prefill", self._pool.prefills), ("decode", self._pool.decodes)):
             if not reasons and workers and not any(worker.holds(max_len) for worker in workers.values()):
                 reasons.append(f"no {role} worker that is up holds the {max_len} tokens of prompt and output any more")
-        text = "; ".join(reasons) or "no worker has room"
-        return UnavailableError(f"{text}; try again later", retry_after_s=_RETRY_AFTER_S)
+        return "; ".join(reasons) or "no worker has room"
 
-    def _timed_out(self) -> ApiError:
-        limit_s = self._settings.request_timeout_s
-        return RequestTimeoutError(f"the request took longer than {limit_s:g} s; ask for fewer tokens")
+    def _place(self, progress: _Progress, work: float) -> tuple[Worker | None, Worker] | None:
+        """A pair of workers that would compute the request before long; None while there is none.
 
-    def _route(self, progress: _Progress) -> tuple[Worker | None, Worker] | None:
+        ``work``: the tokens that it will hold, as far as one can know.
+        """
+        return self._route(progress, backlog_s=self._settings.prefill_backlog_s, num_tokens_to_hold=math.ceil(work))
+
+    def _route(
+        self, progress: _Progress, *, backlog_s: float = math.inf, num_tokens_to_hold: int = 0
+    ) -> tuple[Worker | None, Worker] | None:
+        """A pair of workers; with a bound on what waits there, or blocks to be free, only such as keep it."""
         now_s = time.monotonic()
         num_tokens = len(progress.request.prompt_token_ids) + len(progress.output)
         is_local = self._pool.is_local_only or num_tokens <= self._settings.local_prefill_max_tokens
         prefills = [] if is_local else _views(self._pool.prefills.values(), progress.request.max_len)
         decodes = _views(self._pool.decodes.values(), progress.request.max_len)
+        if not math.isinf(backlog_s):
+            prefills = [view for view in prefills if view.takes_prompt(backlog_s)]
+            decodes = [view for view in decodes if view.takes_sequence(num_tokens_to_hold)]
         if not is_local and not prefills:
             return None
         for worker in self._pool.workers:
@@ -250,6 +285,7 @@ class Relay:
                 num_prompt_tokens=len(request.prompt_token_ids),
                 sampling=request.sampling,
                 decode=None if prefill is None else decode_target(decode),
+                timeout_s=progress.deadline_s - asyncio.get_running_loop().time(),
             )
             request.timings.on_submit()
             if not first.client.send(submit):
@@ -260,7 +296,7 @@ class Relay:
                     yield delta
         finally:
             timer.cancel()
-            self._pool.close_attempt(key, involved)
+            self._pool.close_attempt(key, involved, len(request.prompt_token_ids) + len(progress.output))
             if not is_over:
                 for worker in involved:
                     worker.client.send(Cancel(request_id=key[0], attempt=key[1]))
@@ -274,7 +310,7 @@ class Relay:
             match event:
                 case TokenDelta():
                     if event.timings is not None:
-                        involved[-1].on_known(key)  # a first token: the hand-off has been offered
+                        self._pool.on_first_token(key, involved)
                         is_handed_over |= event.timings.transfer_s is not None  # only a decode worker that verified it
                     delta = self._accept(progress, event)
                     if delta is not None:
@@ -284,7 +320,7 @@ class Relay:
                 case HandedOver():
                     is_handed_over = True
                 case DeadlinePassed():
-                    raise self._timed_out()
+                    raise _timed_out(progress)
                 case WorkerLost(role=Role.PREFILL) if is_handed_over:
                     pass  # the decode worker owns the request; the prefill worker's death does not concern it
                 case _:
@@ -304,6 +340,12 @@ class Relay:
         if not tokens and item.finish_reason is None and item.timings is None:
             return None
         return OutputDelta(tokens, item.finish_reason, item.num_cached_tokens, item.timings)
+
+
+def _timed_out(progress: _Progress) -> ApiError:
+    return RequestTimeoutError(
+        f"the request took longer than {progress.timeout_s:g} s; ask for fewer tokens, or give it more time"
+    )
 
 
 def _views(workers: Iterable[Worker], num_tokens: int) -> list[WorkerView]:

@@ -8,25 +8,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker as routing sees it. ``pending`` is what this gateway sent it and its reports may not show yet."""
+    """One worker as routing sees it, as far as this gateway knows (see :mod:`kvrelay.gateway.load`)."""
 
     address: str
     fingerprint: bytes  # of its KV layout
-    num_requests: int  # running and waiting, as reported
-    num_waiting_tokens: int
+    num_requests: int  # running, waiting, and on their way to it
+    num_waiting_tokens: int  # of prompts that are not computed yet
     num_free_blocks: int
     num_blocks: int
     block_size: int
-    pending_requests: int = 0
-    pending_tokens: int = 0
+    max_running: int = 0  # requests that it computes at a time; 0: it does not say
+    tokens_per_s: float = 0.0  # of prompts, while it computes; 0: not known
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether the request's blocks are free, as far as this gateway knows."""
-        return self.blocks_for(num_tokens) <= self.num_free_blocks - self.blocks_for(self.pending_tokens)
+        """Whether the request's blocks are free."""
+        return self.blocks_for(num_tokens) <= self.num_free_blocks
+
+    def takes_prompt(self, backlog_s: float) -> bool:
+        """As a prefill worker: whether what waits there is computed within ``backlog_s``."""
+        return self.num_waiting_tokens <= self.tokens_per_s * backlog_s or self.tokens_per_s <= 0
+
+    def takes_sequence(self, num_tokens: int) -> bool:
+        """As a decode worker: whether a request of so many tokens finds blocks, and a place in the batch before long."""
+        if self.num_requests == 0:
+            return True
+        # Some are on their way while others leave: without a few more than run at a time, the batch would have gaps.
+        has_place = self.max_running == 0 or self.num_requests < self.max_running + self.max_running // 4 + 4
+        return has_place and self.has_room(num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +62,11 @@ def least_loaded(
     """
 
     def decode_load(view: WorkerView) -> tuple[bool, float, int]:
-        used = view.num_blocks - view.num_free_blocks + view.blocks_for(view.pending_tokens)
-        return (not view.has_room(num_tokens), used / view.num_blocks, view.num_requests + view.pending_requests)
+        used = view.num_blocks - view.num_free_blocks
+        return (not view.has_room(num_tokens), used / view.num_blocks, view.num_requests)
 
     def prefill_load(view: WorkerView) -> tuple[int, int]:
-        return (view.num_waiting_tokens + view.pending_tokens, view.num_requests + view.pending_requests)
+        return (view.num_waiting_tokens, view.num_requests)
 
     return _pick(
         prefills,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import setting
@@ -24,9 +24,15 @@ class RelaySettings:
         minimum=0,
     )
     max_attempts: int = setting(4, "attempts at one request before it fails, waits for room not counted", minimum=1)
-    request_timeout_s: float = setting(600.0, "how long one request may take in all", unit="s", minimum=1)
+    request_timeout_s: float = setting(
+        600.0, "how long one request may take in all; X-Request-Timeout asks for less", unit="s", minimum=1
+    )
     room_timeout_s: float = setting(
         60.0, "how long a request may wait for a worker with room before it gets 503", unit="s", minimum=0
+    )
+    max_queued: int = setting(1024, "requests that may wait for a worker with room; one more gets 503", minimum=1)
+    prefill_backlog_s: float = setting(
+        2.0, "work that may wait at a prefill worker; other prompts wait in the gateway", unit="s", minimum=0
     )
 
 
@@ -71,11 +77,48 @@ class DiscoverySettings:
 
 
 @dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What clients may take before they are turned away."""
+
+    max_header_bytes: int = setting(
+        64 * 2**10, "largest request line and headers of one request; beyond it 431", unit="bytes", minimum=1024
+    )
+    header_timeout_s: float = setting(
+        10.0, "how long a TLS handshake, and then the headers of a request, may take to arrive", unit="s", minimum=0.1
+    )
+    client_timeout_s: float = setting(
+        30.0,
+        "how long the body of a request may take to arrive, and how long its client may read nothing of the answer",
+        unit="s",
+        minimum=0.1,
+    )
+    max_connections: int = setting(10_000, "connections of clients at a time; one more gets 503", minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsSettings:
+    """Whether the HTTP API is HTTPS."""
+
+    tls_cert: str | None = setting(
+        None, "PEM file of the HTTP API's certificate and what it is signed by, read again when it changes"
+    )
+    tls_key: str | None = setting(None, "PEM file of the certificate's private key, without a passphrase")
+
+    def __post_init__(self) -> None:
+        """Raises SettingsError on one without the other."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("--tls-key", "--tls-cert") if self.tls_cert is None else ("--tls-cert", "--tls-key")
+            raise SettingsError(f"{given} is set and {missing} is not: TLS needs both; set {missing}, too")
+
+
+@dataclass(frozen=True, slots=True)
 class GatewaySettings:
     """The gateway's settings."""
 
     relay: RelaySettings
     workers: DiscoverySettings
+    http: HttpLimits = field(default_factory=HttpLimits)
+    tls: TlsSettings = field(default_factory=TlsSettings)
     model: str = setting("demo", "model directory, Hugging Face id, or 'demo'; only its tokenizer is loaded")
     served_model_name: str | None = setting(None, "model name in the API; default: the model directory's name")
     host: str = setting("127.0.0.1", "address that the HTTP API listens on")

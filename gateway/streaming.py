@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 Indexed = tuple[int, TextDelta]
 
+# Within JSON they may stand as they are, and no event ends with one; but some clients split lines wherever Unicode sees an end.
+_LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in ("\x85", "\u2028", "\u2029"))
+
 
 class Format(Protocol):
     """How one route writes its answers. Choices are numbered by ``index``."""
@@ -230,4 +233,8 @@ def total(usages: Sequence[Usage]) -> dict[str, object]:
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+    data = msgspec.json.encode(body)
+    if not data.isascii():
+        for character, escape in _LINE_ENDS:
+            data = data.replace(character, escape)
+    return b"data: " + data + b"\n\n"

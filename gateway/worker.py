@@ -10,6 +10,7 @@ from typing import Protocol
 
 import zmq
 
+from kvrelay.gateway.load import Key, Load
 from kvrelay.gateway.routing import WorkerView
 from kvrelay.wire.authentication import ClientProof
 from kvrelay.wire.control_client import ControlClient
@@ -32,8 +33,6 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
 
 logger = logging.getLogger(__name__)
-
-Key = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +59,6 @@ class DeadlinePassed:
 
 AttemptEvent = TokenDelta | HandedOver | GaveUp | WorkerLost | DeadlinePassed
 Inbox = asyncio.Queue[AttemptEvent]
-
-
-@dataclass(slots=True)
-class _Unreported:
-    """An attempt that the worker's reports may not show yet."""
-
-    num_tokens: int
-    num_reports: int | None  # since the worker knows of it; None while it is only on its way through another worker
 
 
 class WorkerOwner(Protocol):
@@ -105,7 +96,7 @@ class Worker:
         self.misfit = ""  # why it cannot be used together with the other workers
         self.is_retiring = False  # on its way out: finishes what it has, gets nothing new
         self.attempts: set[Key] = set()
-        self._unreported: dict[Key, _Unreported] = {}
+        self.load: Load | None = None  # while it is up
         self._owner = owner
         settings, metrics, context, keys = link
         proof = None if keys is None else ClientProof(keys, role)
@@ -120,8 +111,8 @@ class Worker:
         self.welcome = welcome
         self.status = None
         self.up_since_s = time.monotonic()
-        self._unreported.clear()
         card = welcome.card
+        self.load = Load(card.layout.block_size)
         logger.info(
             "%s worker %s at %s: up, %s, %d KV blocks",
             self.role, welcome.worker_id, self.address, card.layout.model_id, card.num_blocks,
@@ -133,7 +124,8 @@ class Worker:
         match message:
             case Status():
                 self.status = message
-                self._count_report()
+                if self.load is not None:
+                    self.load.on_status(message, time.monotonic())
                 self._owner.on_worker_reported()
             case Tokens(items=items):
                 for item in first_tokens_first(items):
@@ -148,7 +140,7 @@ class Worker:
     def on_lost(self, reason: str) -> None:
         """The worker is gone; its attempts hear of it."""
         logger.warning("%s worker at %s is lost: %s", self.role, self.address, reason)
-        self.welcome = self.status = None
+        self.welcome = self.status = self.load = None
         self.problem, self.misfit = reason, ""  # who comes back may be another
         self.abandon(reason)
         self._owner.on_worker_changed(self)
@@ -183,31 +175,21 @@ class Worker:
             self._owner.deliver(key, WorkerLost(self.role, self.address, reason))
 
     def open(self, key: Key, num_tokens: int, *, is_sent: bool) -> None:
-        """An attempt begins; it counts as load until the worker's own reports must show it.
-
-        ``is_sent``: it is sent to this worker, which else hears of it from another one (and we with ``on_known``).
-        """
+        """An attempt begins. ``is_sent``: it is sent to this worker, which else hears of it from another one."""
         self.attempts.add(key)
-        self._unreported[key] = _Unreported(num_tokens, 0 if is_sent else None)
+        if self.load is not None:
+            self.load.open(key, num_tokens, time.monotonic(), is_sent=is_sent)
 
-    def on_known(self, key: Key) -> None:
-        """The worker knows of an attempt that was not sent to it."""
-        if (attempt := self._unreported.get(key)) is not None and attempt.num_reports is None:
-            attempt.num_reports = 0
+    def on_first_token(self, key: Key) -> None:
+        """An attempt that it has a part in has its first token."""
+        if self.load is not None:
+            self.load.on_first_token(key, time.monotonic())
 
-    def close(self, key: Key) -> None:
-        """An attempt is over."""
+    def close(self, key: Key, num_tokens: int) -> None:
+        """An attempt is over, at ``num_tokens``."""
         self.attempts.discard(key)
-        self._unreported.pop(key, None)
-
-    def _count_report(self) -> None:
-        for key, attempt in list(self._unreported.items()):
-            if attempt.num_reports is None:
-                continue
-            attempt.num_reports += 1
-            # The first report may have been on its way to us while the attempt was on its way to the worker.
-            if attempt.num_reports > 1:
-                del self._unreported[key]
+        if self.load is not None:
+            self.load.close(key, num_tokens)
 
     def holds(self, num_tokens: int) -> bool:
         """Whether a request of so many tokens, output included, is within its limit."""
@@ -215,20 +197,20 @@ class Worker:
 
     def view(self) -> WorkerView | None:
         """What routing sees; None if it is not usable."""
-        if self.welcome is None or not self.is_usable:
+        if self.welcome is None or self.load is None or not self.is_usable:
             return None
         card = self.welcome.card
         status = self.status
         return WorkerView(
             address=self.address,
             fingerprint=card.layout.fingerprint(),
-            num_requests=0 if status is None else status.num_running + status.num_waiting,
-            num_waiting_tokens=0 if status is None else status.num_waiting_tokens,
-            num_free_blocks=card.num_blocks if status is None else status.num_free_blocks,
+            num_requests=self.load.num_requests,
+            num_waiting_tokens=self.load.num_waiting_tokens,
+            num_free_blocks=self.load.num_free_blocks(card.num_blocks),
             num_blocks=card.num_blocks,
             block_size=card.layout.block_size,
-            pending_requests=len(self._unreported),
-            pending_tokens=sum(attempt.num_tokens for attempt in self._unreported.values()),
+            max_running=0 if status is None else status.max_running,
+            tokens_per_s=0.0 if status is None else status.prompt_tokens_per_s,
         )
 
 

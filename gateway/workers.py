@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import zmq
 
 from kvrelay.common.model_card import ModelCard
+from kvrelay.gateway.load import Key
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.routing import choose_fingerprint
-from kvrelay.gateway.worker import AttemptEvent, Inbox, Key, Worker
+from kvrelay.gateway.worker import AttemptEvent, Inbox, Worker
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import DecodeTarget, Hello, Role
 from kvrelay.wire.metrics import WireMetrics
@@ -104,11 +105,18 @@ class WorkerPool:
             worker.open(key, num_tokens, is_sent=worker is workers[0])
         return inbox
 
-    def close_attempt(self, key: Key, workers: Sequence[Worker]) -> None:
-        """Forget an attempt; what still comes of it is dropped."""
+    def on_first_token(self, key: Key, workers: Sequence[Worker]) -> None:
+        """An attempt on these workers has its first token: the next prompt may have its place."""
+        for worker in workers:
+            worker.on_first_token(key)
+        self.changed.set()
+
+    def close_attempt(self, key: Key, workers: Sequence[Worker], num_tokens: int) -> None:
+        """Forget an attempt that ended at ``num_tokens``; what still comes of it is dropped, others may have its place."""
         del self._inboxes[key]
         for worker in workers:
-            worker.close(key)
+            worker.close(key, num_tokens)
+        self.changed.set()
 
     def deliver(self, key: Key, event: AttemptEvent) -> None:
         """Pass an event on to its attempt, if it is still open."""

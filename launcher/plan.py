@@ -117,6 +117,8 @@ def plan_deployment(
         ready_url=f"{url}/health/ready",
         stop_rank=0,
         grace_s=settings.drain_s + _KILL_AFTER_DRAIN_S,
+        # A certificate is for a name; what is local is asked by its address, and by plain HTTP.
+        environment={"KVRELAY_TLS_CERT": "", "KVRELAY_TLS_KEY": ""},
     )
     admin_urls = {spec.name: spec.ready_url.removesuffix("/health/ready") for spec in [*specs, gateway]}
     return Plan(specs=(*specs, gateway), url=url, admin_urls=admin_urls)

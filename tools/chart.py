@@ -24,7 +24,8 @@ Schema = dict[str, Any]
 # What the chart itself sets: where a pod listens, what it finds, which model it serves.
 OF_THE_CHART = {
     "address", "admin_host", "admin_port", "api_keys", "data_address", "decode_workers", "device", "discovery", "host",
-    "insecure", "keys", "model", "namespace", "port", "prefill_workers", "served_model_name", "worker_id", "worker_selector",
+    "insecure", "keys", "model", "namespace", "port", "prefill_workers", "served_model_name", "tls_cert", "tls_key", "worker_id",
+    "worker_selector",
 }  # fmt: skip
 
 TEXT: Schema = {"type": "string"}
@@ -151,6 +152,7 @@ def schema() -> Schema:
                 port=whole(1) | {"maximum": 65535},
                 annotations=STRINGS,
             ),
+            tls=closed(secretName=TEXT),
             ingress=closed(enabled=BOOL, className=TEXT, annotations=STRINGS, hosts=TEXTS, tls=OBJECTS),
             httpRoute=route,
             preStopSeconds=whole(0),

@@ -155,6 +155,11 @@ spec:
   podMetricsEndpoints:
     - port: {{ if eq .role "gateway" }}http{{ else }}admin{{ end }}
       path: /metrics
+      {{- if and (eq .role "gateway") .root.Values.gateway.tls.secretName }}
+      scheme: https
+      # A pod is scraped by its address, for which no certificate is made out.
+      tlsConfig: {insecureSkipVerify: true}
+      {{- end }}
       interval: {{ $monitor.interval }}
 {{- end -}}
 {{- end -}}

@@ -78,6 +78,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end -}}
 
+{{/* What gateways speak. The port of their pods is called http either way: NetworkPolicies and scrapers know it by that name. */}}
+{{- define "kvrelay.gateway.scheme" -}}
+{{- if .Values.gateway.tls.secretName -}}https{{- else -}}http{{- end -}}
+{{- end -}}
+
 {{/* How long a drain may take: the component's setting, or the default of all programs. */}}
 {{- define "kvrelay.component.drainSeconds" -}}
 {{- (index .root.Values .role).settings.drain_s | default 30 | float64 | ceil | int64 -}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 from kvrelay.common.errors import SettingsError
 from kvrelay.gateway.api_keys import ApiKeys, hash_key
 from kvrelay.gateway.errors import UnauthorizedError
+from kvrelay.wire.messages import Submit
 
 from .http_app import CHAT, app_for
-from .players import good
+from .players import Player, good
 
 
 class Clock:
@@ -100,6 +102,8 @@ def test_a_file_that_breaks_costs_nobody_access(
         ("# nobody\n", "has no key, so nobody could ask"),
         ("alice hunter2\n", "line 1 of .* is not 'NAME SHA256'"),
         (f"a {'0' * 64}\na {'1' * 64}\n", "line 2 of .* the name 'a' a second time"),
+        (f"a {'0' * 64} concurrency=0", "line 1 of .*: concurrency must be above 0"),
+        (f"a {'0' * 64} concurrency=many", "line 1 of .* is not 'NAME SHA256' .*, with requests_per_s=NUMBER"),
         ("a b\udcff", "cannot read"),
     ],
 )
@@ -127,3 +131,39 @@ async def test_only_the_api_asks_for_a_key(tmp_path: Path, model_directory: Path
         accepted = await app.client.post(CHAT, json=body, headers={"authorization": "Bearer key-of-alice"})
         assert accepted.status_code == 200
         assert len(app.player.submits) == 1
+
+
+async def test_a_key_with_limits_gets_429_and_others_go_on(tmp_path: Path, model_directory: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "hand over"}], "max_tokens": 2}
+    path = keys_file(tmp_path, "alice", "bob")
+    path.write_text(path.read_text().replace("  # since May", " requests_per_s=0.001 burst=2", 1))
+    async with app_for(model_directory, good, api_keys=str(path)) as app:
+        alice, bob = ({"authorization": f"Bearer key-of-{name}"} for name in ("alice", "bob"))
+        for _ in range(2):
+            assert (await app.client.post(CHAT, json=body, headers=alice)).status_code == 200
+        refused = await app.client.post(CHAT, json=body, headers=alice)
+        assert refused.status_code == 429
+        assert 900 < int(refused.headers["retry-after"]) <= 1000
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert (await app.client.post(CHAT, json=body, headers=bob)).status_code == 200
+        assert len(app.player.submits) == 3
+
+
+async def test_a_request_that_is_over_makes_room_for_its_keys_next(tmp_path: Path, model_directory: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "hand over"}], "max_tokens": 2}
+    path = keys_file(tmp_path, "alice")
+    path.write_text(path.read_text().replace("  # since May", " concurrency=1"))
+    headers = {"authorization": "Bearer key-of-alice"}
+    begun: asyncio.Queue[tuple[Player, Submit]] = asyncio.Queue()
+    async with app_for(model_directory, lambda *play: begun.put_nowait(play), api_keys=str(path)) as app:
+        running = asyncio.create_task(app.client.post(CHAT, json=body, headers=headers))
+        play = await asyncio.wait_for(begun.get(), 10)
+        refused = await app.client.post(CHAT, json=body, headers=headers)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        good(*play)
+        assert (await running).status_code == 200
+        app.player.script = good
+        for _ in range(3):
+            assert (await app.client.post(CHAT, json=body, headers=headers)).status_code == 200
+        assert (await app.client.post(CHAT, content=b"no JSON", headers=headers)).status_code == 400
+        assert (await app.client.post(CHAT, json=body, headers=headers)).status_code == 200

@@ -219,3 +219,13 @@ async def test_request_ids(model_directory: Path, tokenizer: Callable[[], Tokeni
             assert (answered == given) is is_taken
             assert answered
             assert app.player.submits[-1].request_id.startswith(answered)
+
+
+async def test_no_line_ends_within_an_event(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    """However a client's library splits lines: Unicode knows more ends than the format of events does."""
+    said = "one\x85two\u2028three\u2029née\r\n🏃"
+    async with app_for(model_directory, saying(tokenizer, said)) as app:
+        response = await app.client.post(TEXT, json={"prompt": "a", "stream": True, "max_tokens": 99})
+        lines = [line for line in response.text.splitlines() if line]
+        assert all(line.startswith("data: ") for line in lines), lines
+        assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == said

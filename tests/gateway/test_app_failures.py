@@ -280,3 +280,28 @@ async def test_every_metric_of_the_gateway_moves(model_directory: Path, tokenize
             "kvrelay_inter_token_latency_seconds_count",
             "kvrelay_request_duration_seconds_count",
         }
+
+
+# -- the client's own time -----------------------------------------------------------------------------------------
+
+
+async def test_a_request_may_say_how_long_it_has(model_directory: Path) -> None:
+    body = {"messages": USER, "max_tokens": 2}
+    async with app_for(model_directory, lambda player, submit: None) as app:
+        late = await app.client.post(CHAT, json=body, headers={"X-Request-Timeout": "0.3"})
+        assert late.status_code == 504
+        assert late.json()["error"]["code"] == "timeout"
+        assert "longer than 0.3 s" in late.json()["error"]["message"]
+        assert await asyncio.wait_for(app.player.cancelled.get(), 10)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("given", ["0", "-1", "soon", "nan", "inf", "1e3", "", "9" * 40, "0.0"])
+async def test_a_time_that_is_none_is_refused_by_name(model_directory: Path, path: str, given: str) -> None:
+    body = {"messages": USER} if path == CHAT else {"prompt": "a"}
+    async with app_for(model_directory, failing(FailureCode.INTERNAL)) as app:
+        refused = await app.client.post(path, json={**body, "max_tokens": 2}, headers={"X-Request-Timeout": given})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "x-request-timeout"
+        assert "must be a number of seconds above 0" in refused.json()["error"]["message"]
+        assert not app.player.submits

@@ -13,20 +13,26 @@ import pytest
 
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.gateway.main import serve
-from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings
+from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings, TlsSettings
+
+from .certificates import trusting, write_pair
 
 PROGRAM = """
-import sys
+import resource, sys
+from kvrelay.common.settings import build
 from kvrelay.gateway.main import serve
-from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings
-sys.exit(serve(GatewaySettings(relay=RelaySettings(), workers=DiscoverySettings(), model=sys.argv[1], port=0)))
+from kvrelay.gateway.settings import GatewaySettings
+model, num_files, *more = sys.argv[1:]
+if num_files:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(num_files), int(num_files)))
+sys.exit(serve(build(GatewaySettings, {"model": model, "port": 0} | dict(one.split("=") for one in more))))
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_a_good_end(model_directory: Path, number: signal.Signals) -> None:
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", PROGRAM, str(model_directory)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-P", "-c", PROGRAM, str(model_directory), ""], stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
         try:
@@ -42,6 +48,54 @@ def test_a_signal_is_a_good_end(model_directory: Path, number: signal.Signals) -
         assert code == 0, log
         assert "gateway: stopped" in log
         assert "Traceback" not in log
+
+
+def test_over_tls_it_starts_answers_probes_and_stops(model_directory: Path, tmp_path: Path) -> None:
+    cert, key = write_pair(tmp_path, "gateway")
+    command = [sys.executable, "-P", "-c", PROGRAM, str(model_directory), "", f"tls-cert={cert}", f"tls-key={key}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            first = process.stderr.readline()
+            port = int(first.rsplit(":", 1)[1])
+            with _connected(port) as plain:
+                plain.sendall(b"GET /health/live HTTP/1.1\r\n\r\n")
+                assert b"HTTP" not in plain.recv(1000)
+            with trusting(cert).wrap_socket(_connected(port), server_hostname="localhost") as connection:
+                connection.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                assert b"200 OK" in connection.recv(1000)
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(timeout=20)
+        finally:
+            process.kill()
+        log = first + process.stderr.read()
+        assert code == 0, log
+        assert "gateway: https://127.0.0.1:" in log
+        assert "Traceback" not in log
+
+
+def test_connections_that_do_not_fit_the_descriptors_are_not_promised(model_directory: Path) -> None:
+    """With 400 files, 144 of them clients; the 145th is told so, and the process goes on."""
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", PROGRAM, str(model_directory), "400"], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        connections: list[socket.socket] = []
+        try:
+            warning = process.stderr.readline()
+            assert "--max-connections is 10000" in warning
+            assert "may open 400 files; 144 connections are served" in warning
+            port = int(process.stderr.readline().rsplit(":", 1)[1])
+            connections = [_connected(port) for _ in range(145)]
+            assert connections[-1].recv(1000).startswith(b"HTTP/1.1 503 ")
+            connections[0].sendall(b"GET /health/live HTTP/1.1\r\n\r\n")
+            assert connections[0].recv(1000).startswith(b"HTTP/1.1 200 ")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=20) == 0
+        finally:
+            process.kill()
+            for connection in connections:
+                connection.close()
 
 
 def _connected(port: int) -> socket.socket:
@@ -73,6 +127,17 @@ def test_a_taken_port_is_named(model_directory: Path) -> None:
                     relay=RelaySettings(), workers=DiscoverySettings(), model=str(model_directory), port=port
                 )
             )
+
+
+@pytest.mark.usefixtures("_own_logs")
+def test_a_key_that_is_not_the_certificates_is_named(model_directory: Path, tmp_path: Path) -> None:
+    tls = TlsSettings(str(write_pair(tmp_path, "one")[0]), str(write_pair(tmp_path, "other")[1]))
+    with pytest.raises(SettingsError, match=r"--tls-key: .*other\.key is not the key of the certificate in .*one\.crt"):
+        serve(
+            GatewaySettings(
+                relay=RelaySettings(), workers=DiscoverySettings(), tls=tls, model=str(model_directory), port=0
+            )
+        )
 
 
 @pytest.mark.usefixtures("_own_logs")

@@ -108,6 +108,28 @@ async def test_a_request_has_its_time() -> None:
         assert await s.players[0].cancelled.get() == ("r", 1)
 
 
+async def test_the_clients_own_time_counts_and_travels_with_the_request() -> None:
+    async with stage(lambda player, submit: player.tokens(submit, 0, [100]), request_timeout_s=60.0) as s:
+        request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4), timeout_s=0.2)
+        with pytest.raises(RequestTimeoutError, match=r"0\.2 s"):
+            async for _ in s.relay.generate(request):
+                pass
+        [submit] = s.players[0].submits
+        assert submit.timeout_s is not None
+        assert 0 < submit.timeout_s <= 0.2
+        assert await s.players[0].cancelled.get() == ("r", 1)
+
+
+async def test_a_client_cannot_ask_for_more_time_than_there_is() -> None:
+    async with stage(good, request_timeout_s=60.0) as s:
+        request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4), timeout_s=1e6)
+        async for _ in s.relay.generate(request):
+            pass
+        timeout_s = s.players[0].submits[0].timeout_s
+        assert timeout_s is not None
+        assert 59 < timeout_s <= 60
+
+
 async def test_a_draining_worker_gets_nothing_new() -> None:
     async with stage(good, good) as s:
         s.players[0].state = WorkerState.DRAINING

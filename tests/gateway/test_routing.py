@@ -48,7 +48,7 @@ def test_round_robin_takes_everybody_in_turn() -> None:
 def test_the_prefill_worker_with_the_least_to_compute_is_taken() -> None:
     busy, idle = view("p1", num_waiting_tokens=1000), view("p2", num_waiting_tokens=10)
     assert least_loaded([busy, idle], [view("d")], 10, 0) == Route("p2", "d")
-    sent = dataclasses.replace(idle, pending_tokens=2000)  # since its last report
+    sent = dataclasses.replace(idle, num_waiting_tokens=2010)
     assert least_loaded([busy, sent], [view("d")], 10, 0) == Route("p1", "d")
 
 
@@ -56,7 +56,7 @@ def test_the_decode_worker_with_room_and_the_least_in_use_is_taken() -> None:
     full = view("d1", num_free_blocks=1)
     half, most = view("d2", num_free_blocks=50), view("d3", num_free_blocks=40)
     assert least_loaded([], [full, half, most], 160, 0) == Route(None, "d2")
-    sent = dataclasses.replace(half, pending_tokens=45 * 16)
+    sent = dataclasses.replace(half, num_free_blocks=5)
     assert least_loaded([], [full, sent, most], 160, 0) == Route(None, "d3")
     assert least_loaded([], [full], 160, 0) == Route(None, "d1")  # it will say itself when there is room
 
@@ -68,9 +68,9 @@ def test_a_burst_spreads_over_equal_workers() -> None:
         assert route is not None
         chosen = decodes[route.decode]
         decodes[route.decode] = dataclasses.replace(
-            chosen, pending_requests=chosen.pending_requests + 1, pending_tokens=chosen.pending_tokens + 16
+            chosen, num_requests=chosen.num_requests + 1, num_free_blocks=chosen.num_free_blocks - 1
         )
-    assert [one.pending_requests for one in decodes.values()] == [3, 3, 3]
+    assert [one.num_requests for one in decodes.values()] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,19 @@ def test_a_burst_spreads_over_equal_workers() -> None:
 )
 def test_the_layout_in_use(current: bytes | None, prefills: list[bytes], decodes: list[bytes], chosen: bytes) -> None:
     assert choose_fingerprint(current, prefills, decodes) == chosen
+
+
+def test_a_prompt_is_taken_where_it_would_be_computed_soon() -> None:
+    assert view("p").takes_prompt(2.0), "nothing is known of its speed"
+    assert view("p", num_waiting_tokens=10**6).takes_prompt(2.0)
+    assert view("p", num_waiting_tokens=1000, tokens_per_s=500.0).takes_prompt(2.0)
+    assert not view("p", num_waiting_tokens=1001, tokens_per_s=500.0).takes_prompt(2.0)
+    assert view("p", tokens_per_s=500.0).takes_prompt(0.0), "nothing waits there"
+
+
+def test_a_sequence_is_taken_where_it_has_blocks_and_a_place_before_long() -> None:
+    assert view("d", num_requests=10**6).takes_sequence(160), "how many it runs is not known"
+    assert view("d", num_requests=83, max_running=64).takes_sequence(160)
+    assert not view("d", num_requests=84, max_running=64).takes_sequence(160)
+    assert not view("d", num_requests=1, num_free_blocks=9).takes_sequence(160)
+    assert view("d", num_requests=0, num_free_blocks=9).takes_sequence(160), "what nobody else holds is cache"

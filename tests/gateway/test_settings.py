@@ -35,6 +35,13 @@ def test_an_address_that_no_worker_can_have(address: str, role: str) -> None:
     assert repr(address) in str(caught.value)
 
 
+@pytest.mark.parametrize(("given", "missing"), [("tls-cert", "tls-key"), ("tls-key", "tls-cert")])
+def test_tls_needs_both_of_its_files(given: str, missing: str) -> None:
+    with pytest.raises(SettingsError, match=f"--{given} is set and --{missing} is not.*set --{missing}, too"):
+        build(GatewaySettings, {given: "/somewhere"})
+    assert build(GatewaySettings, {given: "/here", missing: "/there"}).tls.tls_cert is not None
+
+
 def test_somebody_must_decode() -> None:
     with pytest.raises(SettingsError, match="--decode-workers is empty"):
         build(GatewaySettings, {"decode_workers": ""})

@@ -143,6 +143,38 @@ def test_without_keys_workers_are_told_that_this_is_meant() -> None:
 
 
 @needs_helm
+def test_with_a_certificate_everything_that_asks_the_gateway_asks_by_https() -> None:
+    """Probes, Service, Ingress, Prometheus, `helm test`; and the Secret is mounted, where the program looks for it."""
+    arguments = ("--set", "gateway.tls.secretName=cert,gateway.ingress.enabled=true", *MONITORING)
+    found = objects(*arguments)
+    pod = pod_of(found, "gateway")
+    (container,) = pod["containers"]
+    assert [container[f"{probe}Probe"]["httpGet"]["scheme"] for probe in ("startup", "readiness", "liveness")] == [
+        "HTTPS"
+    ] * 3
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "tls"]
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "tls"]
+    assert volume["secret"]["secretName"] == "cert"
+    assert mount["readOnly"] is True
+    files = {f"{mount['mountPath']}/{item['path']}" for item in volume["secret"]["items"]}
+    assert files == {env_of(pod)["KVRELAY_TLS_CERT"], env_of(pod)["KVRELAY_TLS_KEY"]}
+    (port,) = found["Service", "relay-kvrelay-gateway"]["spec"]["ports"]
+    (rule,) = found["Ingress", "relay-kvrelay-gateway"]["spec"]["rules"]
+    assert rule["http"]["paths"][0]["backend"]["service"]["port"]["name"] == port["name"] == "https"
+    assert found["PodMonitor", "relay-kvrelay-gateway"]["spec"]["podMetricsEndpoints"][0]["scheme"] == "https"
+    assert "scheme" not in found["PodMonitor", "relay-kvrelay-decode-worker"]["spec"]["podMetricsEndpoints"][0]
+    assert (
+        "https://relay-kvrelay-gateway:80/"
+        in found["Pod", "relay-kvrelay-test-completion"]["spec"]["containers"][0]["args"][0]
+    )
+    plain = objects(*MONITORING)
+    assert plain["Service", "relay-kvrelay-gateway"]["spec"]["ports"][0]["name"] == "http"
+    assert "KVRELAY_TLS_CERT" not in env_of(pod_of(plain, "gateway"))
+    assert "scheme" not in pod_of(plain, "gateway")["containers"][0]["readinessProbe"]["httpGet"]
+    assert "scheme" not in plain["PodMonitor", "relay-kvrelay-gateway"]["spec"]["podMetricsEndpoints"][0]
+
+
+@needs_helm
 def test_the_api_key_that_the_chart_makes_is_known_to_the_gateway(tmp_path: Path) -> None:
     data = objects("--set", "security.apiKeys.enabled=true")["Secret", "relay-kvrelay-api-keys"]["data"]
     (tmp_path / "keys").write_bytes(base64.b64decode(data["api-keys"]))

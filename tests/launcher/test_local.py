@@ -201,6 +201,15 @@ def parsed(cls: type, spec: ComponentSpec) -> object:
     return load_settings(cls, context.params, {"KVRELAY_WORKER_ID": "the same for all"})
 
 
+def test_what_is_local_is_asked_by_plain_http() -> None:
+    """A certificate that the shell names for gateways elsewhere would leave the probes of this one without an answer."""
+    *_, gateway = planned(LocalSettings(model="/models/tiny")).specs
+    around = {"KVRELAY_TLS_CERT": "/tls.crt", "KVRELAY_TLS_KEY": "/tls.key"}
+    for environment, certificate in ((around, "/tls.crt"), ({**around, **gateway.environment}, None)):
+        settings = load_settings(GatewaySettings, {}, environment)
+        assert settings.tls.tls_cert == certificate
+
+
 def test_a_plan_wires_the_components_together() -> None:
     settings = LocalSettings(model="/models/tiny", prefill=2, decode=1, max_batched_tokens=256, log_level="error")
     plan = planned(settings)

@@ -16,14 +16,16 @@ import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.trainers
-import uvicorn
 from prometheus_client import CollectorRegistry
 
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake import FakeEngine, fake_card
 from kvrelay.gateway.app import create_app
-from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings
+from kvrelay.gateway.http_server import HttpServer
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.refusals import Refusals
+from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, HttpLimits, RelaySettings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.settings import LinkSettings
@@ -80,16 +82,16 @@ class Deployment:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
 
-class _Server(uvicorn.Server):
-    def install_signal_handlers(self) -> None:
-        """The test process keeps its signals."""
-
-
 @asynccontextmanager
 async def deployment(
-    directory: Path, *, relay: RelaySettings | None = None, gate: Gate | None = None
+    directory: Path,
+    *,
+    relay: RelaySettings | None = None,
+    gate: Gate | None = None,
+    http: HttpLimits | None = None,
+    send_buffer_bytes: int | None = None,
 ) -> AsyncIterator[Deployment]:
-    """Everything up and ready; stopped afterwards."""
+    """Everything up and ready; stopped afterwards. ``send_buffer_bytes``: what the kernel may hold of an answer."""
     card = fake_card(vocab_size=VOCAB, num_blocks=128)
     decode = DecodeWorker(
         FakeEngine(card, gate or (lambda rows: None)),
@@ -117,12 +119,16 @@ async def deployment(
         served_model_name="tiny",
         workers=DiscoverySettings(prefill_workers=(prefill.address,), decode_workers=(decode.address,)),
         max_body_bytes=100_000,
+        http=http or HttpLimits(),
     )
     listener = socket.socket()
+    if send_buffer_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     listener.bind(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    app = create_app(settings, link_settings=LINKS)
-    server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=2))
+    metrics = GatewayMetrics(CollectorRegistry())
+    app = create_app(settings, link_settings=LINKS, metrics=metrics)
+    server = HttpServer(app, settings.http, Refusals(metrics.refused_connections), drain_s=2)
     serving = asyncio.create_task(server._serve(sockets=[listener]))
     try:
         async with httpx.AsyncClient(base_url=url, timeout=20) as client:

@@ -1,0 +1,278 @@
+"""HTTP/1.1 of one connection: uvicorn's protocol, with bounds on what a client may send, and on how slowly it may do so.
+
+uvicorn waits for a request's headers for ever and keeps all of them; it waits for ever for a client that does not read. Here
+each of these ends: request line and headers are bounded in bytes, number and time, requests sent ahead in number, and whoever takes
+next to nothing of an answer is disconnected, which ends its request. Nothing of this is done per token. How long a body may take is
+:mod:`kvrelay.gateway.http`'s matter, how many connections there may be :mod:`kvrelay.gateway.http_server`'s.
+
+Whoever is refused gets an answer if that cannot be taken for the answer to another request, and loses the connection. llhttp
+itself refuses what two parsers could read differently: Content-Length beside Transfer-Encoding, or twice, line ends without CR,
+folded headers, spaces before a colon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from kvrelay.gateway.errors import ApiError, HeadersTooLargeError, InvalidHttpError, SlowClientError
+from kvrelay.gateway.refusals import Reason, Refusals
+from kvrelay.gateway.settings import HttpLimits
+
+_MAX_HEADERS = 256  # each is compared with the names that are looked for
+_MAX_PIPELINED = 16  # requests behind the one that is being answered
+_HIGH_WATER_BYTES = 64 * 2**10  # of an answer that the kernel does not take; then writing pauses
+_LOW_WATER_BYTES = 16 * 2**10
+_LINGER_S = 2.0
+
+
+class _RefusedError(Exception):
+    """Goes through the parser, from one of its callbacks to whoever fed it."""
+
+    def __init__(self, reason: Reason, error: ApiError) -> None:
+        super().__init__(str(error))
+        self.reason = reason
+        self.error = error
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection, within ``limits``."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: HttpLimits,
+        refusals: Refusals,
+        on_lost: Callable[[HttpProtocol], None],
+    ) -> None:
+        """``on_lost`` is called when the connection has ended, if it was ever made."""
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = limits
+        self._refusals = refusals
+        self._on_lost = on_lost
+        self._is_refused = False
+        self._is_in_headers = False
+        self._num_headers = 0
+        self._num_header_bytes = 0
+        self._num_unparsed_bytes = 0  # since a request began, or a part of its body came
+        self._running: RequestResponseCycle | None = (
+            None  # uvicorn's ``cycle`` is the newest, which may wait for this one
+        )
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._client_timer: asyncio.TimerHandle | None = None  # runs while the answer is not taken
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The first request's headers are waited for from now on."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=_LOW_WATER_BYTES)  # TLS has others
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The requests end, also one that runs before others that were sent ahead."""
+        self._headers_came()
+        self._client_reads()
+        self._disconnect_requests()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._on_lost(self)
+
+    def data_received(self, data: bytes) -> None:
+        """What the client sent; after a refusal it is thrown away."""
+        if self._is_refused:
+            return
+        self._num_unparsed_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # to nothing else: the request is answered as any other
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            if isinstance(cause, _RefusedError):
+                self._refuse(cause.reason, cause.error)
+            else:
+                self._refuse(Reason.INVALID_HTTP, InvalidHttpError(f"this is not HTTP/1.1: {cause or error}"))
+            return
+        if self._num_unparsed_bytes > self._limits.max_header_bytes:
+            # Of headers, or of what surrounds a body's chunks, which has no business to be this long either.
+            self._refuse(Reason.HEADERS_TOO_LARGE, self._too_large())
+        elif self._is_in_headers and self._header_timer is None:
+            self._await_headers()
+
+    def on_message_begin(self) -> None:
+        """A request begins. Blank lines between requests do not, and so keep no idle connection open."""
+        self._unset_keepalive_if_required()
+        super().on_message_begin()
+        self._is_in_headers = True
+        self._num_headers = self._num_header_bytes = self._num_unparsed_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        """A part of it."""
+        self._count_header_bytes(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer behind a body: that is counted, too, but nobody reads it."""
+        self._num_headers += 1
+        self._count_header_bytes(len(name) + len(value) + 4)
+        if self._num_headers > _MAX_HEADERS:
+            text = f"the request has more than {_MAX_HEADERS} headers, which is the limit; send fewer"
+            raise _RefusedError(Reason.HEADERS_TOO_LARGE, HeadersTooLargeError(text))
+        if self._is_in_headers:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The request starts, or waits for those before it."""
+        self._headers_came()
+        super().on_headers_complete()
+        self._is_in_headers = False
+        if len(self.pipeline) > _MAX_PIPELINED:
+            text = f"more than {_MAX_PIPELINED} requests wait on this connection; open another one"
+            raise _RefusedError(Reason.PIPELINE, InvalidHttpError(text))
+
+    def on_body(self, body: bytes) -> None:
+        """A part of it."""
+        self._num_unparsed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The whole request is there."""
+        self._num_unparsed_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The next request may start. If the connection ends instead, the client has to take the answer in time."""
+        super().on_response_complete()
+        if self._is_in_headers:
+            self._unset_keepalive_if_required()  # it has begun already, and has its own time
+        if self.transport.is_closing():
+            self._watch_client()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that nobody has used for a while."""
+        super().timeout_keep_alive_handler()
+        self._watch_client()
+
+    def pause_writing(self) -> None:
+        """The client takes less than is written. Called by the transport."""
+        super().pause_writing()
+        self._watch_client()
+
+    def resume_writing(self) -> None:
+        """It has caught up. Called by the transport."""
+        super().resume_writing()
+        if not self._is_refused and not self.transport.is_closing():
+            self._client_reads()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _await_headers(self) -> None:
+        self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._on_header_timeout)
+
+    def _headers_came(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _on_header_timeout(self) -> None:
+        text = (
+            f"the headers of a request were not complete after {self._limits.header_timeout_s:g} s; send them at once"
+        )
+        self._refuse(Reason.HEADER_TIMEOUT, SlowClientError(text))
+
+    def _count_header_bytes(self, num_bytes: int) -> None:
+        self._num_header_bytes += num_bytes
+        if self._num_header_bytes > self._limits.max_header_bytes:
+            raise _RefusedError(Reason.HEADERS_TOO_LARGE, self._too_large())
+
+    def _too_large(self) -> ApiError:
+        limit = self._limits.max_header_bytes
+        return HeadersTooLargeError(f"request line and headers have more than {limit} bytes, which is the limit")
+
+    def _watch_client(self) -> None:
+        if self._client_timer is None:
+            size = self.transport.get_write_buffer_size()
+            self._client_timer = self.loop.call_later(self._limits.client_timeout_s, self._on_client_timeout, size)
+
+    def _on_client_timeout(self, size_before: int) -> None:
+        """A client that takes a long answer slowly has taken what separates the marks; one that reads nothing has not."""
+        self._client_timer = None
+        size = self.transport.get_write_buffer_size()
+        if size == 0:  # TLS waits for the client's goodbye
+            self.transport.abort()
+            return
+        if size_before - size >= _HIGH_WATER_BYTES - _LOW_WATER_BYTES:
+            self._watch_client()
+            return
+        text = f"it took {max(0, size_before - size)} bytes of an answer in {self._limits.client_timeout_s:g} s"
+        self._refusals.count(Reason.CLIENT_READS_NOTHING, text, self.client)
+        self.transport.abort()
+
+    def _client_reads(self) -> None:
+        if self._client_timer is not None:
+            self._client_timer.cancel()
+            self._client_timer = None
+
+    def _refuse(self, reason: Reason, error: ApiError) -> None:
+        """End the connection, with ``error`` as its last answer if nothing else is being answered."""
+        self._refusals.count(reason, str(error), self.client)
+        self._is_refused = True
+        self._headers_came()
+        self._unset_keepalive_if_required()
+        is_answerable = self._is_answerable()
+        self._disconnect_requests()
+        if not is_answerable or self.transport.is_closing():
+            self.transport.abort()
+            return
+        self.transport.write(raw_response(error))
+        # A close with unread bytes in the kernel is a reset, which can overtake the answer: what still comes is thrown away.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self.flow.resume_reading()
+        else:
+            self.transport.close()
+        self._client_reads()
+        self._client_timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+
+    def _is_answerable(self) -> bool:
+        """Whether an error would be taken for the answer to what caused it, and not to another request, or for a part of one."""
+        running = self._running
+        if running is None:
+            return self._is_in_headers or self._num_unparsed_bytes > 0  # else somebody only connected
+        if running is self.cycle and running.more_body:
+            return not running.response_started
+        return running.response_complete
+
+    def _disconnect_requests(self) -> None:
+        self.pipeline.clear()
+        for cycle in (self._running, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+
+def raw_response(error: ApiError) -> bytes:
+    """An HTTP response with an OpenAI error object, for a connection that ends with it."""
+    body = json.dumps(error.body()).encode()
+    lines = [
+        f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+    ]
+    if error.retry_after_s is not None:
+        lines.append(f"retry-after: {max(1, round(error.retry_after_s))}")
+    return "\r\n".join([*lines, "", ""]).encode() + body

@@ -1,0 +1,75 @@
+"""What one API key may ask for: requests a second, and requests at a time. Pure state; the caller brings the time.
+
+Requests a second are counted by a token bucket: ``burst`` requests may come at once, and the bucket fills at ``requests_per_s``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvrelay.gateway.errors import TooManyRequestsError
+
+OPTIONS = ("requests_per_s", "burst", "concurrency")
+_BUSY_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """Of one key; without any, it may do what it likes."""
+
+    requests_per_s: float = math.inf
+    burst: float = math.inf  # requests that may come at once
+    concurrency: float = math.inf
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> KeyLimits:
+        """From texts by name. Raises ValueError naming what is wrong; never quotes a value."""
+        values: dict[str, float] = {}
+        for name, text in options.items():
+            if name not in OPTIONS:
+                raise ValueError(f"an unknown option; known are {', '.join(OPTIONS)}")
+            try:
+                value = float(text) if name == "requests_per_s" else int(text)
+            except ValueError:
+                raise ValueError(f"{name} is not a number") from None
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be above 0")
+            values[name] = value
+        if "burst" in values and "requests_per_s" not in values:
+            raise ValueError("burst means nothing without requests_per_s")
+        if "requests_per_s" in values:
+            values.setdefault("burst", max(1.0, math.ceil(values["requests_per_s"])))
+        return cls(**values)
+
+
+class KeyUse:
+    """How much of its limits one key uses now."""
+
+    def __init__(self) -> None:
+        self._num_running = 0
+        self._filling = math.inf  # of the bucket: it starts full
+        self._filled_s = 0.0
+
+    def enter(self, limits: KeyLimits, now_s: float) -> None:
+        """A request begins; ``leave`` must follow. Raises TooManyRequestsError if it may not."""
+        if self._num_running >= limits.concurrency:
+            raise TooManyRequestsError(
+                f"this API key has {self._num_running} requests running, which is its limit",
+                retry_after_s=_BUSY_RETRY_S,
+            )
+        if not math.isinf(limits.requests_per_s):
+            gained = (now_s - self._filled_s) * limits.requests_per_s
+            self._filling, self._filled_s = min(limits.burst, self._filling + gained), now_s
+            if self._filling < 1:
+                raise TooManyRequestsError(
+                    f"this API key may ask {limits.requests_per_s:g} times a second, {limits.burst:g} at once",
+                    retry_after_s=(1 - self._filling) / limits.requests_per_s,
+                )
+            self._filling -= 1
+        self._num_running += 1
+
+    def leave(self) -> None:
+        """A request is over."""
+        self._num_running -= 1

@@ -1,0 +1,89 @@
+"""What a worker has to do, as one gateway knows it: the worker's last report, brought up to date by this gateway's own attempts.
+
+A report is up to a second old, and a worker may finish half of its requests in that time. What others do there is taken from the
+report; what this gateway does is known at every moment. Pure state; the caller brings the time, in seconds on one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvrelay.wire.messages import Status
+
+Key = tuple[str, int]
+
+# A report that comes so soon after an attempt was sent may have left before the attempt arrived.
+_ON_THE_WAY_S = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    num_tokens: int  # whose KV it needs, so far
+    known_s: float | None  # since when the worker knows of it; None while it is on its way through another worker
+    is_computed: bool = False  # its prompt is: the first token has come
+    is_reported: bool = False  # the last report counts it
+
+
+class Load:
+    """One worker's."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._attempts: dict[Key, _Attempt] = {}
+        self._num_others = 0
+        self._tokens_of_others = 0
+        self._reported_free_blocks: int | None = None
+        self._num_given_back = 0  # blocks of attempts that the last report counts and that are over
+
+    def open(self, key: Key, num_tokens: int, now_s: float, *, is_sent: bool) -> None:
+        """An attempt begins. ``is_sent``: to this worker, which else hears of it from another one (and we with ``on_token``)."""
+        self._attempts[key] = _Attempt(num_tokens, now_s if is_sent else None)
+
+    def on_first_token(self, key: Key, now_s: float) -> None:
+        """The attempt's prompt is computed: whoever takes part in it knows of it by now."""
+        if (attempt := self._attempts.get(key)) is not None:
+            attempt.is_computed = True
+            if attempt.known_s is None:
+                attempt.known_s = now_s
+
+    def close(self, key: Key, num_tokens: int) -> None:
+        """An attempt is over, which held ``num_tokens`` at its end."""
+        if (attempt := self._attempts.pop(key, None)) is not None and attempt.is_reported:
+            self._num_given_back += self._blocks_for(num_tokens)
+
+    def on_status(self, status: Status, now_s: float) -> None:
+        """The worker reports."""
+        for attempt in self._attempts.values():
+            attempt.is_reported = attempt.known_s is not None and attempt.known_s < now_s - _ON_THE_WAY_S
+        reported = self._of_reported()
+        self._num_others = max(0, status.num_running + status.num_waiting - len(reported))
+        self._tokens_of_others = max(0, status.num_waiting_tokens - _uncomputed(reported))
+        self._reported_free_blocks = status.num_free_blocks
+        self._num_given_back = 0
+
+    def _of_reported(self) -> list[_Attempt]:
+        return [attempt for attempt in self._attempts.values() if attempt.is_reported]
+
+    @property
+    def num_requests(self) -> int:
+        """On the worker, or on their way to it."""
+        return self._num_others + len(self._attempts)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Of prompts that are not computed yet."""
+        return self._tokens_of_others + _uncomputed(self._attempts.values())
+
+    def num_free_blocks(self, num_blocks: int) -> int:
+        """Of ``num_blocks`` in all; none is taken before the first report, but by our own attempts. May be negative."""
+        reported = num_blocks if self._reported_free_blocks is None else self._reported_free_blocks
+        unreported = sum(self._blocks_for(one.num_tokens) for one in self._attempts.values() if not one.is_reported)
+        return min(num_blocks, reported + self._num_given_back) - unreported
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+
+def _uncomputed(attempts: Iterable[_Attempt]) -> int:
+    return sum(attempt.num_tokens for attempt in attempts if not attempt.is_computed)

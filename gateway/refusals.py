@@ -1,0 +1,51 @@
+"""Why connections of clients were ended: counted each, told once a second."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+from prometheus_client import Counter
+
+logger = logging.getLogger(__name__)
+
+_LOGGED_EVERY_S = 1.0
+
+
+class Reason(StrEnum):
+    """The label ``reason`` of ``kvrelay_refused_connections_total``."""
+
+    TOO_MANY_CONNECTIONS = "too_many_connections"
+    TLS_HANDSHAKE = "tls_handshake"
+    INVALID_HTTP = "invalid_http"
+    HEADERS_TOO_LARGE = "headers_too_large"
+    HEADER_TIMEOUT = "header_timeout"
+    BODY_TIMEOUT = "body_timeout"
+    PIPELINE = "pipeline"
+    CLIENT_READS_NOTHING = "client_reads_nothing"
+
+
+class Refusals:
+    """Counts refusals and logs them, one line a second at the most: a flood of them must not become a flood of logs."""
+
+    def __init__(self, counter: Counter, clock: Callable[[], float] = time.monotonic) -> None:
+        """``counter`` has one label, the reason."""
+        self._counter = counter
+        self._clock = clock
+        self._num_unlogged = 0
+        self._logged_s: float | None = None
+        for reason in Reason:
+            counter.labels(reason)  # a series that begins at 0 is one that alerts can take the increase of
+
+    def count(self, reason: Reason, detail: str, client: object) -> None:
+        """One more; ``detail`` and the ``client``'s address are for the log."""
+        self._counter.labels(reason).inc()
+        now_s = self._clock()
+        if self._logged_s is not None and now_s - self._logged_s < _LOGGED_EVERY_S:
+            self._num_unlogged += 1
+            return
+        more = f" (and {self._num_unlogged} more since the last such line)" if self._num_unlogged else ""
+        logger.warning("ended the connection of %s: %s%s", client, detail, more, extra={"cause": str(reason)})
+        self._logged_s, self._num_unlogged = now_s, 0

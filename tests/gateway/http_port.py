@@ -1,0 +1,177 @@
+"""The gateway's HTTP port in front of any ASGI application, and clients that write bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvrelay.gateway.http_server import HttpServer
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.refusals import Reason, Refusals
+from kvrelay.gateway.settings import HttpLimits
+from kvrelay.gateway.tls import Certificate
+
+GET = b"GET /first HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+class Recorder:
+    """An application that notes what reaches it, and answers with it. ``held``: what it waits for before that."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.headers: list[dict[bytes, bytes]] = []
+        self.bodies: list[bytes] = []
+        self.num_disconnects = 0
+        self.held = asyncio.Event()
+        self.held.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await lifespan(receive, send)
+            return
+        self.paths.append(scope["path"])
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        else:
+            self.num_disconnects += 1
+            return
+        left = asyncio.ensure_future(receive())
+        held = asyncio.ensure_future(self.held.wait())
+        await asyncio.wait([left, held], return_when=asyncio.FIRST_COMPLETED)
+        has_left = left.done()
+        left.cancel()
+        held.cancel()
+        if has_left:
+            self.num_disconnects += 1
+            return
+        self.bodies.append(body)
+        self.headers.append(dict(scope["headers"]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": scope["path"].encode(), "more_body": False})
+
+
+async def lifespan(receive: Receive, send: Send) -> None:
+    """Start and end of an application that needs neither."""
+    for step in ("startup", "shutdown"):
+        message: Message = await receive()
+        assert message["type"] == f"lifespan.{step}"
+        await send({"type": f"lifespan.{step}.complete"})
+
+
+@dataclass
+class Port:
+    """What a test talks to."""
+
+    number: int
+    server: HttpServer
+    registry: CollectorRegistry
+
+    def refused(self) -> dict[str, float]:
+        """How often for which reason, without those that are 0."""
+        name = "kvrelay_refused_connections_total"
+        counts = {reason: self.registry.get_sample_value(name, {"reason": reason}) for reason in Reason}
+        return {str(reason): count for reason, count in counts.items() if count}
+
+    async def connect(self, tls: ssl.SSLContext | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A client."""
+        name = "localhost" if tls else None
+        return await asyncio.open_connection("127.0.0.1", self.number, ssl=tls, server_hostname=name)
+
+    async def talk(self, *sent: bytes, tls: ssl.SSLContext | None = None) -> bytes:
+        """All that a client gets that sends this and then reads until the connection ends."""
+        reader, writer = await self.connect(tls)
+        try:
+            with suppress(ConnectionError):  # the server may close while the client still sends
+                for data in sent:
+                    writer.write(data)
+                    await writer.drain()
+            return await all_of(reader)
+        finally:
+            await close(writer)
+
+
+async def all_of(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the end, also if that is a reset."""
+    received = b""
+    with suppress(ConnectionError):
+        while data := await asyncio.wait_for(reader.read(2**16), 20):
+            received += data
+    return received
+
+
+async def answer(reader: asyncio.StreamReader, end: bytes = b"\r\n0\r\n\r\n") -> bytes:
+    """One answer of a connection that goes on: chunked, unless ``end`` says otherwise."""
+    return await asyncio.wait_for(reader.readuntil(end), 20)
+
+
+async def close(writer: asyncio.StreamWriter) -> None:
+    """End a client's connection."""
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Polls for a state, bounded."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """What an operator sees who looks for trouble; how much else is logged, other tests decide, too."""
+    return [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def error_of(answer: bytes, status: int) -> Any:
+    """The error of an answer that ends its connection; that it is one is checked."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode()), answer
+    assert b"connection: close" in head
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@asynccontextmanager
+async def serving(
+    app: ASGIApp,
+    *,
+    certificate: Certificate | None = None,
+    keep_alive_s: float = 20,
+    send_buffer_bytes: int | None = None,
+    **limits: Any,
+) -> AsyncIterator[Port]:
+    """``app`` on a port of its own; stopped, and its end checked, afterwards."""
+    registry = CollectorRegistry()
+    refusals = Refusals(GatewayMetrics(registry).refused_connections)
+    server = HttpServer(app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=5)
+    server.config.timeout_keep_alive = keep_alive_s  # type: ignore[assignment]
+    listener = socket.socket()
+    if send_buffer_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+    listener.bind(("127.0.0.1", 0))
+    task = asyncio.create_task(server._serve(sockets=[listener]))
+    try:
+        await until(lambda: server.started or task.done())
+        yield Port(listener.getsockname()[1], server, registry)
+    finally:
+        server.should_exit = True
+        await asyncio.wait_for(task, 20)
+        assert not server.server_state.connections
+        assert not server._connections
+        assert not server.server_state.tasks

@@ -1,0 +1,235 @@
+"""The line of requests that wait for a place, on a loop in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvrelay.gateway import admission as module
+from kvrelay.gateway.admission import Admission
+from kvrelay.gateway.errors import ApiError, RequestTimeoutError, UnavailableError
+from kvrelay.gateway.metrics import GatewayMetrics
+
+from ..simulation.clock import SimLoop
+
+
+class Office:
+    """An admission with so many places; whoever has one keeps it until ``free``."""
+
+    def __init__(self, loop: SimLoop, num_places: int, max_queued: int = 100, room_timeout_s: float = 60.0) -> None:
+        self.loop = loop
+        self.changed = asyncio.Event()
+        self.metrics = GatewayMetrics(CollectorRegistry())
+        self.admission = Admission(max_queued, room_timeout_s, self.changed, self.metrics)
+        self.num_places = num_places
+        self.served: list[str] = []
+
+    def find(self) -> str | None:
+        if self.num_places == 0:
+            return None
+        self.num_places -= 1
+        return "place"
+
+    def free(self) -> None:
+        self.num_places += 1
+        self.changed.set()
+
+    async def ask(self, name: str, work: float = 100.0, timeout_s: float = 600.0) -> str:
+        await self.admission.place(self.find, work, timeout_s, lambda: "no worker has room")
+        self.served.append(name)
+        return name
+
+    def refused(self, reason: str) -> float:
+        return self.metrics.registry.get_sample_value("kvrelay_refused_requests_total", {"reason": reason}) or 0
+
+    @property
+    def queued(self) -> float | None:
+        return self.metrics.registry.get_sample_value("kvrelay_requests_queued")
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimLoop]:
+    sim = SimLoop(0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=sim.time))
+    yield sim
+    sim.close()
+
+
+def run(loop: SimLoop, work: Coroutine[Any, Any, None]) -> None:
+    loop.run_until_complete(work)
+
+
+def test_who_finds_a_place_does_not_wait(loop: SimLoop) -> None:
+    async def story() -> None:
+        office = Office(loop, 1)
+        before_s = loop.time()
+        assert await office.ask("a") == "a"
+        assert loop.time() == before_s
+
+    run(loop, story())
+
+
+def test_first_come_first_served(loop: SimLoop) -> None:
+    async def story() -> None:
+        office = Office(loop, 0)
+        tasks = [asyncio.ensure_future(office.ask(name)) for name in "abcd"]
+        await asyncio.sleep(1)
+        assert office.queued == 4
+        for served in (1, 2, 3, 4):
+            office.free()
+            await asyncio.sleep(0.001)  # at once, not at the next look
+            assert len(office.served) == served
+        assert office.served == list("abcd")
+        assert office.queued == 0
+        assert [await task for task in tasks] == list("abcd")
+
+    run(loop, story())
+
+
+def test_nobody_passes_those_who_wait(loop: SimLoop) -> None:
+    async def story() -> None:
+        office = Office(loop, 0)
+        first = asyncio.ensure_future(office.ask("first"))
+        await asyncio.sleep(1)
+        office.num_places = 1  # and nobody has been told
+        second = asyncio.ensure_future(office.ask("second"))
+        await asyncio.sleep(1)
+        assert office.served == ["first"]
+        office.free()
+        await second
+        await first
+
+    run(loop, story())
+
+
+def test_who_leaves_the_line_holds_nobody_up(loop: SimLoop) -> None:
+    async def story() -> None:
+        office = Office(loop, 0)
+        tasks = [asyncio.ensure_future(office.ask(name)) for name in "abc"]
+        await asyncio.sleep(0.1)
+        tasks[0].cancel()
+        await asyncio.sleep(0.1)
+        office.free()
+        await asyncio.sleep(0.001)
+        assert office.served == ["b"]
+        office.free()
+        assert await tasks[2] == "c"
+
+    run(loop, story())
+
+
+def test_a_full_line_refuses_at_once(loop: SimLoop) -> None:
+    async def story() -> None:
+        office = Office(loop, 0, max_queued=2)
+        tasks = [asyncio.ensure_future(office.ask(name)) for name in "ab"]
+        await asyncio.sleep(0.1)
+        before_s = loop.time()
+        with pytest.raises(UnavailableError, match="2 requests wait already") as refusal:
+            await office.ask("c")
+        assert loop.time() == before_s
+        assert refusal.value.retry_after_s == 1.0
+        with pytest.raises(UnavailableError):
+            office.admission.check_not_full()
+        assert office.refused("queue_full") == 2
+        for task in tasks:
+            task.cancel()
+
+    run(loop, story())
+
+
+def test_no_place_for_too_long(loop: SimLoop) -> None:
+    async def story() -> None:
+        office = Office(loop, 0, room_timeout_s=5.0)
+        before_s = loop.time()
+        with pytest.raises(UnavailableError, match="no worker has room; try again later"):
+            await office.ask("a")
+        assert loop.time() - before_s == pytest.approx(5.0)
+        with pytest.raises(RequestTimeoutError, match="within the request's 2 s"):
+            await office.ask("b", timeout_s=2.0)
+        assert loop.time() - before_s == pytest.approx(7.0)
+        assert (office.refused("no_place"), office.refused("timeout")) == (1, 1)
+
+    run(loop, story())
+
+
+async def _steady(office: Office, seconds: int) -> list[asyncio.Task[str]]:
+    """A line in which 100 tokens of work get a place every second, and answers take half a second."""
+    tasks = [asyncio.ensure_future(office.ask(f"w{index}")) for index in range(seconds + 5)]
+    for _ in range(seconds):
+        await asyncio.sleep(1)
+        office.free()
+        office.admission.pace.on_finished(50, 50, 0.5, office.loop.time())
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+    return tasks[seconds:]
+
+
+def test_who_would_wait_too_long_is_refused_at_once(loop: SimLoop) -> None:
+    async def story() -> None:
+        office = Office(loop, 0, room_timeout_s=30.0)
+        waiting = await _steady(office, 10)  # five are left: 5 s ahead
+        with pytest.raises(UnavailableError, match=r"work wait ahead; the limit is 30 s") as refusal:
+            await office.ask("long", work=2600.0)
+        assert refusal.value.retry_after_s == pytest.approx(5.0, rel=0.1)
+        assert office.refused("would_wait") == 1
+        for task in waiting:
+            task.cancel()
+
+    run(loop, story())
+
+
+def test_who_could_only_be_late_is_refused_at_once(loop: SimLoop) -> None:
+    async def story() -> None:
+        office = Office(loop, 0)
+        waiting = await _steady(office, 10)
+        pattern = re.escape("waiting and answering take some 7.5 s, the request has 4 s; try again later")
+        with pytest.raises(UnavailableError, match=pattern):
+            await office.ask("short", timeout_s=4.0)
+        assert office.refused("would_be_late") == 1
+        patient = asyncio.ensure_future(office.ask("patient", timeout_s=8.0))
+        for _ in range(6):
+            office.free()
+            await asyncio.sleep(1)
+        assert await patient == "patient"
+        for task in waiting:
+            await task
+
+    run(loop, story())
+
+
+def test_whose_time_is_nearly_up_when_its_turn_comes_is_not_computed(loop: SimLoop) -> None:
+    async def story() -> None:
+        office = Office(loop, 0)
+        late = asyncio.ensure_future(office.ask("late", timeout_s=10.0))
+        await asyncio.sleep(9)
+        office.admission.pace.on_finished(50, 50, 2.0, loop.time())
+        office.free()
+        with pytest.raises(UnavailableError, match=r"are left of the request's time, and an answer takes 2\.3 s"):
+            await late
+        assert office.refused("too_late") == 1
+        assert office.served == []
+
+    run(loop, story())
+
+
+def test_errors_of_who_looks_for_a_place_leave_the_line_in_order(loop: SimLoop) -> None:
+    async def story() -> None:
+        office = Office(loop, 0)
+
+        def broken() -> str | None:
+            raise ApiError("broken")
+
+        with pytest.raises(ApiError, match="broken"):
+            await office.admission.place(broken, 1.0, 600.0, str)
+        waiting = asyncio.ensure_future(office.ask("a"))
+        await asyncio.sleep(0.1)
+        office.free()
+        assert await waiting == "a"
+
+    run(loop, story())

@@ -1,0 +1,440 @@
+"""One connection against hostile and slow clients: what ends it, with what answer, and what reaches the application."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from kvrelay.gateway.http import Edge
+from kvrelay.gateway.http_protocol import HttpProtocol
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.refusals import Refusals
+from kvrelay.gateway.settings import HttpLimits
+
+from .http_port import GET, Port, Recorder, all_of, answer, close, error_of, lifespan, serving, told, until
+
+POST = b"POST /first HTTP/1.1\r\nhost: x\r\n"
+SECOND = b"GET /second HTTP/1.1\r\nhost: x\r\n\r\n"
+LIMIT = 4096
+
+
+@pytest.fixture
+async def app() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+async def port(app: Recorder) -> AsyncIterator[Port]:
+    async with serving(app, max_header_bytes=LIMIT) as running:
+        yield running
+
+
+def headers_of(num_bytes: int) -> bytes:
+    """A request whose line and headers, as they are counted, have so many bytes."""
+    head = b"GET /first HTTP/1.1\r\nhost: x\r\nx: "
+    return head + b"a" * (num_bytes - len("/first") - len("host: x\r\n") - len("x: \r\n")) + b"\r\n\r\n"
+
+
+async def test_headers_of_just_the_limit_are_taken(app: Recorder, port: Port) -> None:
+    reader, writer = await port.connect()
+    writer.write(headers_of(LIMIT))
+    assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+    await close(writer)
+    assert app.paths == ["/first"]
+    assert port.refused() == {}
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        pytest.param(headers_of(LIMIT + 1), id="one byte too many"),
+        pytest.param(b"GET /" + b"a" * LIMIT + b" HTTP/1.1\r\n\r\n", id="a long path"),
+        pytest.param(b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 257 + b"\r\n", id="257 headers"),
+    ],
+)
+async def test_headers_beyond_the_limit_are_431(app: Recorder, port: Port, request_bytes: bytes) -> None:
+    error = error_of(await port.talk(request_bytes), 431)
+    assert error["code"] == "headers_too_large"
+    assert "limit" in error["message"]
+    assert app.paths == []
+    assert port.refused() == {"headers_too_large": 1}
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        pytest.param(b"GET / HTTP/1.1\r\nx: ", b"a", id="a header"),
+        pytest.param(b"GET /", b"a", id="a path"),
+        pytest.param(b"GET / HTTP/1.1\r\n", b"a", id="a header's name"),
+        pytest.param(b"", b"\r\n", id="blank lines"),
+        pytest.param(POST + b"transfer-encoding: chunked\r\n\r\n5;", b"a", id="what surrounds a chunk"),
+        pytest.param(POST + b"transfer-encoding: chunked\r\n\r\n0\r\nx: ", b"a", id="a trailer"),
+    ],
+)
+async def test_what_never_ends_is_cut(app: Recorder, port: Port, begin: bytes, more: bytes) -> None:
+    """Without a line end the parser tells nothing of what it keeps; a client that goes on sending is told nevertheless."""
+    reader, writer = await port.connect()
+    writer.write(begin)
+    end = asyncio.create_task(all_of(reader))
+    async with asyncio.timeout(20):
+        while not end.done():
+            writer.write(more * 500)
+            await asyncio.sleep(0.002)  # polls for a state: the server has had enough
+    error_of(await end, 431)
+    await close(writer)
+    assert port.refused() == {"headers_too_large": 1}
+    assert app.bodies == []
+
+
+async def test_trailers_are_nobodys_headers(app: Recorder, port: Port) -> None:
+    chunked = POST + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\nauthorization: Bearer x\r\n\r\n"
+    await port.talk(chunked + b"GET /second HTTP/1.1\r\nconnection: close\r\n\r\n")
+    assert app.bodies == [b"a", b""]
+    assert b"authorization" not in app.headers[0]
+
+
+async def test_a_body_in_tiny_pieces_is_a_body(app: Recorder, port: Port) -> None:
+    body = b"".join(b"1\r\n%c\r\n" % (97 + index % 26) for index in range(50_000))
+    head = POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert b"200 OK" in await port.talk(
+        head, *(body[start : start + 1000] for start in range(0, len(body), 1000)), b"0\r\n\r\n"
+    )
+    assert len(app.bodies[0]) == 50_000
+    assert app.bodies[0].startswith(b"abcdefg")
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTT", b"POST / HTTP/1.1\r\nhost: x\r\ncontent-le", b"\r\n\r\n"])
+async def test_half_a_request_is_408(app: Recorder, sent: bytes) -> None:
+    async with serving(app, header_timeout_s=0.1) as port:
+        error = error_of(await port.talk(sent), 408)
+        assert error["code"] == "request_too_slow"
+        assert "0.1 s" in error["message"]
+        assert port.refused() == {"header_timeout": 1}
+    assert app.paths == []
+
+
+async def test_who_says_nothing_hears_nothing(app: Recorder) -> None:
+    async with serving(app, header_timeout_s=0.1) as port:
+        assert await port.talk() == b""
+        assert port.refused() == {"header_timeout": 1}
+
+
+async def test_a_byte_now_and_then_buys_no_time(app: Recorder) -> None:
+    """Slowloris: the time runs from the beginning of a request, on new connections and on used ones."""
+    async with serving(app, header_timeout_s=0.3) as port:
+        for before in (b"", GET):
+            reader, writer = await port.connect()
+            writer.write(before)
+            if before:
+                await answer(reader)
+            writer.write(b"GET / HTTP/1.1\r\n")
+            end = asyncio.create_task(all_of(reader))
+            async with asyncio.timeout(20):
+                while not end.done():
+                    writer.write(b"a")
+                    writer.write(b": b\r\n")
+                    await asyncio.sleep(0.02)  # polls for a state: the connection has ended
+            error_of(await end, 408)
+            await close(writer)
+        assert port.refused() == {"header_timeout": 2}
+
+
+async def test_blank_lines_keep_no_idle_connection_open(app: Recorder) -> None:
+    async with serving(app, keep_alive_s=0.2) as port:
+        reader, writer = await port.connect()
+        writer.write(GET)
+        await answer(reader)
+        end = asyncio.create_task(all_of(reader))
+        async with asyncio.timeout(20):
+            while not end.done():
+                writer.write(b"\r\n")
+                await asyncio.sleep(0.01)  # polls for a state: the connection has ended
+        assert await end == b""
+        await close(writer)
+        assert port.refused() == {}
+
+
+async def test_a_request_that_begins_during_an_answer_has_its_own_time(app: Recorder, port: Port) -> None:
+    """Its first half arrives before the answer ends, after which an idle connection would be closed soon."""
+    app.held.clear()
+    reader, writer = await port.connect()
+    writer.write(GET + SECOND[:20])
+    await until(lambda: app.paths == ["/first"])
+    app.held.set()
+    await answer(reader)
+    (connection,) = port.server.server_state.connections
+    assert isinstance(connection, HttpProtocol)
+    assert connection.timeout_keep_alive_task is None
+    writer.write(SECOND[20:])
+    await answer(reader)
+    assert connection.timeout_keep_alive_task is not None
+    await close(writer)
+    assert app.paths == ["/first", "/second"]
+    assert port.refused() == {}
+
+
+async def test_requests_sent_ahead_are_answered_in_order(app: Recorder, port: Port) -> None:
+    reader, writer = await port.connect()
+    writer.write(b"".join(b"GET /%d HTTP/1.1\r\n\r\n" % index for index in range(17)))
+    for index in range(17):
+        assert b"\r\n/%d\r\n" % index in await answer(reader)
+    await close(writer)
+    assert port.refused() == {}
+
+
+async def test_too_many_requests_sent_ahead_end_all_of_them(app: Recorder, port: Port) -> None:
+    """And are told nothing: the answer would be taken for that to the first."""
+    app.held.clear()
+    assert await port.talk(GET * 18) == b""
+    await until(lambda: app.num_disconnects == 1)
+    assert app.paths == ["/first"]
+    assert port.refused() == {"pipeline": 1}
+
+
+async def test_a_client_that_leaves_ends_the_request_that_runs_before_others(app: Recorder, port: Port) -> None:
+    app.held.clear()
+    _, writer = await port.connect()
+    writer.write(GET + SECOND)
+    await until(lambda: app.paths == ["/first"])
+    await close(writer)
+    await until(lambda: app.num_disconnects == 1)
+    await until(lambda: not port.server.server_state.tasks)
+    assert app.paths == ["/first"]
+
+
+async def test_garbage_behind_a_request_is_no_answer_to_it(app: Recorder, port: Port) -> None:
+    app.held.clear()
+    assert await port.talk(GET, b"\x00\x01\x02") == b""
+    await until(lambda: app.num_disconnects == len(app.paths))
+    assert port.refused() == {"invalid_http": 1}
+
+
+CHUNKS = b"5\r\nhello\r\n0\r\n\r\n"
+AMBIGUOUS = {
+    "length and chunks": b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n" + CHUNKS,
+    "chunks and length": b"transfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n" + CHUNKS,
+    "two lengths": b"content-length: 5\r\ncontent-length: 50\r\n\r\nhello",
+    "a length twice": b"content-length: 5\r\ncontent-length: 5\r\n\r\nhello",
+    "a list of lengths": b"content-length: 5, 5\r\n\r\nhello",
+    "a signed length": b"content-length: +5\r\n\r\nhello",
+    "a negative length": b"content-length: -5\r\n\r\nhello",
+    "a length that wraps": b"content-length: 18446744073709551621\r\n\r\nhello",
+    "an unknown encoding": b"transfer-encoding: xchunked\r\n\r\n" + CHUNKS,
+    "identity": b"transfer-encoding: identity\r\n\r\nhello",
+    "chunked and then something": b"transfer-encoding: chunked, identity\r\n\r\n" + CHUNKS,
+    "chunked twice": b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n" + CHUNKS,
+    "chunked in another line": b"transfer-encoding: chunked\r\ntransfer-encoding: identity\r\n\r\n" + CHUNKS,
+    "a space before the colon": b"transfer-encoding : chunked\r\n\r\n" + CHUNKS,
+    "a folded header": b"x: a\r\n transfer-encoding: chunked\r\n\r\n" + CHUNKS,
+    "no CR": b"transfer-encoding: chunked\n\n" + CHUNKS,
+    "no CR behind a chunk's size": b"transfer-encoding: chunked\r\n\r\n5\nhello\r\n0\r\n\r\n",
+    "a chunk's size in another notation": b"transfer-encoding: chunked\r\n\r\n0x5\r\nhello\r\n0\r\n\r\n",
+    "a chunk's size that wraps": b"transfer-encoding: chunked\r\n\r\n10000000000000005\r\nhello\r\n0\r\n\r\n",
+    "a chunk that is longer": b"transfer-encoding: chunked\r\n\r\n4\r\nhello\r\n0\r\n\r\n",
+    "NUL": b"x: a\0b\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+async def test_what_can_be_read_in_two_ways_is_read_in_none(app: Recorder, port: Port, name: str) -> None:
+    """Neither request of the two is served: what a proxy in front took for a body cannot become one."""
+    error = error_of(await port.talk(POST + AMBIGUOUS[name] + SECOND), 400)
+    assert error["code"] == "invalid_http"
+    await until(lambda: app.num_disconnects == len(app.paths))
+    assert app.bodies == []
+    assert "/second" not in app.paths
+    assert port.refused() == {"invalid_http": 1}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"\x00" * 100,
+        b"SSH-2.0-OpenSSH_9.9\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET / HTTP/3.7\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\n\r\n",
+        b"CONNECT example.com:443 HTTP/1.1\r\n\r\n",
+    ],
+)
+async def test_garbage_is_400_and_no_traceback(
+    app: Recorder, port: Port, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        error_of(await port.talk(sent), 400)
+    assert app.paths == []
+    assert port.refused() == {"invalid_http": 3}
+    (record,) = told(caplog)  # one line a second, uvicorn's own among them
+    assert record.exc_info is None
+    assert "not HTTP/1.1" in record.getMessage()
+
+
+@pytest.mark.parametrize("wanted", [b"websocket", b"h2c"])
+async def test_nothing_is_upgraded(app: Recorder, port: Port, wanted: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    reader, writer = await port.connect()
+    head = b"GET /first HTTP/1.1\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\nsec-websocket-key: eA==\r\nupgrade: "
+    writer.write(head + wanted + b"\r\n\r\n")
+    assert (await answer(reader)).startswith(b"HTTP/1.1 200 OK")
+    await close(writer)
+    assert told(caplog) == []
+
+
+class Talker:
+    """An application that answers without an end, as fast as it may."""
+
+    def __init__(self) -> None:
+        self.num_disconnects = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await lifespan(receive, send)
+            return
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        talking = asyncio.create_task(self._talk(send))
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.num_disconnects += 1
+        talking.cancel()
+
+    async def _talk(self, send: Send) -> None:
+        while True:
+            await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
+            await asyncio.sleep(0)
+
+
+async def test_who_reads_nothing_of_an_answer_is_disconnected() -> None:
+    app = Talker()
+    async with serving(app, client_timeout_s=0.3, send_buffer_bytes=4096) as port:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", port.number))
+            client.sendall(GET)
+            await until(lambda: app.num_disconnects == 1)
+            await until(lambda: not port.server.server_state.connections)
+        assert port.refused() == {"client_reads_nothing": 1}
+
+
+class Whole:
+    """An application whose answer is written at once, and ends its connection."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await lifespan(receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": b"x" * 60_000, "more_body": False})
+
+
+async def test_a_closed_connection_waits_no_longer_for_its_client() -> None:
+    """The answer is complete, and below the mark at which anybody is told that it is not taken."""
+    async with serving(Whole(), client_timeout_s=0.3, send_buffer_bytes=4096) as port:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", port.number))
+            client.sendall(GET)
+            await until(lambda: port.refused() == {"client_reads_nothing": 1})
+            await until(lambda: not port.server.server_state.connections)
+
+
+class Transport:
+    """What a protocol does to its transport; ``size`` is what the client has not taken."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.is_aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.size
+
+    def set_write_buffer_limits(self, high: int, low: int) -> None:
+        self.high, self.low = high, low
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+class Loop:
+    """One timer after the other, when the test says so."""
+
+    def __init__(self) -> None:
+        self.timers: list[tuple[float, Any]] = []
+
+    def call_later(self, delay_s: float, callback: Any, *arguments: Any) -> Loop:
+        self.timers.append((delay_s, lambda: callback(*arguments)))
+        return self
+
+    def cancel(self) -> None:
+        """A timer's, too."""
+        self.timers.clear()
+
+    def fire(self) -> None:
+        ((_, callback),) = self.timers
+        self.timers.clear()
+        callback()
+
+
+async def test_a_slow_reader_is_no_deaf_one() -> None:
+    """As long as it takes, in each period, what separates the two marks of the buffer."""
+    loop, transport = Loop(), Transport()
+    app: Any = Recorder()
+    refusals = Refusals(GatewayMetrics(CollectorRegistry()).refused_connections)
+    protocol = HttpProtocol(
+        uvicorn.Config(app),
+        ServerState(),
+        {},
+        cast(Any, loop),
+        limits=HttpLimits(),
+        refusals=refusals,
+        on_lost=lambda _: None,
+    )
+    protocol.connection_made(cast(asyncio.Transport, transport))
+    loop.cancel()  # the wait for headers
+    step = transport.high - transport.low
+    transport.size = 10 * step
+    protocol.pause_writing()
+    for _ in range(5):
+        transport.size -= step
+        loop.fire()
+        assert not transport.is_aborted
+    protocol.resume_writing()
+    assert loop.timers == []
+    protocol.pause_writing()
+    assert loop.timers[0][0] == HttpLimits().client_timeout_s
+    transport.size -= step - 1
+    loop.fire()
+    assert transport.is_aborted
+
+
+@pytest.mark.parametrize("rest", [b"", b"x" * 10, b"chunked"])
+async def test_a_body_that_does_not_come_is_408(app: Recorder, rest: bytes) -> None:
+    """Its answer ends the connection: the rest of the body cannot become a request."""
+    metrics = GatewayMetrics(CollectorRegistry())
+    edge = Edge(cast(ASGIApp, app), {}, 10_000, 0.2, metrics)
+    async with serving(edge, client_timeout_s=0.2) as port:
+        head = (
+            b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n"
+            if rest == b"chunked"
+            else b"content-length: 90\r\n\r\n" + rest
+        )
+        error = error_of(await port.talk(POST + head), 408)
+        assert error["code"] == "request_too_slow"
+        assert "0.2 s, which is the limit" in error["message"]
+    counted = metrics.registry.get_sample_value("kvrelay_refused_connections_total", {"reason": "body_timeout"})
+    assert counted == 1
+    assert app.paths == []

@@ -1,0 +1,74 @@
+"""What a worker has to do: its report, and what this gateway has done since."""
+
+from __future__ import annotations
+
+from kvrelay.gateway.load import Load
+from kvrelay.wire.messages import Status, WorkerState
+
+BLOCK = 16
+
+
+def status(running: int = 0, waiting: int = 0, tokens: int = 0, free: int = 100) -> Status:
+    return Status(
+        state=WorkerState.READY,
+        num_running=running,
+        num_waiting=waiting,
+        num_waiting_tokens=tokens,
+        num_free_blocks=free,
+        num_blocks=100,
+    )
+
+
+def test_what_is_sent_counts_at_once() -> None:
+    load = Load(BLOCK)
+    load.open(("r", 1), 160, 0.0, is_sent=True)
+    assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (1, 160, 90)
+
+
+def test_what_is_over_counts_no_more() -> None:
+    """Without waiting for a report: in a second a worker may finish half of what it has."""
+    load = Load(BLOCK)
+    load.open(("r", 1), 160, 0.0, is_sent=True)
+    load.on_status(status(running=3, tokens=1160, free=50), 1.0)
+    assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (3, 1160, 50)
+    load.on_first_token(("r", 1), 1.1)
+    assert load.num_waiting_tokens == 1000
+    load.close(("r", 1), 320)
+    assert (load.num_requests, load.num_free_blocks(100)) == (2, 70)
+
+
+def test_others_are_what_the_report_has_beyond_our_own() -> None:
+    load = Load(BLOCK)
+    for index in range(4):
+        load.open((f"r{index}", 1), 16, 0.0, is_sent=True)
+    load.on_status(status(running=4, waiting=3, tokens=500), 1.0)
+    assert (load.num_requests, load.num_waiting_tokens) == (7, 500)
+    load.open(("new", 1), 16, 1.1, is_sent=True)
+    assert (load.num_requests, load.num_waiting_tokens) == (8, 516)
+
+
+def test_a_report_may_have_left_before_an_attempt_arrived() -> None:
+    load = Load(BLOCK)
+    load.open(("r", 1), 160, 1.0, is_sent=True)
+    load.on_status(status(free=100), 1.01)
+    assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (1, 160, 90)
+    load.on_status(status(running=1, tokens=160, free=90), 2.0)
+    assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (1, 160, 90)
+
+
+def test_a_decode_worker_hears_of_a_request_from_a_prefill_worker() -> None:
+    """Until the first token says that it has, its reports do not count the request."""
+    load = Load(BLOCK)
+    load.open(("r", 1), 160, 0.0, is_sent=False)
+    load.on_status(status(), 1.0)
+    assert (load.num_requests, load.num_free_blocks(100)) == (1, 90)
+    load.on_first_token(("r", 1), 1.5)
+    load.on_status(status(running=1, free=90), 2.0)
+    assert (load.num_requests, load.num_free_blocks(100)) == (1, 90)
+
+
+def test_what_is_unknown_is_no_trouble() -> None:
+    load = Load(BLOCK)
+    load.on_first_token(("r", 1), 0.0)
+    load.close(("r", 1), 5)
+    assert load.num_free_blocks(100) == 100
