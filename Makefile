@@ -2,7 +2,7 @@
 # More arguments: make serve ARGS="--port 9000 --decode 2", make test ARGS="tests/wire -x", make verify ARGS="--help".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check verify kind-up kind-test kind-down clean
+.PHONY: help setup demo serve test chaos overload fuzz soak check verify kind-up kind-test kind-down clean
 
 # A script's own folder must not come before the installed packages: ours have folders named like other packages.
 export PYTHONSAFEPATH := 1
@@ -19,6 +19,24 @@ serve: setup ## serve the demo model at http://127.0.0.1:8000
 
 test: setup ## run the tests
 	.venv/bin/python -m pytest $(ARGS)
+
+chaos: demo ## kill, stop, drain and cut real processes under load; every answer must stay the same (ARGS="--seed 2")
+	PYTHONPATH=. .venv/bin/python -m tests.reliability.chaos $(ARGS)
+
+overload: demo ## up to ten times more requests than there is room for: how many are answered in time (minutes)
+	PYTHONPATH=. .venv/bin/python -m tests.reliability.overload $(ARGS)
+
+fuzz: setup ## fuzz wire and HTTP, send strangers to all ports, tell thousands of stories of faults (minutes)
+	PYTHONPATH=. .venv/bin/python -m tests.reliability.fuzz_wire $(ARGS)
+	PYTHONPATH=. .venv/bin/python -m tests.reliability.fuzz_http $(ARGS)
+	PYTHONPATH=. .venv/bin/python -m tests.reliability.strangers $(ARGS)
+	KVRELAY_TEST_STORIES=1000 KVRELAY_TEST_STRIDE=1 .venv/bin/python -m pytest tests/simulation --timeout 1800
+
+soak: demo ## ten minutes of mixed load with cancellations: memory must stay flat (ARGS="--seconds 3600")
+	PYTHONPATH=. .venv/bin/python -m tests.reliability.soak $(ARGS)
+
+demo: setup ## convert the demo model, if that was not done yet
+	@.venv/bin/python -c "from kvrelay.launcher.models import resolve_model; resolve_model('demo')"
 
 check: setup ## lint, format, types, import rules, what is generated
 	.venv/bin/ruff check .

@@ -1,0 +1,410 @@
+"""Half an hour's worth of trouble in minutes: real processes on the demo model, seeded random faults, and clients who compare
+every answer.
+
+    python -m tests.reliability.chaos [--seconds 240] [--seed 1] [--clients 16] [--engine model|fake]
+
+Two gateways and two workers of each role. Workers and gateways are killed (SIGKILL), stopped (SIGSTOP) and drained (SIGTERM),
+and their connections cut or held, at random moments; one member of a role at a time, so that there is always a spare one. Who
+ends is started anew. Every question was answered once before, without faults; whatever an answer says afterwards must be the
+same: text, token ids, finish reason, usage, and log probabilities. Half of the questions are greedy, half sampled with a seed;
+some have stop strings.
+
+A client whose gateway is killed sees its connection break, as it would on a cluster, and asks again; all else must be invisible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvrelay.wire.keys import make_keys
+
+from .fleet import Figures, Fleet, Life, Member, fleet
+
+FAULTS = {"kill": 5, "drain": 3, "pause": 2, "freeze": 1, "cut": 4, "hold": 2}  # how often, relative to each other
+PAUSE_S = (0.5, 4.0)  # a stop that nobody needs to notice
+FREEZE_S = (11.0, 13.0)  # one that everybody must
+BETWEEN_S = (0.2, 2.5)
+IDLE_S = 45.0  # after the last fault: a stopped worker's leases and sends take their time to run out
+LOGPROB_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Question:
+    """One request body, and its answer without faults."""
+
+    body: dict[str, Any]
+    answer: Answer
+
+
+@dataclass
+class Answer:
+    """All that a stream says."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: dict[str, Any] | None = None
+
+    def differs(self, other: Answer) -> str | None:
+        """How it differs from ``other``; None if it does not."""
+        for name in ("text", "token_ids", "finish_reason"):
+            if (mine := getattr(self, name)) != (theirs := getattr(other, name)):
+                return f"{name} is {mine!r}, was {theirs!r}"
+        counts = [(usage or {}).get("completion_tokens") for usage in (self.usage, other.usage)]
+        if counts[0] != counts[1] or len(self.logprobs) != len(other.logprobs):
+            return f"{counts[0]} tokens and {len(self.logprobs)} log probabilities, were {counts[1]} and {len(other.logprobs)}"
+        worst = max((abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True)), default=0.0)
+        return f"a log probability is off by {worst:.4f}" if worst > LOGPROB_TOLERANCE else None
+
+
+class StreamCutError(Exception):
+    """The connection broke: its gateway is gone."""
+
+
+class HonestError(Exception):
+    """The gateway said that it failed."""
+
+
+async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
+    """The whole answer. Raises StreamCutError and HonestError."""
+    answer = Answer()
+    is_done = False
+    try:
+        async with http.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as response:
+            if response.status_code != 200:
+                raise HonestError(f"{response.status_code} {(await response.aread()).decode()[:300]}")
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    is_done = True
+                elif line.startswith("data: "):
+                    _take(json.loads(line[6:]), answer)
+    except httpx.TransportError as error:
+        raise StreamCutError(type(error).__name__) from error
+    if not is_done or answer.finish_reason is None:
+        raise HonestError("a silent cut: the stream ended in order, and said neither why nor [DONE]")
+    return answer
+
+
+def _take(chunk: dict[str, Any], answer: Answer) -> None:
+    if "error" in chunk:
+        raise HonestError(f"in the stream: {chunk['error']}")
+    for choice in chunk["choices"]:
+        answer.text += choice["text"]
+        answer.token_ids += choice.get("token_ids") or []
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        answer.logprobs += [value or 0.0 for value in logprobs]  # a fake engine has none
+        answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+    answer.usage = chunk.get("usage") or answer.usage
+
+
+def questions(num: int, chance: random.Random) -> list[dict[str, Any]]:
+    """Bodies: half greedy, half seeded; of many lengths; with and without stop strings, log probabilities, shared beginnings."""
+    topics = [
+        "the sea",
+        "bread",
+        "an old clock",
+        "the first snow",
+        "a lighthouse",
+        "trains",
+        "the number seven",
+        "rain",
+    ]
+    bodies: list[dict[str, Any]] = []
+    for index in range(num):
+        topic = topics[index % len(topics)]
+        filler = f"Notes on {topic}: it is known for many things. " * chance.randrange(1, 9)
+        body: dict[str, Any] = {
+            "prompt": f"{filler}Question {index}: tell me about {topic}.\nAnswer:",
+            "max_tokens": chance.randrange(8, 48),
+            "temperature": 0.0 if index % 2 == 0 else 0.9,
+            "seed": 1000 + index,
+            "return_token_ids": True,
+            "stream_options": {"include_usage": True},
+        }
+        if index % 2 == 1:
+            body["top_p"] = 0.9
+        if index % 3 == 0:
+            body["logprobs"] = 2
+        if index % 5 == 0:
+            body["stop"] = [".", "\n\n"]
+        bodies.append(body)
+    return bodies
+
+
+@dataclass
+class Report:
+    """What happened."""
+
+    same: int = 0
+    cut: int = 0  # streams that broke with their gateway; each was asked again
+    refused_connections: int = 0  # a gateway that was not there; the next one was asked
+    errors: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    longest_s: float = 0.0
+    idle_after_s: float = 0.0
+    bad_exits: list[str] = field(default_factory=list)
+    figures: dict[str, tuple[Figures, Figures]] = field(default_factory=dict)  # before and after, by member
+
+    def problems(self, max_growth_mib: float) -> list[str]:
+        """What must not be; empty if nothing of it is."""
+        problems = [f"another answer: {one}" for one in self.different] + [f"an error: {one}" for one in self.errors]
+        problems += [f"a bad end: {one}" for one in self.bad_exits]
+        for name, (before, after) in self.figures.items():
+            if after.num_threads > before.num_threads + 2:
+                problems.append(f"{name} has {after.num_threads} threads, had {before.num_threads}")
+            if after.num_descriptors > before.num_descriptors + 12:
+                problems.append(f"{name} has {after.num_descriptors} descriptors open, had {before.num_descriptors}")
+            if after.rss_mib > before.rss_mib + max_growth_mib:
+                problems.append(f"{name} holds {after.rss_mib:.0f} MiB, held {before.rss_mib:.0f}")
+        return problems
+
+    def lines(self) -> list[str]:
+        """For people."""
+        faults = ", ".join(f"{count} {fault}" for fault, count in sorted(self.faults.items()))
+        lines = [
+            f"faults: {faults or 'none'}",
+            f"answers: {self.same} the same as without faults, {len(self.different)} different, {len(self.errors)} errors",
+            f"clients: {self.cut} streams broke with their gateway and were asked again, {self.refused_connections} times the "
+            f"other gateway was asked at once; the longest answer took {self.longest_s:.1f} s",
+            f"afterwards: every block free or cached after {self.idle_after_s:.1f} s",
+        ]
+        for name, (before, after) in sorted(self.figures.items()):
+            lines.append(
+                f"{name}: {before.rss_mib:.0f} MiB, {before.num_descriptors} descriptors, {before.num_threads} threads before; "
+                f"{after.rss_mib:.0f}, {after.num_descriptors}, {after.num_threads} after"
+            )
+        return lines
+
+
+class Chaos:
+    """Clients and faults over one fleet."""
+
+    def __init__(self, up: Fleet, seed: int, report: Report) -> None:
+        self._fleet = up
+        self._chance = random.Random(seed)
+        self.report = self._report = report
+        self._is_over = False
+        self._aside: set[asyncio.Task[None]] = set()
+
+    async def run(self, asked: list[Question], num_clients: int, seconds: float) -> None:
+        """Ask and disturb for so long; what was begun is finished."""
+        clients = [asyncio.create_task(self._client(asked, index)) for index in range(num_clients)]
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            await asyncio.sleep(self._chance.uniform(*BETWEEN_S))
+            await self._disturb()
+        await asyncio.gather(*self._aside)
+        self._is_over = True
+        await asyncio.gather(*clients)
+
+    async def run_calmly(self, asked: list[Question]) -> None:
+        """Ask each question once, all at a time."""
+        async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
+            answers = await asyncio.gather(*(self._answer(http, one, self._chance) for one in asked))
+        for question, answer in zip(asked, answers, strict=True):
+            if answer is not None and (difference := answer.differs(question.answer)) is not None:
+                self._report.different.append(f"in the calm after: {question.body['prompt'][-60:]!r}: {difference}")
+
+    async def _client(self, asked: list[Question], index: int) -> None:
+        chance = random.Random(index)
+        limits = httpx.Limits(max_keepalive_connections=0)  # as behind a Service: any gateway may be the next
+        async with httpx.AsyncClient(timeout=120, limits=limits, trust_env=False) as http:
+            while not self._is_over:
+                question = chance.choice(asked)
+                begun_s = time.monotonic()
+                answer = await self._answer(http, question, chance)
+                self._report.longest_s = max(self._report.longest_s, time.monotonic() - begun_s)
+                if answer is None:
+                    continue
+                if (difference := answer.differs(question.answer)) is None:
+                    self._report.same += 1
+                else:
+                    self._report.different.append(f"{question.body['prompt'][-60:]!r}: {difference}")
+
+    async def _answer(self, http: httpx.AsyncClient, question: Question, chance: random.Random) -> Answer | None:
+        """As a client of a Service would get it: who is not there is not asked, and who breaks is asked again, somewhere."""
+        while True:
+            gateways = [one for one in self._fleet.of("gateway") if one.ready_s is not None]
+            if not gateways:
+                await asyncio.sleep(0.1)
+                continue
+            gateway = chance.choice(gateways)
+            pid = gateway.pid
+            try:
+                return await ask(http, gateway.url, question.body)
+            except HonestError as error:
+                self._report.errors.append(str(error))
+                return None
+            except StreamCutError as error:
+                if gateway.life is Life.RUNNING and gateway.pid == pid:
+                    self._report.errors.append(f"{gateway.name} broke a stream, and nobody had touched it: {error}")
+                    return None
+                if str(error) == "ConnectError":
+                    self._report.refused_connections += 1
+                else:
+                    self._report.cut += 1
+
+    # -- faults ----------------------------------------------------------------------------------------------------
+
+    async def _disturb(self) -> None:
+        """One fault, of a role whose members are all well."""
+        fault = self._chance.choices(list(FAULTS), weights=list(FAULTS.values()))[0]
+        roles = [role for role in ("prefill", "decode", "gateway") if self._is_whole(role)]
+        if fault in ("cut", "hold", "freeze", "pause"):
+            roles = [role for role in roles if role != "gateway"]
+        if not roles:
+            return
+        member = self._chance.choice(self._fleet.of(self._chance.choice(roles)))
+        self._report.faults[f"{fault} {member.role}"] += 1
+        match fault:
+            case "kill":
+                member.signal(signal.SIGKILL, Life.DEAD)
+            case "drain":
+                member.signal(signal.SIGTERM, Life.ENDING)
+            case "pause":
+                self._begin(self._stop(member, self._chance.uniform(*PAUSE_S)))
+            case "freeze":
+                self._begin(self._stop(member, self._chance.uniform(*FREEZE_S)))
+            case "cut":
+                assert member.cable is not None
+                member.cable.cut()
+            case "hold":
+                assert member.cable is not None
+                self._begin(self._hold(member, self._chance.uniform(*PAUSE_S)))
+
+    def _is_whole(self, role: str) -> bool:
+        """Whether all are well and have been for a moment, so that those who lost them have found them again."""
+        now_s = time.monotonic()
+        return all(one.ready_s is not None and one.ready_s < now_s - 2.0 for one in self._fleet.of(role))
+
+    def _begin(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._aside.add(task)
+        task.add_done_callback(self._aside.discard)
+
+    async def _stop(self, member: Member, seconds: float) -> None:
+        member.signal(signal.SIGSTOP, Life.STOPPED)
+        await asyncio.sleep(seconds)
+        member.signal(signal.SIGCONT, Life.RUNNING)
+
+    async def _hold(self, member: Member, seconds: float) -> None:
+        member.ready_s = None
+        assert member.cable is not None
+        await member.cable.hold(seconds)
+
+
+async def chaos(
+    model: Path, seconds: float, seed: int, *, num_clients: int = 16, worker_options: list[str], num_questions: int = 24
+) -> Report:
+    """The whole run. Raises AssertionError if the fleet does not come up, or holds something at the end."""
+    report = Report()
+    with tempfile.TemporaryDirectory() as directory:
+        keys = Path(directory) / "keys"
+        make_keys(keys)
+        async with _whole_fleet(Path(directory), model, keys, worker_options) as up:
+            asked = await _reference(up, questions(num_questions, random.Random(seed)), num_clients)
+            await up.wait_idle(10.0)
+            await asyncio.sleep(1.0)  # connections of clients that are gone
+            before = {name: member.figures() for name, member in up.members.items()}
+            await Chaos(up, seed, report).run(asked, num_clients, seconds)
+            await up.wait_ready()
+            report.idle_after_s = await up.wait_idle(IDLE_S)
+            # Everybody, also who has just come up, has talked to everybody before it is measured again.
+            calm = Chaos(up, seed, Report())
+            await calm.run_calmly(asked)
+            report.errors += calm.report.errors
+            report.different += calm.report.different
+            await up.wait_idle(10.0)
+            await asyncio.sleep(6.0)  # the gateway's idle connections
+            report.figures = {name: (before[name], member.figures()) for name, member in up.members.items()}
+            for member in up.members.values():
+                # Killed by us, or drained with 0; nobody ends by itself.
+                report.bad_exits += [
+                    f"{member.name}: {code}" for code in member.exit_codes if code not in (0, -signal.SIGKILL)
+                ]
+    return report
+
+
+@contextlib.asynccontextmanager
+async def _whole_fleet(directory: Path, model: Path, keys: Path, worker_options: list[str]) -> AsyncIterator[Fleet]:
+    async with fleet(
+        directory,
+        model=model,
+        num_prefills=2,
+        num_decodes=2,
+        num_gateways=2,
+        worker_options=worker_options,
+        gateway_options=["--local-prefill-max-tokens", "8"],
+        keys=keys,
+    ) as up:
+        yield up
+
+
+async def _reference(up: Fleet, bodies: list[dict[str, Any]], num_clients: int) -> list[Question]:
+    """Every question's answer without faults, the same at both gateways and under load."""
+    room = asyncio.Semaphore(num_clients)
+    async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
+
+        async def one(body: dict[str, Any], url: str) -> Answer:
+            async with room:
+                return await ask(http, url, body)
+
+        urls = [gateway.url for gateway in up.of("gateway")]
+        firsts, seconds = [await asyncio.gather(*(one(body, url) for body in bodies)) for url in urls]
+    for body, first, second in zip(bodies, firsts, seconds, strict=True):
+        difference = second.differs(first)
+        assert difference is None, f"not even without faults the same: {body['prompt'][-60:]!r}: {difference}"
+    return [Question(body, answer) for body, answer in zip(bodies, firsts, strict=True)]
+
+
+def main() -> int:
+    """Print what happened; 1 if anything of it must not be."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--engine", choices=("model", "fake"), default="model")
+    arguments = parser.parse_args()
+    from kvrelay.launcher.models import resolve_model  # noqa: PLC0415 - its imports take a second
+
+    options = FAKE_OPTIONS if arguments.engine == "fake" else MODEL_OPTIONS
+    sys.stdout.write(f"seed {arguments.seed}, {arguments.clients} clients, {arguments.seconds:g} s of faults\n")
+    report = asyncio.run(
+        chaos(
+            resolve_model("demo"),
+            arguments.seconds,
+            arguments.seed,
+            num_clients=arguments.clients,
+            worker_options=options,
+        )
+    )
+    problems = report.problems(max_growth_mib=250 if arguments.engine == "model" else 40)
+    for line in [*report.lines(), *(f"FAILED: {problem}" for problem in problems)]:
+        sys.stdout.write(line + "\n")
+    return 1 if problems else 0
+
+
+# float32: in 16 bits the order of a sum, which depends on who else is in the batch, may decide between two tokens.
+MODEL_OPTIONS = ["--dtype", "float32", "--threads", "1", "--kv-memory-mb", "512", "--device", "cpu"]
+
+FAKE_OPTIONS = ["--engine", "fake", "--num-blocks", "512"]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""All of a worker behind its control socket, but threads and sockets: frames go in, and everything happens when the caller says so.
+
+What LoopSocket, the model loop and a lease's events would catch and log in a worker is raised here: it counts as a finding.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, cast
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.decode_worker.model_worker import DecodeModelWorker
+from kvrelay.decode_worker.scheduler import DecodeScheduler
+from kvrelay.decode_worker.service import DecodeService
+from kvrelay.decode_worker.service import Ports as DecodePorts
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.decode_worker.worker import _LeasedBlocks
+from kvrelay.engine.block_manager import BlockManager
+from kvrelay.engine.fake import FakeEngine, fake_card, token_digests
+from kvrelay.engine.metrics import EngineMetrics
+from kvrelay.prefill_worker.links import DecodeLinks
+from kvrelay.prefill_worker.model_worker import PrefillModelWorker
+from kvrelay.prefill_worker.scheduler import PrefillScheduler
+from kvrelay.prefill_worker.service import Ports as PrefillPorts
+from kvrelay.prefill_worker.service import PrefillService
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.wire.block_frames import BlockHeader
+from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
+from kvrelay.wire.control_server import ControlServer
+from kvrelay.wire.data_plane import SendTicket
+from kvrelay.wire.lease import LeaseSettings
+from kvrelay.wire.leases import LeaseTable
+from kvrelay.wire.messages import FailureCode, Message, Offer
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.settings import LinkSettings
+from kvrelay.wire.submit import WorkerIdentity
+from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
+
+EPOCH = 7
+CARD = fake_card()
+FINGERPRINT = CARD.layout.fingerprint()
+BLOCK_SIZE, BLOCK_NBYTES, VOCAB = CARD.layout.block_size, CARD.block_nbytes, CARD.vocab_size
+MAX_SENT = 2000
+
+
+def offer_of(request_id: str, token_ids: list[int], gateway_id: str, max_tokens: int) -> Offer:
+    """An honest prefill worker's offer."""
+    return Offer(
+        request_id=request_id,
+        attempt=1,
+        gateway_id=gateway_id,
+        fingerprint=FINGERPRINT,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        block_hashes=chain_hashes(root_hash(FINGERPRINT), token_ids, BLOCK_SIZE),
+    )
+
+
+def kv_blocks(token_ids: list[int]) -> list[bytes]:
+    """What an honest fake engine computes: the bytes of every block, zeros behind the last token."""
+    size = CARD.layout.head_dim
+    kv = b"".join((digest * size)[:size] for digest in token_digests(token_ids))
+    return [kv[start : start + BLOCK_NBYTES].ljust(BLOCK_NBYTES, b"\0") for start in range(0, len(kv), BLOCK_NBYTES)]
+
+
+class _Server(ControlServer):
+    """A control server whose answers are kept instead of sent, once they are found to fit into a frame."""
+
+    def __init__(self, handler: Any, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        metrics = WireMetrics(CollectorRegistry())
+        super().__init__("inproc://nobody", handler, LinkSettings(), metrics=metrics, context=context)
+        self.sent: deque[tuple[str, Message]] = deque(maxlen=MAX_SENT)
+        self._encoder = Codec()
+
+    def send(self, peer_id: str, message: Message) -> bool:
+        """As to a peer that reads."""
+        assert len(self._encoder.encode(message)) <= MAX_CONTROL_FRAME_NBYTES
+        self.sent.append((peer_id, message))
+        return True
+
+
+class _Rig:
+    """What both have."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.commands: deque[Any] = deque()
+        self.reports: deque[Any] = deque()
+        self.now_s = 1000.0
+        self.blocks = BlockManager(CARD.num_blocks, BLOCK_SIZE)
+        self.engine = FakeEngine(CARD)
+        self.identity = WorkerIdentity("worker", EPOCH, CARD, max_waiting=64, max_running=64)
+        self.metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
+        self.server: _Server
+        self.model: DecodeModelWorker | PrefillModelWorker
+        self.service: DecodeService | PrefillService
+        self._codec = Codec()
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def post(self, command: Any) -> None:
+        """As ModelLoop."""
+        self.commands.append(command)
+
+    def wake(self) -> None:
+        """As ModelLoop."""
+
+    def hear(self, routing_id: bytes, frame: bytes) -> None:
+        """A frame from a peer."""
+        self.server._on_frames([routing_id, frame])
+
+    def say(self, routing_id: str, message: Message) -> None:
+        """An honest peer's message."""
+        self.hear(routing_id.encode(), self._codec.encode(message))
+
+    def turn(self, num_steps: int) -> None:
+        """The model thread takes its commands and makes steps, and the network thread hears of them."""
+        for _ in range(num_steps):
+            while self.commands:
+                self.model.handle(self.commands.popleft())  # type: ignore[arg-type]
+            if self.model.has_work():
+                self.model.step()
+            while self.reports:
+                self.service.on_report(self.reports.popleft())
+
+    def check(self) -> None:
+        """The books."""
+        self.blocks.check_integrity()
+        assert self.blocks.ledger().balances, self.blocks.ledger()
+
+    def close(self) -> None:
+        """The only socket that there is."""
+        self.server._router.close(linger=0)
+        self.context.term()
+
+
+class DecodeRig(_Rig):
+    """A decode worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scheduler = DecodeScheduler(DecodeSchedulerSettings(), self.blocks, root_hash(FINGERPRINT), CARD.max_model_len)
+        self.model = DecodeModelWorker(self.engine, scheduler, self.metrics, self.reports.append)
+        self.service: DecodeService = DecodeService(self.identity, self.blocks, self.clock)
+        self.leases = LeaseTable(
+            LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, 30.0),
+            _LeasedBlocks(self.blocks),
+            self.engine.store,
+            self.service,
+            WireMetrics(CollectorRegistry()),
+            self.clock,
+        )
+        self.server = _Server(self.service, self.context)
+        self.service.attach(DecodePorts(self.server.send, cast("Any", self), self.leases, "tcp://nowhere:1"))
+
+    def land(self, lease_id: int, offer: Offer, index: int, block: bytes) -> None:
+        """An honest block arrives."""
+        draft = BlockHeader(lease_id, EPOCH, index, BLOCK_NBYTES, offer.block_hashes[index])
+        checksum = draft.checksum_of(memoryview(block))
+        header = BlockHeader(lease_id, EPOCH, index, BLOCK_NBYTES, offer.block_hashes[index], checksum)
+        self.leases.begin_block(header)
+        self.leases.finish_block(header, memoryview(block))
+
+
+class PlayedLink:
+    """Both connections to a decode worker: what is said and shipped is kept."""
+
+    def __init__(self) -> None:
+        self.said: deque[Message] = deque(maxlen=MAX_SENT)
+        self.shipped: deque[tuple[BlockHeader, bytes]] = deque(maxlen=MAX_SENT)
+        self.link = DecodeLink(self, cast("Any", _PlayedData(self)))
+
+    def send(self, message: Message) -> bool:
+        """As ControlClient."""
+        self.said.append(message)
+        return True
+
+
+class _PlayedData:
+    def __init__(self, played: PlayedLink) -> None:
+        self._played = played
+
+    def send(self, header: BlockHeader, payload: memoryview, sealer: Any = None) -> SendTicket:
+        """As BlockSender: packs the header, and is done with the block."""
+        header.pack(payload)
+        self._played.shipped.append((header, bytes(payload)))
+        ticket = SendTicket()
+        ticket.end()
+        return ticket
+
+
+class PrefillRig(_Rig):
+    """A prefill worker with two decode workers, one of them honest."""
+
+    honest_address, fuzz_address = "tcp://honest:1", "tcp://fuzz:1"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.honest_link, self.fuzz_link = PlayedLink(), PlayedLink()
+        scheduler = PrefillScheduler(PrefillSchedulerSettings(), self.blocks, CARD.max_model_len)
+        self.model = PrefillModelWorker(self.engine, scheduler, self.metrics, self.reports.append)
+        self.service: PrefillService = PrefillService(self.identity, self.blocks, self.clock)
+        transfers = TransferTable(
+            self.engine.store, self.service, TransferSettings(), WireMetrics(CollectorRegistry()), self.clock
+        )
+        self.server = _Server(self.service, self.context)
+        self.service.attach(PrefillPorts(self.server.send, cast("Any", self), cast("DecodeLinks", self), transfers))
+
+    def link_to(self, address: str) -> DecodeLink | None:
+        """As DecodeLinks; no link but these two ever comes up."""
+        played = {self.honest_address: self.honest_link, self.fuzz_address: self.fuzz_link}.get(address)
+        return None if played is None else played.link
+
+    def reset(self, address: str, reason: str) -> None:
+        """As DecodeLinks: the link is lost, and would be made anew."""
+        self.service.on_link_down(address, self.link_to(address), FailureCode.PEER_LOST, reason)

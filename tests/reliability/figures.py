@@ -1,0 +1,62 @@
+"""What the system says of a process, and how a script tells its results."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+
+MIB = 2**20
+
+
+def rss_mib(pid: int | None = None) -> float:
+    """Resident memory of a process; default: this one."""
+    nbytes: int = psutil.Process(os.getpid() if pid is None else pid).memory_info().rss
+    return nbytes / MIB
+
+
+def num_descriptors(pid: int) -> int:
+    """Files and connections that a process has open."""
+    count: int = psutil.Process(pid).num_fds()
+    return count
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has used."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def all_descriptors() -> int:
+    """Raise this process's limit on descriptors to all it may have; returns it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Seconds until a state was reached. Raises AssertionError naming ``what`` after ``timeout_s``."""
+    started_s = time.monotonic()
+    while not is_so():
+        waited_s = time.monotonic() - started_s
+        assert waited_s < timeout_s, f"after {waited_s:.1f} s still not: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - started_s
+
+
+def run_all(runs: Sequence[tuple[str, Callable[[], str]]]) -> int:
+    """Run every one, print its line, and return the exit code: 1 if any failed."""
+    code = 0
+    for name, run in runs:
+        started_s = time.monotonic()
+        try:
+            line = run()
+        except AssertionError as error:
+            line, code = f"FAILED: {error}", 1
+        sys.stdout.write(f"{name}: {line} ({time.monotonic() - started_s:.1f} s)\n")
+        sys.stdout.flush()
+    return code

@@ -1,0 +1,284 @@
+"""Strangers at the ports of real workers: they get nothing, take no more than their share, and nobody is disturbed by them.
+
+For every port (control of both workers, data of the decode worker), with keys and without, while an honest gateway goes on asking
+and compares every token:
+
+    no key            a ZeroMQ peer without keys that says Hello, and sends what might be a block
+    wrong key         CURVE with keys of its own making; on the data port PLAIN with a token of its own
+    garbage           bytes from a seed, on the bare connection
+    half greeting     a part of ZMTP's first 64 bytes, then silence
+    half frame        a whole greeting, then a part of a frame, then silence
+    huge frame        a frame, or a command, that announces 2 GiB to 2^64 - 1 bytes
+    endless message   parts of a message that never ends (with keys only: without, libzmq knows no bound on a message's parts)
+    crowd             thousands of connections at once that say nothing
+
+Bounds: resident memory, log lines, the honest gateway's latency, and afterwards the descriptors that the workers held before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import os
+import random
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import zmq
+
+from kvrelay.wire.block_frames import BlockHeader
+from kvrelay.wire.codec import Codec
+from kvrelay.wire.keys import WireKeys, make_keys
+from kvrelay.wire.messages import Cancel, Hello, Role
+
+from . import zmtp
+from .doors import MAX_CONNECTION_MIB, MAX_GROWTH_MIB, TURNED_AWAY_S, Door, crowd, doors_of, exhaust
+from .figures import all_descriptors, run_all, wait_until
+from .honest_gateway import Neighbour, neighbour_of
+from .worker_processes import WorkerProcess, Workers, workers
+
+MAX_LATENCY_S = 5.0
+MAX_LOG_LINES = 60  # of a worker, for all that a single test does to it
+_OWN_DESCRIPTORS = 500  # of this process, for all else
+
+
+_T = TypeVar("_T")
+Stranger = Callable[[Door, random.Random], None]
+
+
+def no_key(door: Door, rng: random.Random) -> None:
+    """Says what anybody could say who has read the code."""
+    peer_id = f"stranger-{rng.randrange(10**6)}"
+    with zmq.Context() as context, _peer(context) as dealer:
+        dealer.setsockopt(zmq.ROUTING_ID, peer_id.encode())
+        dealer.connect(door.address)
+        _say_everything(dealer, peer_id)
+        if door.keys is not None:
+            assert not dealer.poll(500), f"a stranger without keys got {dealer.recv_multipart()}"
+
+
+def wrong_key(door: Door, rng: random.Random) -> None:
+    """Has keys, or a token, but not ours."""
+    assert door.keys is not None
+    counter = "kvrelay_refused_tokens_total" if door.name == "data" else "kvrelay_refused_keys_total"
+    before = door.worker.counted(counter)
+    with tempfile.TemporaryDirectory() as scratch, zmq.Context() as context, _peer(context) as dealer:
+        if door.name == "data":
+            dealer.plain_username, dealer.plain_password = b"prefill", rng.randbytes(32).hex().encode()
+        else:
+            make_keys(Path(scratch) / "own")
+            own = WireKeys.load(Path(scratch) / "own", Role.GATEWAY)
+            role = Role.PREFILL if door.worker.role == "prefill" else Role.DECODE
+            dealer.curve_serverkey = WireKeys.load(door.keys, Role.GATEWAY).peers[role][0]
+            dealer.curve_publickey, dealer.curve_secretkey = own.public, own.secret
+        dealer.connect(door.address)
+        _say_everything(dealer, "stranger")
+        wait_until(lambda: door.worker.counted(counter) > before, TURNED_AWAY_S, f"{counter} counts")
+        assert not dealer.poll(100), f"a stranger with a wrong key got {dealer.recv_multipart()}"
+
+
+def garbage(door: Door, rng: random.Random) -> None:
+    """Bytes that are nothing, also behind a right beginning."""
+    for number in range(30):
+        with door.knock() as connection, contextlib.suppress(OSError):  # it hangs up in the middle
+            connection.sendall((b"", zmtp.SIGNATURE, zmtp.greeting(), zmtp.greeting() + zmtp.ready())[number % 4])
+            connection.sendall(rng.randbytes(rng.randrange(1, 200_000)))
+
+
+def half_greeting(door: Door, rng: random.Random) -> None:
+    """Falls silent in the middle of the greeting, and must be hung up on."""
+    connections = [door.knock() for _ in range(20)]
+    for connection in connections:
+        connection.sendall(zmtp.greeting(b"CURVE")[: rng.randrange(1, 64)])
+    _all_hung_up_on(connections)
+
+
+def half_frame(door: Door, rng: random.Random) -> None:
+    """A right greeting, then a part of a frame. Without keys it is a peer by then, and leaves by itself."""
+    connections = [door.knock() for _ in range(20)]
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.sendall(
+                zmtp.greeting() + zmtp.ready() + zmtp.frame(rng.randbytes(1000))[: rng.randrange(1, 900)]
+            )
+    if door.keys is not None:
+        _all_hung_up_on(connections)
+    for connection in connections:
+        connection.close()
+
+
+def huge_frame(door: Door, rng: random.Random) -> None:
+    """Announces more than there is memory, and sends a little of it."""
+    connections: list[socket.socket] = []
+    for nbytes in (2**31, 2**31 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1):
+        for is_command in (False, True):
+            connections.append(door.knock())
+            head = zmtp.frame_head(nbytes, is_command=is_command)
+            with contextlib.suppress(OSError):
+                # A command ends the handshake; a frame comes behind it.
+                connections[-1].sendall(zmtp.greeting() + (b"" if is_command else zmtp.ready()) + head + bytes(100_000))
+    _all_hung_up_on(connections)
+
+
+def endless_message(door: Door, rng: random.Random) -> None:
+    """Parts of one message, up to half a gigabyte: each within the bound, the message never whole."""
+    part = zmtp.frame(rng.randbytes(60_000), has_more=True) * 16
+    with door.knock() as connection, contextlib.suppress(OSError):
+        connection.sendall(zmtp.greeting() + zmtp.ready())
+        for _ in range(512):
+            connection.sendall(part)
+        raise AssertionError("half a gigabyte of one message was taken from a stranger")
+
+
+def _peer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    return dealer
+
+
+def _say_everything(dealer: zmq.Socket[bytes], peer_id: str) -> None:
+    codec = Codec()
+    hello = codec.encode(Hello(role=Role.GATEWAY, peer_id=f"{peer_id}-not"))  # not its routing id: never welcome
+    header = BlockHeader(lease_id=1, epoch=1, block_index=0, payload_nbytes=512, block_hash=bytes(16))
+    for frames in (
+        [hello],
+        [codec.encode(Cancel(request_id="honest-1", attempt=1))],
+        [b"\x00"],
+        [header.pack(memoryview(bytes(512))), bytes(512)],
+        [b"", b"", b""],
+    ):
+        with contextlib.suppress(zmq.Again):  # refused already: libzmq has no connection to send it on
+            dealer.send_multipart(frames, zmq.DONTWAIT)
+    dealer.poll(100)
+
+
+def _all_hung_up_on(connections: list[socket.socket]) -> None:
+    deadline_s = time.monotonic() + TURNED_AWAY_S
+    for connection in connections:
+        with connection:
+            connection.settimeout(max(0.01, deadline_s - time.monotonic()))
+            try:
+                while connection.recv(4096):
+                    pass
+            except TimeoutError:
+                raise AssertionError(f"a stranger was still connected after {TURNED_AWAY_S} s") from None
+            except OSError:  # reset: what it had sent was not read
+                pass
+
+
+STRANGERS: dict[str, Stranger] = {
+    "no key": no_key,
+    "wrong key": wrong_key,
+    "garbage": garbage,
+    "half greeting": half_greeting,
+    "half frame": half_frame,
+    "huge frame": huge_frame,
+    "endless message": endless_message,
+}
+NEED_KEYS = ("wrong key", "endless message")
+
+
+async def visit(up: Workers, neighbour: Neighbour, seed: int, num_connections: int, crowded: list[Door]) -> str:
+    """Every stranger at every port, then crowds at ``crowded``, one at a time; returns the figures.
+
+    Raises AssertionError at the first bound that does not hold.
+    """
+    before = {worker.role: (worker.rss_mib(), worker.descriptors(), _told(worker)) for worker in up.all}
+    visits = [
+        functools.partial(stranger, door, random.Random(f"{seed} {name} {door.name}"))
+        for door in doors_of(up)
+        for name, stranger in STRANGERS.items()
+        if name not in NEED_KEYS or door.keys is not None
+    ]
+    await beside(neighbour, visits)
+    told: list[str] = []
+    for door in crowded:
+        (figures,) = await beside(neighbour, [functools.partial(crowd, door, num_connections)])
+        told.append(f"{door.worker.role} {door.name}: {figures}")
+    for worker in up.all:
+        rss_mib, descriptors, num_lines = before[worker.role]
+        is_back = functools.partial(_holds_at_most, worker, descriptors)
+        what = f"the {worker.role} worker's descriptors are {descriptors} again"
+        await asyncio.to_thread(wait_until, is_back, TURNED_AWAY_S, what)
+        growth_mib = worker.rss_mib() - rss_mib
+        allowed_mib = MAX_GROWTH_MIB + num_connections * MAX_CONNECTION_MIB  # the allocator keeps what it had
+        assert growth_mib < allowed_mib, f"the {worker.role} worker grew by {growth_mib:.0f} MiB"
+        num_new = _told(worker) - num_lines
+        assert num_new <= MAX_LOG_LINES, f"{num_new} log lines: {worker.log_lines()[-5:]}"
+        what = f"the {worker.role} worker's blocks are free or cached"
+        await asyncio.to_thread(wait_until, worker.is_idle, TURNED_AWAY_S, what)
+        told.append(
+            f"{worker.role}: {descriptors} descriptors before, {worker.descriptors()} after, "
+            f"{rss_mib:.0f} MiB before, {worker.rss_mib():.0f} after, {num_new} log lines"
+        )
+    if up.keys is not None:
+        assert up.decode.counted("kvrelay_refused_kv_blocks_total") == 0, "a stranger's frame came to the lease table"
+        assert up.decode.counted("kvrelay_refused_messages_total") == 0, "a stranger's frame came to the control server"
+    longest_s = max(neighbour.latencies_s)
+    assert longest_s < MAX_LATENCY_S, f"an honest answer took {longest_s:.1f} s"
+    return "; ".join([*told, neighbour.told()])
+
+
+async def visit_workers(directory: Path, *, with_keys: bool, seed: int, num_connections: int) -> str:
+    """Start workers and a neighbour, and send everybody to them."""
+    with workers(directory, with_keys=with_keys) as up:
+        async with neighbour_of(up) as neighbour:
+            figures = await visit(up, neighbour, seed, num_connections, doors_of(up))
+            exhausted = [functools.partial(exhaust, door, 300) for door in doors_of(up)[:2]]
+            told = [f"{figure}; " for visiting in exhausted for figure in await beside(neighbour, [visiting])]
+        async with neighbour_of(up):  # whoever comes afterwards is let in
+            return "".join(told) + figures
+
+
+async def beside(neighbour: Neighbour, visits: Sequence[Callable[[], _T]]) -> list[_T]:
+    """The results of strangers' visits, all at a time, with an honest gateway asking all the while."""
+    enough = asyncio.Event()
+    asking = asyncio.create_task(neighbour.ask_until(enough))
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(len(visits)) as threads:
+        try:
+            return await asyncio.gather(*(loop.run_in_executor(threads, visiting) for visiting in visits))
+        finally:
+            enough.set()
+            await asking
+
+
+def _holds_at_most(worker: WorkerProcess, descriptors: int) -> bool:
+    return worker.descriptors() <= descriptors
+
+
+def _told(worker: WorkerProcess) -> int:
+    """Lines that are not for debugging."""
+    return sum(" DEBUG " not in line for line in worker.log_lines())
+
+
+def main() -> int:
+    """See the module; one line for workers with keys and one for workers without."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=struct.unpack("<I", os.urandom(4))[0])
+    parser.add_argument("--connections", type=int, default=10_000)
+    given = parser.parse_args()
+    num_connections = min(given.connections, all_descriptors() - _OWN_DESCRIPTORS)
+    sys.stdout.write(f"strangers: seed {given.seed}, {num_connections} connections at once\n")
+
+    def run(with_keys: bool) -> str:
+        with tempfile.TemporaryDirectory() as directory:
+            visiting = visit_workers(
+                Path(directory), with_keys=with_keys, seed=given.seed, num_connections=num_connections
+            )
+            return asyncio.run(visiting)
+
+    return run_all([("with keys", lambda: run(True)), ("without keys", lambda: run(False))])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

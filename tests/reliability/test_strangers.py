@@ -1,0 +1,80 @@
+"""Strangers at every port of real workers, in short; and what nobody may ever read in a log."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvrelay.engine.fake import fake_card
+from kvrelay.wire.authentication import ClientProof, show_token
+from kvrelay.wire.codec import Codec
+from kvrelay.wire.keys import WireKeys
+from kvrelay.wire.messages import Hello, Role, Welcome
+
+from .doors import TURNED_AWAY_S, Door, doors_of, exhaust
+from .figures import wait_until
+from .honest_gateway import neighbour_of
+from .strangers import beside, visit
+from .worker_processes import VOCAB, Workers, workers
+
+pytestmark = pytest.mark.timeout(120)
+FAKE_TOKEN_NBYTES = 1024  # what workers() leaves as it is
+NUM_CONNECTIONS = 400
+NUM_TOO_MANY = 150
+
+
+async def test_with_keys_nobody_else_comes_in(tmp_path: Path) -> None:
+    """Logs at their most talkative: the token of the data port must not be in them."""
+    with workers(tmp_path, with_keys=True, log_level="debug") as up:
+        async with neighbour_of(up) as neighbour:
+            data = next(door for door in doors_of(up) if door.name == "data")
+            await visit(up, neighbour, 1, NUM_CONNECTIONS, [data])
+        token = _welcome_of(up, Role.PREFILL).data_token
+        assert token is not None
+        assert len(token) == 64
+        assert _welcome_of(up, Role.GATEWAY).data_token is None
+        _connect_with(data, token)
+        for worker in up.all:
+            assert token not in worker.log.read_text()
+
+
+async def test_without_keys_strangers_are_bounded(tmp_path: Path) -> None:
+    with workers(tmp_path, with_keys=False) as up:
+        async with neighbour_of(up) as neighbour:
+            control = doors_of(up)[1]
+            await visit(up, neighbour, 2, NUM_CONNECTIONS, [control])
+            await beside(neighbour, [functools.partial(exhaust, control, NUM_TOO_MANY)])
+        async with neighbour_of(up):  # whoever comes afterwards is let in
+            pass
+
+
+def _welcome_of(up: Workers, role: Role) -> Welcome:
+    """What the decode worker tells a peer of that role."""
+    assert up.keys is not None
+    layout = fake_card(model_id="fake-model", block_size=16, token_nbytes=FAKE_TOKEN_NBYTES, vocab_size=VOCAB).layout
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.setsockopt(zmq.ROUTING_ID, b"p")
+        ClientProof(WireKeys.load(up.keys, role), Role.DECODE).guard(dealer)
+        dealer.connect(up.decode.address())
+        dealer.send(Codec().encode(Hello(role=role, peer_id="p", layout=layout, seals_kv=True)))
+        assert dealer.poll(TURNED_AWAY_S * 1000)
+        welcome = Codec().decode(dealer.recv())
+    assert isinstance(welcome, Welcome), welcome
+    return welcome
+
+
+def _connect_with(door: Door, token: str) -> None:
+    """The right token opens the door that the wrong one does not: what is sent there gets as far as the header's check."""
+    before = door.worker.counted("kvrelay_refused_kv_blocks_total")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        show_token(dealer, token)
+        dealer.connect(door.address)
+        dealer.send_multipart([b"no header", b""])
+        wait_until(
+            lambda: door.worker.counted("kvrelay_refused_kv_blocks_total") > before, TURNED_AWAY_S, "a frame came in"
+        )
