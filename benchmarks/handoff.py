@@ -12,6 +12,8 @@ block given away until the receiver's message that everything is there.
     landed     the same, and every frame is copied into the receiver's pool: the same bytes in a place that was chosen. No check.
     verified   kvrelay's BlockSender and BlockReceiver with a lease: XXH3 over header and pool memory, granted, committed, verified.
     sealed     the same with AES-256-GCM instead of XXH3.
+    sealed-token the same, and the data socket asks for a token at the handshake (ZMTP PLAIN), as with keys.
+    curve      ``landed`` through ZeroMQ's own encryption (CURVE), which kvrelay uses for control messages, not for blocks.
     nixl       NIXL WRITE over UCX tcp, pool to pool, no check (``--nixl-python``: an interpreter that has ``nixl``). A block is one
                piece.
     nixl-parts the same, but every block comes in ``--nixl-parts`` pieces: an engine whose pool has a tensor for each layer's keys
@@ -41,6 +43,7 @@ from typing import Any
 
 from handoff_ways import ANSWER_S, Sizes, receive, send
 
+WAYS = ["frames", "frames-kept", "landed", "verified", "sealed", "sealed-token", "curve"]
 NIXL_SCRIPT = Path(__file__).with_name("handoff_nixl.py")
 
 
@@ -186,6 +189,9 @@ def summary(sizes: Sizes, rounds: dict[str, list[Round]]) -> dict[str, Any]:
         "verified / frames-kept": ratio("verified", "frames-kept"),
         "verified / landed": ratio("verified", "landed"),
         "sealed / verified": ratio("sealed", "verified"),
+        "sealed-token / sealed": ratio("sealed-token", "sealed"),
+        "curve / landed": ratio("curve", "landed"),
+        "sealed / curve": ratio("sealed", "curve"),
         "verified / nixl": ratio("verified", "nixl"),
         "sealed / nixl": ratio("sealed", "nixl"),
         "verified / nixl-parts": ratio("verified", "nixl-parts"),
@@ -225,9 +231,7 @@ def main() -> int:
     parser.add_argument("--block-kib", type=int, nargs="+", default=[360, 2048], help="block sizes in KiB")
     parser.add_argument("--round-mib", type=int, default=384, help="bytes of one round in MiB")
     parser.add_argument("--rounds", type=int, default=9, help="rounds that count, behind two that warm up")
-    parser.add_argument(
-        "--ways", nargs="+", default=["frames", "frames-kept", "landed", "verified", "sealed"], help="what is measured"
-    )
+    parser.add_argument("--ways", nargs="+", default=WAYS, help="what is measured")
     parser.add_argument("--nixl-python", help="interpreter of an environment that has nixl, torch and numpy")
     parser.add_argument("--nixl-parts", type=int, default=60, help="pieces of a block in nixl-parts")
     parser.add_argument("--json", type=Path, help="also write everything to this file")

@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import cast
 
 import xxhash
 import zmq
 from prometheus_client import CollectorRegistry
+from zmq.auth.thread import ThreadAuthenticator
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.memory import keep_freed_memory
 from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.wire.authentication import PeerGate
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.data_plane import BlockReceiver, BlockSender
 from kvrelay.wire.lease import LeaseSettings, VerifiedLease
@@ -30,6 +33,9 @@ FINGERPRINT = b"handoff benchmark"
 EPOCH = 1
 HEADER = bytes(64)  # what plain pyzmq sends in front of a block
 PLAIN = "frames"  # its processes keep glibc as it comes, the others set it as kvrelay's workers do
+# Of the receiver, for CURVE: a public key and its secret one. Nobody is kept out by them, it is the speed that is measured.
+CURVE_KEYS = (b"rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", b"JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6")
+TOKEN = "a token"
 ANSWER_S = 60.0  # a side that says nothing for so long has failed
 
 
@@ -112,16 +118,44 @@ class LeaseEnds:
         self.queue.put(f"{code}: {detail}")
 
 
-class KvrelayReceiver:
-    """Leases and a block receiver; plain or sealed."""
+class TokenGate:
+    """Stands in for the worker's gate: its data socket asks for a token, which a thread of the context checks."""
 
-    def __init__(self, pool: Pool, sizes: Sizes, peer: Connection, *, seals_kv: bool) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_plain("benchmark", {"prefill": TOKEN})
+
+    def guard_data(self, socket: zmq.Socket[bytes]) -> None:
+        """Before it is bound."""
+        socket.plain_server = True
+        socket.zap_domain = b"benchmark"
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._authenticator.stop()
+
+
+class KvrelayReceiver:
+    """Leases and a block receiver; plain or sealed, with or without a token at the door."""
+
+    def __init__(
+        self, pool: Pool, sizes: Sizes, peer: Connection, *, seals_kv: bool, asks_for_token: bool = False
+    ) -> None:
         self._ends, self._peer, self._codec = LeaseEnds(), peer, Codec()
         settings = LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, ttl_s=ANSWER_S, seals_kv=seals_kv)
         metrics = WireMetrics(CollectorRegistry())
         # One block more than is sent: a lease has room for the first token behind the prompt.
         self._leases = LeaseTable(settings, WholePool(sizes.num_blocks + 1), pool, self._ends, metrics, time.monotonic)
-        self._receiver = BlockReceiver("tcp://127.0.0.1:0", self._leases, sizes.block_nbytes, context=zmq.Context())
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gate = TokenGate(context) if asks_for_token else None
+        self._receiver = BlockReceiver(
+            "tcp://127.0.0.1:0",
+            self._leases,
+            sizes.block_nbytes,
+            context=context,
+            gate=cast(PeerGate | None, self._gate),
+        )
         self._receiver.start()
         self.address = self._receiver.address
 
@@ -139,16 +173,21 @@ class KvrelayReceiver:
         self._peer.send_bytes(self._codec.encode(Verified(lease_id=lease.lease_id, epoch=EPOCH)))
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._receiver.stop()
+        if self._gate is not None:
+            self._gate.stop()
 
 
 class ZmqReceiver:
-    """A PULL socket; frames are thrown away, or copied into the pool."""
+    """A PULL socket; frames are thrown away, or copied into the pool; in the open, or through CURVE."""
 
-    def __init__(self, pool: Pool, sizes: Sizes, peer: Connection, *, lands: bool) -> None:
+    def __init__(self, pool: Pool, sizes: Sizes, peer: Connection, *, lands: bool, is_curve: bool = False) -> None:
         self._pool, self._sizes, self._peer, self._lands = pool, sizes, peer, lands
         self._socket = zmq.Context().socket(zmq.PULL)
+        if is_curve:
+            self._socket.curve_server = True
+            self._socket.curve_secretkey = CURVE_KEYS[1]
         self._socket.bind("tcp://127.0.0.1:0")
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -177,6 +216,8 @@ def receive(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> Non
         "landed": lambda: ZmqReceiver(pool, sizes, peer, lands=True),
         "verified": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=False),
         "sealed": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=True),
+        "sealed-token": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=True, asks_for_token=True),
+        "curve": lambda: ZmqReceiver(pool, sizes, peer, lands=True, is_curve=True),
     }
     receiver = makers[way]()
     parent.send(receiver.address)
@@ -225,12 +266,14 @@ class PipeControl:
 
 
 class KvrelaySender:
-    """A transfer table and a block sender; plain or sealed."""
+    """A transfer table and a block sender; plain or sealed, with or without a token."""
 
-    def __init__(self, pool: Pool, sizes: Sizes, peer: Connection, address: str, *, seals_kv: bool) -> None:
+    def __init__(
+        self, pool: Pool, sizes: Sizes, peer: Connection, address: str, *, seals_kv: bool, token: str | None = None
+    ) -> None:
         self._sizes, self._control = sizes, PipeControl(peer)
         metrics = WireMetrics(CollectorRegistry())
-        self._sender = BlockSender(address, metrics=metrics, context=zmq.Context())
+        self._sender = BlockSender(address, metrics=metrics, context=zmq.Context(), token=token)
         self._link = DecodeLink(self._control, self._sender, seals_kv)
         self._transfers = TransferTable(pool, TransferEnds(), TransferSettings(), metrics, time.monotonic)
         self._num_rounds = 0
@@ -270,11 +313,14 @@ class KvrelaySender:
 
 
 class ZmqSender:
-    """A PUSH socket."""
+    """A PUSH socket; in the open, or through CURVE."""
 
-    def __init__(self, pool: Pool, sizes: Sizes, peer: Connection, address: str) -> None:
+    def __init__(self, pool: Pool, sizes: Sizes, peer: Connection, address: str, *, is_curve: bool = False) -> None:
         self._pool, self._sizes, self._peer = pool, sizes, peer
         self._socket = zmq.Context().socket(zmq.PUSH)
+        if is_curve:
+            self._socket.curve_serverkey = CURVE_KEYS[0]
+            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.connect(address)
 
@@ -308,6 +354,8 @@ def send(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> None:
         "landed": lambda: ZmqSender(pool, sizes, peer, address),
         "verified": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=False),
         "sealed": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=True),
+        "sealed-token": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=True, token=TOKEN),
+        "curve": lambda: ZmqSender(pool, sizes, peer, address, is_curve=True),
     }
     sender = makers[way]()
     parent.send(pool.digest())

@@ -126,6 +126,12 @@ class BlockManager:
         with self._lock:
             return {owner: len(blocks) for owner, blocks in self._owned.items()}
 
+    def places(self) -> dict[str, list[int]]:
+        """Where every block is: ``free``, ``cached``, or under its owners' names. A shared block is under several."""
+        with self._lock:
+            owned = {f"{owner.kind.value} {owner.key}": list(blocks) for owner, blocks in self._owned.items()}
+            return {"free": list(self._free), "cached": list(self._cached), **owned}
+
     # -- changes ---------------------------------------------------------------------------------------------------
 
     def allocate(self, owner: Owner, num_blocks: int, hashes: Sequence[bytes] = ()) -> Allocation | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
 from kvrelay.engine.block_manager import BlockManager
@@ -54,4 +55,16 @@ def ledger_json(blocks: BlockManager) -> dict[str, object]:
         "running": ledger.num_running,
         "balances": ledger.balances,
         "owners": {f"{owner.kind.value} {owner.key}": count for owner, count in blocks.owners().items()},
+        "blocks": {place: ranges(block_ids) for place, block_ids in blocks.places().items()},
     }
+
+
+def ranges(block_ids: Iterable[int]) -> str:
+    """``3, 0, 1, 2, 7`` as ``0-3,7``: a pool may have a hundred thousand blocks."""
+    pieces: list[list[int]] = []
+    for block_id in sorted(block_ids):
+        if pieces and block_id == pieces[-1][1] + 1:
+            pieces[-1][1] = block_id
+        else:
+            pieces.append([block_id, block_id])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in pieces)

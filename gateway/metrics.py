@@ -50,5 +50,5 @@ class GatewayMetrics:
         self.itl_s = histogram("inter_token_latency", "Time between two deliveries of tokens of a request", _ITL)
         self.e2e_s = histogram("request_duration", "Request accepted until its last token", _LATENCY)
         self.part_s = histogram(
-            "ttft_part", "Parts of a request's start: queue, prefill, transfer, first_step", _LATENCY, "part"
+            "ttft_part", "Parts of a request's start: accept, queue, prefill, transfer, first_step", _LATENCY, "part"
         )

@@ -287,7 +287,8 @@ class Relay:
                 decode=None if prefill is None else decode_target(decode),
                 timeout_s=progress.deadline_s - asyncio.get_running_loop().time(),
             )
-            request.timings.on_submit()
+            if (accept_s := request.timings.on_submit()) is not None:
+                self._metrics.part_s.labels("accept").observe(accept_s)
             if not first.client.send(submit):
                 raise _AttemptFailedError(FailureCode.PEER_LOST, "the worker's link just went down", (first.address,))
             async with aclosing(self._take_tokens(progress, key, inbox, involved)) as deltas:

@@ -26,11 +26,13 @@ class RequestTimings:
     num_attempts: int = 0
     parts: dict[str, float] = field(default_factory=dict)  # queue, prefill, transfer, first_step
 
-    def on_submit(self) -> None:
-        """An attempt goes to a worker."""
+    def on_submit(self) -> float | None:
+        """An attempt goes to a worker; returned is how long that took since the request came, if it is the first."""
         self.num_attempts += 1
-        if self.submitted_s is None:
-            self.submitted_s = time.monotonic()
+        if self.submitted_s is not None:
+            return None
+        self.submitted_s = time.monotonic()
+        return self.submitted_s - self.received_s
 
     def on_parts(self, timings: Timings) -> dict[str, float]:
         """What a worker reports; returned are the parts that are new."""

@@ -95,6 +95,11 @@ class _Peer:
             address, hello, self, identity.settings, metrics=metrics, context=context, proof=proof
         )
 
+    @property
+    def is_mute(self) -> bool:
+        """Whether the link seems up, but no block would ever leave."""
+        return self._sender is not None and not self._sender.is_alive
+
     def on_welcome(self, welcome: Welcome) -> None:
         """The decode worker takes offers from now on."""
         if self.link is not None:  # what was promised before is void, and so is the sender that it was shipped through
@@ -181,6 +186,9 @@ class DecodeLinks:
     def link_to(self, address: str) -> DecodeLink | None:
         """The link to ``address`` if it is up; else None, and ``on_link_up`` or ``on_link_down`` will follow."""
         peer = self._peers.get(address)
+        if peer is not None and peer.is_mute:
+            self.reset(address, "its block sender has died")
+            peer = None
         if peer is None:
             peer = _Peer(address, self._identity, self._handler, self._metrics, self._context)
             self._peers[address] = peer

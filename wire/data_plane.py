@@ -38,9 +38,14 @@ _DEAD_AFTER_S = 10.0  # of a connection without traffic whose other machine is g
 
 
 class SendTicket:
-    """One block on its way. ``is_done``: nobody reads the block's memory any more."""
+    """One block on its way: queued, then taken by the sender's thread and ZeroMQ, then done. Queued, it can be called off.
+
+    ``is_done``: nobody reads the block's memory any more.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_taken = False
         self._is_over = False
         self._tracker: zmq.MessageTracker | None = None
 
@@ -49,6 +54,17 @@ class SendTicket:
         """Whether the memory may be written again."""
         return self._is_over or (self._tracker is not None and self._tracker.done)
 
+    def take(self) -> bool:
+        """The memory is read from now on; False if the block was called off."""
+        with self._lock:
+            self._is_taken = not self._is_over
+            return self._is_taken
+
+    def call_off(self) -> None:
+        """Nobody wants the block any more: done at once, unless it is taken already."""
+        with self._lock:
+            self._is_over = self._is_over or not self._is_taken
+
     def follow(self, tracker: zmq.MessageTracker) -> None:
         """ZeroMQ reads the memory until ``tracker`` says otherwise."""
         self._tracker = tracker
@@ -56,6 +72,10 @@ class SendTicket:
     def end(self) -> None:
         """The memory was read for the last time, or never will be."""
         self._is_over = True
+
+    def end_unless_followed(self) -> None:
+        """The same, unless ZeroMQ reads it."""
+        self._is_over = self._is_over or self._tracker is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +109,7 @@ class BlockSender:
         # Not bounded here: what can be queued is bounded by the pool that the payloads lie in.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._is_closed = False
+        self._has_ended = False
         self._buffers = _SealBuffers()
         self._wakeup = context.socket(zmq.PAIR)
         self._wakeup.bind(f"inproc://block-sender-{id(self)}")
@@ -102,13 +123,20 @@ class BlockSender:
 
         Raises WireError on a sender that is closed, ValueError if ``sealer`` had this block before.
         """
-        if self._is_closed or not self._thread.is_alive():
+        if not self.is_alive:
             raise WireError("this block sender is closed: its decode worker is lost")
         if sealer is not None:
             sealer.claim(header.block_index)
         ticket = SendTicket()
         self._jobs.put(_Job(ticket, header, payload, sealer))
+        if self._has_ended:  # meanwhile, and perhaps without having seen this job
+            self._end_queued()
         return ticket
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether blocks that are queued will be sent."""
+        return not self._is_closed and not self._has_ended
 
     def close(self) -> None:
         """Drop what is queued and close; every ticket is done soon after, whether or not the peer ever existed."""
@@ -127,30 +155,56 @@ class BlockSender:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLOUT)
         poller.register(woken, zmq.POLLIN)
+        job: _Job | None = None
         try:
             while (job := self._jobs.get()) is not None:
-                # Waits for room before the payload is read, not between reading and sending it. A poll costs as much as all
-                # the rest here, so it is only done to wait.
-                has_room = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT
-                if self._is_closed or (not has_room and woken in dict(poller.poll())):
-                    job.ticket.end()
+                # Waits for room before the payload is read, not between reading and sending it.
+                if not self._has_room(poller, woken):
                     break
-                self._send(job)
+                if not job.ticket.take():
+                    continue
+                header, payload = self._prepared(job)
+                while not self._sent(job, header, payload):
+                    if not self._has_room(poller, woken):
+                        return
+        except Exception:
+            logger.exception("a block sender dies; its link will be made anew")
         finally:
+            self._has_ended = True
             self._socket.close()
             woken.close()
-            while not self._jobs.empty():
-                if (job := self._jobs.get()) is not None:
+            if job is not None:
+                job.ticket.end_unless_followed()
+            self._end_queued()
+
+    def _end_queued(self) -> None:
+        """Nobody will send what is in the queue. On any thread."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (job := self._jobs.get_nowait()) is not None:
                     job.ticket.end()
 
-    def _send(self, job: _Job) -> None:
+    def _has_room(self, poller: zmq.Poller, woken: zmq.Socket[bytes]) -> bool:
+        """Wait until ZeroMQ takes a message; False if this sender is closed first."""
+        # A poll costs as much as all the rest here, so it is only done to wait.
+        has_room = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT
+        return not self._is_closed and bool(has_room or woken not in dict(poller.poll()))
+
+    def _prepared(self, job: _Job) -> tuple[bytes, memoryview]:
+        """Header and payload frame, proved or sealed."""
         if job.sealer is None:
-            header, payload = job.header.pack(job.payload), job.payload
-        else:
-            payload = self._buffers.take(len(job.payload) + TAG_NBYTES)
-            header = job.sealer.seal(job.header, job.payload, payload)
-            job.ticket.end()  # ZeroMQ reads the buffer, nobody the pool
-        self._socket.send(header, zmq.SNDMORE | zmq.DONTWAIT)
+            return job.header.pack(job.payload), job.payload
+        payload = self._buffers.take(len(job.payload) + TAG_NBYTES)
+        header = job.sealer.seal(job.header, job.payload, payload)
+        job.ticket.end()  # ZeroMQ reads the buffer, nobody the pool
+        return header, payload
+
+    def _sent(self, job: _Job, header: bytes, payload: memoryview) -> bool:
+        """Give both frames to ZeroMQ; False if it takes none, because the connection broke since it said that it had room."""
+        try:
+            self._socket.send(header, zmq.SNDMORE | zmq.DONTWAIT)
+        except zmq.Again:
+            return False
         # Never copied, however small: the ticket must mean the same for every block.
         frame = zmq.Frame(payload, track=True, copy=False, copy_threshold=0)
         tracker = self._socket.send(frame, zmq.DONTWAIT, copy=False)
@@ -161,6 +215,7 @@ class BlockSender:
             self._buffers.give(payload, tracker)
         self._metrics.blocks_sent.inc()
         self._metrics.bytes_sent.inc(len(job.payload))
+        return True
 
 
 class _SealBuffers:

@@ -87,7 +87,7 @@ class TransferSettings:
     """Bounds on a silent peer. In seconds."""
 
     grant_timeout_s: float = 10.0  # offer sent, no answer
-    verify_timeout_s: float = 30.0  # commit sent, no verdict
+    verify_timeout_s: float = 30.0  # commit sent, no verdict, and no block has left meanwhile
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +101,7 @@ class _Transfer:
     lease: Grant | None = None
     sealer: BlockSealer | None = None
     renewed_s: float = 0.0
+    progress_s: float = 0.0  # when a block last left
     num_ready: int = 0
     next_block: int = 0  # the first that is neither shipped nor cached over there
     commit: tuple[SampledToken, int, Timings] | None = None
@@ -203,8 +204,11 @@ class TransferTable:
         """Time passes: renew leases, give up on silent peers, release blocks whose sends are over."""
         now_s = self._clock()
         for transfer in list(self._transfers.values()):
-            transfer.tickets = self._close_done(transfer)
-            waited_s = now_s - transfer.since_s
+            pending = self._close_done(transfer)
+            if len(pending) < len(transfer.tickets):
+                transfer.progress_s = now_s
+            transfer.tickets = pending
+            waited_s = now_s - max(transfer.since_s, transfer.progress_s)
             if transfer.state is HandoffState.OFFERED and waited_s > self._settings.grant_timeout_s:
                 self._fail(transfer, FailureCode.PEER_LOST, f"no answer to the offer for {waited_s:.0f} s")
             elif transfer.state is HandoffState.COMMITTED and waited_s > self._settings.verify_timeout_s:
@@ -287,6 +291,9 @@ class TransferTable:
         self._metrics.handoffs.labels(outcome).inc()
         if transfer.lease is not None:
             del self._by_lease[(transfer.link, transfer.lease.lease_id)]
+        if outcome != "verified":
+            for _, ticket in transfer.tickets:
+                ticket.call_off()  # what is still queued here need not leave any more
 
     def _close_done(self, transfer: _Transfer) -> list[tuple[int, SendTicket]]:
         pending: list[tuple[int, SendTicket]] = []

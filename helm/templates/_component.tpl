@@ -97,7 +97,7 @@ spec:
 - type: Pods
   pods:
     metric: {name: kvrelay_longest_wait_seconds}
-    target: {type: AverageValue, averageValue: "2"}
+    target: {type: AverageValue, averageValue: "1"}
 {{- end -}}
 
 {{- define "kvrelay.metrics.hpa.decode" -}}
@@ -120,7 +120,7 @@ spec:
 {{- $pods := printf "namespace=%q, pod=~\"%s-.*\"" .root.Release.Namespace (include "kvrelay.component.fullname" .) -}}
 {{- $queries := dict -}}
 {{- if eq .role "prefill" -}}
-{{- $queries = dict "kvrelay_waiting_prompt_tokens" "8000" "kvrelay_longest_wait_seconds" "2" -}}
+{{- $queries = dict "kvrelay_waiting_prompt_tokens" "8000" "kvrelay_longest_wait_seconds" "1" -}}
 {{- else if eq .role "decode" -}}
 {{- $running := div (mul 3 (.root.Values.decode.settings.max_num_seqs | default 64 | int)) 4 | toString -}}
 {{- $queries = dict "kvrelay_kv_cache_usage_perc" "0.7" "kvrelay_num_requests_running" $running -}}

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvrelay.engine.block_manager import BlockManager, Ledger, Owner, OwnerKind
-from kvrelay.engine.health import ledger_json, not_live, not_ready
+from kvrelay.engine.health import ledger_json, not_live, not_ready, ranges
 from kvrelay.engine.metrics import EngineMetrics
 
 
@@ -64,8 +64,30 @@ def test_a_ledger_that_does_not_balance_is_not_ready(blocks: BlockManager) -> No
         blocks.check_integrity()
 
 
+def test_every_block_has_a_place(blocks: BlockManager) -> None:
+    places = ledger_json(blocks)["blocks"]
+    assert isinstance(places, dict)
+    assert set(places) == {"free", "cached", "sequence a/1", "sequence b/1", "lease 7"}
+    seen = {number for text in places.values() for number in _numbers(text)}
+    assert seen == set(range(10))
+    assert len(_numbers(places["free"])) == 4
+
+
+def _numbers(text: str) -> list[int]:
+    spans = [piece.split("-") for piece in text.split(",") if piece]
+    return [number for span in spans for number in range(int(span[0]), int(span[-1]) + 1)]
+
+
+def test_ranges_are_short() -> None:
+    assert ranges([]) == ""
+    assert ranges([7, 3, 0, 1, 2, 9, 10]) == "0-3,7,9-10"
+    assert ranges(range(100_000)) == "0-99999"
+
+
 def test_the_ledger_as_json(blocks: BlockManager) -> None:
-    assert ledger_json(blocks) == {
+    ledger = ledger_json(blocks)
+    del ledger["blocks"]
+    assert ledger == {
         "num_blocks": 10,
         "free": 4,
         "cached": 1,

@@ -184,6 +184,21 @@ async def test_a_worker_that_takes_no_blocks_is_told_of_at_every_request() -> No
             assert "takes no KV blocks" in detail
 
 
+async def test_a_link_whose_sender_has_died_is_made_anew() -> None:
+    async with decode_port() as (_, _, address, made, heard):
+        assert made.link_to(address) is None
+        first, _ = await heard.next("up")
+        sender = made._peers[address]._sender
+        assert sender is not None
+        sender.close()
+        assert made.link_to(address) is None
+        lost, detail = await heard.next(FailureCode.PEER_LOST.value)
+        assert lost is first
+        assert "its block sender has died" in detail
+        second, _ = await heard.next("up")
+        assert second is not first
+
+
 async def test_a_link_that_is_reset_comes_up_anew_when_it_is_asked_for() -> None:
     async with decode_port() as (_, _, address, made, heard):
         made.reset(address, "of no interest")  # nobody is there yet

@@ -66,7 +66,7 @@ COUNTED_FOR_TWO = {
     "kvrelay_gateway_output_tokens_total": 40,
     "kvrelay_time_to_first_token_seconds_count": 2,
     "kvrelay_request_duration_seconds_count": 2,
-    "kvrelay_ttft_part_seconds_count": 8,  # queue, prefill, transfer, first step
+    "kvrelay_ttft_part_seconds_count": 10,  # accept, queue, prefill, transfer, first step
     "kvrelay_requests_in_flight": 1,  # the one that asks
     "kvrelay_workers_up": 2,
     "kvrelay_client_disconnects_total": 0,

@@ -214,6 +214,21 @@ class Chaos:
         self._is_over = True
         await asyncio.gather(*clients)
 
+    async def roll(self, asked: list[Question], num_clients: int) -> None:
+        """Drain every member, one after the other, each when the one before is well again; what was begun is finished."""
+        clients = [asyncio.create_task(self._client(asked, index)) for index in range(num_clients)]
+        for member in self._fleet.members.values():
+            while not all(self._is_whole(role) for role in ("prefill", "decode", "gateway")):
+                await asyncio.sleep(0.1)
+            self._report.faults[f"drain {member.role}"] += 1
+            num_ends = len(member.exit_codes)
+            member.signal(signal.SIGTERM, Life.ENDING)
+            while len(member.exit_codes) == num_ends:
+                await asyncio.sleep(0.1)
+        await self._fleet.wait_ready()
+        self._is_over = True
+        await asyncio.gather(*clients)
+
     async def run_calmly(self, asked: list[Question]) -> None:
         """Ask each question once, all at a time."""
         async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
@@ -311,9 +326,18 @@ class Chaos:
 
 
 async def chaos(
-    model: Path, seconds: float, seed: int, *, num_clients: int = 16, worker_options: list[str], num_questions: int = 24
+    model: Path,
+    seconds: float | None,
+    seed: int,
+    *,
+    num_clients: int = 16,
+    worker_options: list[str],
+    num_questions: int = 24,
 ) -> Report:
-    """The whole run. Raises AssertionError if the fleet does not come up, or holds something at the end."""
+    """The whole run; ``seconds`` None: one rolling restart of everything instead of faults.
+
+    Raises AssertionError if the fleet does not come up, or holds something at the end.
+    """
     report = Report()
     with tempfile.TemporaryDirectory() as directory:
         keys = Path(directory) / "keys"
@@ -323,7 +347,8 @@ async def chaos(
             await up.wait_idle(10.0)
             await asyncio.sleep(1.0)  # connections of clients that are gone
             before = {name: member.figures() for name, member in up.members.items()}
-            await Chaos(up, seed, report).run(asked, num_clients, seconds)
+            trouble = Chaos(up, seed, report)
+            await (trouble.roll(asked, num_clients) if seconds is None else trouble.run(asked, num_clients, seconds))
             await up.wait_ready()
             report.idle_after_s = await up.wait_idle(IDLE_S)
             # Everybody, also who has just come up, has talked to everybody before it is measured again.
@@ -385,20 +410,22 @@ def main() -> int:
     from kvrelay.launcher.models import resolve_model  # noqa: PLC0415 - its imports take a second
 
     options = FAKE_OPTIONS if arguments.engine == "fake" else MODEL_OPTIONS
-    sys.stdout.write(f"seed {arguments.seed}, {arguments.clients} clients, {arguments.seconds:g} s of faults\n")
-    report = asyncio.run(
-        chaos(
-            resolve_model("demo"),
-            arguments.seconds,
-            arguments.seed,
-            num_clients=arguments.clients,
-            worker_options=options,
+    growth_mib = 250 if arguments.engine == "model" else 40
+    num_problems = 0
+    for seconds in (arguments.seconds, None):
+        what = "a rolling restart of everything" if seconds is None else f"{seconds:g} s of faults"
+        sys.stdout.write(f"== {what}, seed {arguments.seed}, {arguments.clients} clients\n")
+        work = chaos(
+            resolve_model("demo"), seconds, arguments.seed, num_clients=arguments.clients, worker_options=options
         )
-    )
-    problems = report.problems(max_growth_mib=250 if arguments.engine == "model" else 40)
-    for line in [*report.lines(), *(f"FAILED: {problem}" for problem in problems)]:
-        sys.stdout.write(line + "\n")
-    return 1 if problems else 0
+        report = asyncio.run(work)
+        problems = report.problems(max_growth_mib=growth_mib)
+        if seconds is None and report.cut:
+            problems.append(f"{report.cut} streams were cut, and no gateway was killed")
+        for line in [*report.lines(), *(f"FAILED: {problem}" for problem in problems)]:
+            sys.stdout.write(line + "\n")
+        num_problems += len(problems)
+    return 1 if num_problems else 0
 
 
 # float32: in 16 bits the order of a sum, which depends on who else is in the batch, may decide between two tokens.

@@ -296,6 +296,11 @@ class SimSender:
             self._later(self._pack)
         return ticket
 
+    @property
+    def is_alive(self) -> bool:
+        """See BlockSender."""
+        return not self._is_closed
+
     def close(self) -> None:
         """See BlockSender."""
         self._is_closed = True
@@ -307,7 +312,10 @@ class SimSender:
         self._wires.loop.call_at(self._wires.loop.now_s + delay_s, call, *args, context=self._process.context)
 
     def _pack(self) -> None:
-        if self._is_closed:
+        while self._jobs and not self._jobs[0][0].take():
+            self._jobs.popleft()
+        if self._is_closed or not self._jobs:
+            self._is_busy = False
             return
         _, header, payload, sealer, _ = self._jobs[0]
         if sealer is None:

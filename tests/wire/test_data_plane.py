@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket as sockets
 import time
 from pathlib import Path
@@ -174,3 +175,52 @@ def test_a_socket_file_that_another_process_took_over_stays(tmp_path: Path) -> N
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:80", "ipc://@abstract"])
 def test_an_endpoint_without_a_file_has_nothing_to_remove(endpoint: str) -> None:
     SocketFile(endpoint).remove()
+
+
+class BreaksOnce:
+    """A socket that says it has room, and whose connection breaks before it is used."""
+
+    def __init__(self, socket: Any, error: Exception) -> None:
+        self._socket = socket
+        self._error: Exception | None = error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def send(self, *arguments: Any, **options: Any) -> Any:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._socket.send(*arguments, **options)
+
+
+def test_a_connection_that_breaks_between_asking_and_sending_costs_no_block(context: Any) -> None:
+    with context.socket(zmq.ROUTER) as peer:
+        peer.linger = 0
+        port = peer.bind_to_random_port("tcp://127.0.0.1")
+        sender = sender_to(context, f"tcp://127.0.0.1:{port}")
+        sender._socket = BreaksOnce(sender._socket, zmq.Again())  # type: ignore[assignment]
+        payloads = [memoryview(bytes([number]) * 100) for number in range(3)]
+        tickets = [sender.send(header_for(payload, index), payload) for index, payload in enumerate(payloads)]
+        for payload in payloads:
+            assert peer.poll(WAIT_S * 1000)
+            assert peer.recv_multipart()[2] == payload
+        for ticket in tickets:
+            assert_done_soon(ticket)
+        sender.close()
+
+
+def test_a_thread_that_dies_leaves_no_block_held(context: Any) -> None:
+    """Else its prefill worker would hold them for ever, and offer every further request to the same dead end."""
+    sender = sender_to(context, "tcp://127.0.0.1:9")
+    sender._socket = BreaksOnce(sender._socket, OSError("broken"))  # type: ignore[assignment]
+    payload = memoryview(bytes(100))
+    tickets: list[SendTicket] = []
+    while sender.is_alive:
+        with contextlib.suppress(WireError):
+            tickets.append(sender.send(header_for(payload), payload))
+    for ticket in tickets:
+        assert_done_soon(ticket)
+    with pytest.raises(WireError):
+        sender.send(header_for(payload), payload)
+    sender.close()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvrelay.engine.block_manager import Owner, OwnerKind
+from kvrelay.wire.block_frames import BlockHeader
+from kvrelay.wire.data_plane import BlockSender, SendTicket
 from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.messages import Abort, FailureCode, Grant, Renew
+from kvrelay.wire.seal import BlockSealer
 
 from .handoffs import (
     NUM_TOKENS,
@@ -21,6 +25,15 @@ from .handoffs import (
     offer_for,
     send_block,
 )
+
+
+def await_taken(sender: BlockSender) -> None:
+    """Until ZeroMQ has every block that was queued."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not sender._jobs.empty():
+        assert time.monotonic() < deadline_s, "blocks that never leave the queue"
+        time.sleep(0.001)
+
 
 # -- the sender gives up ---------------------------------------------------------------------------------------------------
 
@@ -82,6 +95,7 @@ def test_blocks_are_not_reused_while_zmq_may_still_read_them(rig: Any) -> None:
         link, Grant(request_id="r", attempt=1, lease_id=1, epoch=7, num_cached_blocks=0, ttl_s=TTL_S)
     )
     rig.commit(("r", 1))
+    await_taken(rig.senders[-1])
     rig.transfers.abort(("r", 1), "test")
     rig.transfers.tick()
     assert rig.transfer_ends.released == []
@@ -203,13 +217,72 @@ def test_no_answer_to_an_offer(rig: Any) -> None:
 def test_no_verdict_on_a_commit(rig: Any) -> None:
     key, _ = rig.granted(NUM_TOKENS)
     rig.commit(key)
-    rig.clock.now_s += 30.1
     rig.wait_sent()
+    rig.transfers.tick()
+    rig.clock.now_s += 30.1
     rig.transfers.tick()
     rig.transfers.tick()
     assert [code for _, code, _ in rig.transfer_ends.failed] == [FailureCode.PEER_LOST]
     assert rig.transfer_ends.released == [key]
     assert isinstance(rig.line.sent[-1], Abort)
+
+
+def test_as_long_as_blocks_leave_a_verdict_is_waited_for(rig: Any) -> None:
+    """However long a slow network takes; only silence is a reason to give up."""
+    key, _ = rig.granted(NUM_TOKENS)
+    rig.commit(key)
+    rig.wait_sent()
+    rig.clock.now_s += 29.0
+    rig.transfers.tick()  # sees that they have left
+    rig.clock.now_s += 29.0
+    rig.transfers.tick()
+    assert rig.transfer_ends.failed == []
+    rig.clock.now_s += 2.0
+    rig.transfers.tick()
+    assert [code for _, code, _ in rig.transfer_ends.failed] == [FailureCode.PEER_LOST]
+    rig.settle()
+    assert rig.transfer_ends.released == [key]
+
+
+def test_a_ticket_can_be_called_off_until_it_is_taken() -> None:
+    waiting, taken = SendTicket(), SendTicket()
+    assert taken.take()
+    for ticket in (waiting, taken):
+        ticket.call_off()
+    assert waiting.is_done
+    assert not waiting.take()
+    assert not taken.is_done
+
+
+class Queue:
+    """A block sender whose thread is busy with others' gigabytes."""
+
+    def __init__(self) -> None:
+        self.tickets: list[SendTicket] = []
+
+    def send(self, header: BlockHeader, payload: memoryview, sealer: BlockSealer | None) -> SendTicket:
+        self.tickets.append(SendTicket())
+        return self.tickets[-1]
+
+
+def test_blocks_that_are_still_queued_come_back_at_once(rig: Any) -> None:
+    link, _ = rig.new_link("tcp://127.0.0.1:9")
+    queue = Queue()
+    busy = replace(link, data=queue)
+    offer = rig.offer_of(list(range(NUM_TOKENS)))
+    rig.transfers.open(("r", 1), busy, offer, rig.fill(offer))
+    grant = Grant(request_id="r", attempt=1, lease_id=1, epoch=7, num_cached_blocks=0, ttl_s=TTL_S)
+    rig.transfers.on_message(busy, grant)
+    rig.commit(("r", 1))
+    assert queue.tickets[0].take()
+    rig.transfers.abort(("r", 1), "test")
+    rig.transfers.tick()
+    assert [ticket.is_done for ticket in queue.tickets] == [False] + [True] * (len(queue.tickets) - 1)
+    assert rig.transfer_ends.released == []
+    queue.tickets[0].end()
+    rig.transfers.tick()
+    assert rig.transfer_ends.released == [("r", 1)]
+    rig.senders[-1].close()
 
 
 def test_granted_leases_are_renewed_while_the_prompt_computes(rig: Any) -> None:
