@@ -12,7 +12,8 @@ KvrelayError
     ├── TooManyRequestsError 429  from this API key; carries Retry-After
     ├── HeadersTooLargeError     431  request line and headers; the connection is closed
     ├── UnavailableError         503  no worker, or no room; carries Retry-After
-    │   └── ConnectionsError     503  more connections than are served; carries Retry-After
+    │   ├── ConnectionsError     503  more connections than are served; carries Retry-After
+    │   └── ShuttingDownError    503  this gateway ends, and could not wait for the request
     ├── RequestTimeoutError      504  the request's time ran out
     └── AttemptsFailedError      502  every attempt failed
 """
@@ -122,6 +123,15 @@ class ConnectionsError(UnavailableError):
     """More connections than are served at a time."""
 
     code = "too_many_connections"
+
+
+class ShuttingDownError(UnavailableError):
+    """This gateway ends, and could not wait for the request."""
+
+    code = "shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("this gateway is shutting down and could not wait for the answer; ask again", retry_after_s=1.0)
 
 
 class RequestTimeoutError(ApiError):

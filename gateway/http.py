@@ -21,6 +21,7 @@ from kvrelay.gateway.errors import (
     ApiError,
     BodyTooLargeError,
     InvalidRequestError,
+    ShuttingDownError,
     SlowClientError,
     TooManyRequestsError,
     UnauthorizedError,
@@ -154,6 +155,8 @@ async def _answer(endpoint: Endpoint, request: Request, send: Send) -> None:
         response = error_response(error)
     except ClientLeftError:
         raise
+    except asyncio.CancelledError:
+        response = error_response(ShuttingDownError())  # nobody else cancels a request
     except Exception as error:
         response = _unexpected(request, error)
     await response(request.scope, request.receive, send)

@@ -19,13 +19,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from kvrelay.gateway.errors import ApiError
+from kvrelay.gateway.errors import ApiError, ShuttingDownError
 from kvrelay.gateway.generation import Generation, Generator, TextDelta, Usage
 from kvrelay.gateway.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
 
 Indexed = tuple[int, TextDelta]
+
+_DONE = b"data: [DONE]\n\n"
 
 # Within JSON they may stand as they are, and no event ends with one; but some clients split lines wherever Unicode sees an end.
 _LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in ("\x85", "\u2028", "\u2029"))
@@ -121,7 +123,7 @@ class Responder:
                 logger.exception("a stream failed", extra={"request_id": job.generations[0].request_id})
                 self._metrics.requests.labels(job.route, "failed_mid_stream").inc()
                 yield _event(ApiError("the server failed while it was answering; try again").body())
-        yield b"data: [DONE]\n\n"
+        yield _DONE
 
     def _on_disconnect(self) -> None:
         self._metrics.disconnects.inc()
@@ -152,6 +154,10 @@ class EventStream(Response):
                 await self._send_all(send)
         except ClientLeftError:
             self._on_disconnect()
+        except CancelledError:
+            # Only a gateway that has to end, and has waited for as long as it may, cancels a request.
+            last_words = _event(ShuttingDownError().body()) + _DONE
+            await send({"type": "http.response.body", "body": last_words, "more_body": False})
         finally:
             await self._events.aclose()
             await self._source.aclose()

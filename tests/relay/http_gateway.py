@@ -64,6 +64,7 @@ class Deployment:
     client: httpx.AsyncClient
     prefill: PrefillWorker
     decode: DecodeWorker
+    server: HttpServer
 
     async def settled(self) -> None:
         """Wait until no worker knows any request, then check that every block is free or cached."""
@@ -90,6 +91,7 @@ async def deployment(
     gate: Gate | None = None,
     http: HttpLimits | None = None,
     send_buffer_bytes: int | None = None,
+    drain_s: float = 2,
 ) -> AsyncIterator[Deployment]:
     """Everything up and ready; stopped afterwards. ``send_buffer_bytes``: what the kernel may hold of an answer."""
     card = fake_card(vocab_size=VOCAB, num_blocks=128)
@@ -128,14 +130,14 @@ async def deployment(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     metrics = GatewayMetrics(CollectorRegistry())
     app = create_app(settings, link_settings=LINKS, metrics=metrics)
-    server = HttpServer(app, settings.http, Refusals(metrics.refused_connections), drain_s=2)
+    server = HttpServer(app, settings.http, Refusals(metrics.refused_connections), drain_s=drain_s)
     serving = asyncio.create_task(server._serve(sockets=[listener]))
     try:
         async with httpx.AsyncClient(base_url=url, timeout=20) as client:
             async with asyncio.timeout(20):
                 while not await _is_ready(client):
                     await asyncio.sleep(0.01)  # polls for a state, bounded by the timeout above
-            yield Deployment(url, client, prefill, decode)
+            yield Deployment(url, client, prefill, decode, server)
     finally:
         server.should_exit = True
         await serving

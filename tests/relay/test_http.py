@@ -154,6 +154,29 @@ async def test_a_client_that_leaves_takes_its_request_along(model: Path, stream:
         assert await up.metric("kvrelay_client_disconnects_total") == 1
 
 
+async def test_a_gateway_that_cannot_wait_any_longer_says_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the stream and in an answer that has not begun: never a silent cut, and nothing stays behind on the workers."""
+    gate = Gate(num_tokens=20)
+    async with deployment(model, gate=gate, drain_s=1) as up:
+        body = {**GREEDY, "prompt": [5] * 40, "max_tokens": 400}
+        whole = asyncio.create_task(up.client.post("/v1/completions", json=body))
+        async with up.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            while up.decode.service.num_entries < 2:
+                await asyncio.sleep(0.002)  # polls for a state: both run
+            up.server.should_exit = True
+            events = [line.removeprefix("data: ") async for line in lines if line]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["error"]["code"] == "shutting_down"
+        refused = await whole
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "shutting_down"
+        gate.open()
+        await up.settled()
+    assert "Traceback" not in caplog.text
+
+
 async def test_equal_request_ids_do_not_mix_requests(up: Deployment) -> None:
     headers = {"x-request-id": "the-same"}
     prompts = [[index] * 20 for index in range(2, 8)]

@@ -345,8 +345,7 @@ async def chaos(
         async with _whole_fleet(Path(directory), model, keys, worker_options) as up:
             asked = await _reference(up, questions(num_questions, random.Random(seed)), num_clients)
             await up.wait_idle(10.0)
-            await asyncio.sleep(1.0)  # connections of clients that are gone
-            before = {name: member.figures() for name, member in up.members.items()}
+            before = await up.calm_figures()
             trouble = Chaos(up, seed, report)
             await (trouble.roll(asked, num_clients) if seconds is None else trouble.run(asked, num_clients, seconds))
             await up.wait_ready()
@@ -357,8 +356,8 @@ async def chaos(
             report.errors += calm.report.errors
             report.different += calm.report.different
             await up.wait_idle(10.0)
-            await asyncio.sleep(6.0)  # the gateway's idle connections
-            report.figures = {name: (before[name], member.figures()) for name, member in up.members.items()}
+            after = await up.calm_figures(before)
+            report.figures = {name: (before[name], after[name]) for name in up.members}
             for member in up.members.values():
                 # Killed by us, or drained with 0; nobody ends by itself.
                 report.bad_exits += [

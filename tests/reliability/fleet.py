@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from kvrelay.launcher.ports import free_ports
 
 from .figures import MIB
 
-READY_S, END_S = 120.0, 60.0
+READY_S, END_S, CALM_S = 120.0, 60.0, 8.0
 _LOOK_S = 0.1
 
 
@@ -230,6 +230,26 @@ class Fleet:
                 return time.monotonic() - begun_s
             assert time.monotonic() < begun_s + timeout_s, f"after {timeout_s:g} s still held: {busy}"
             await asyncio.sleep(_LOOK_S)
+
+    async def calm_figures(self, before: Mapping[str, Figures] | None = None) -> dict[str, Figures]:
+        """What each process takes once the connections of clients that are gone are closed: its descriptors stay the same.
+
+        With ``before`` it may take as long as a keep-alive does until they are no more than then.
+        """
+        until_s = time.monotonic() + CALM_S
+        last: dict[str, Figures] = {}
+        while True:
+            figures = {name: member.figures() for name, member in self.members.items()}
+            are_stable = all(
+                name in last and last[name].num_descriptors == one.num_descriptors for name, one in figures.items()
+            )
+            are_back = before is None or all(
+                one.num_descriptors <= before[name].num_descriptors for name, one in figures.items()
+            )
+            if (are_stable and are_back) or time.monotonic() > until_s:
+                return figures
+            last = figures
+            await asyncio.sleep(5 * _LOOK_S)
 
 
 @asynccontextmanager

@@ -88,17 +88,16 @@ async def soak(model: Path, seconds: float, seed: int, *, num_clients: int, work
             worker_options=worker_options,
             gateway_options=["--local-prefill-max-tokens", "16"],
         ) as up:
-            await _load(up, Report(), min(5.0, seconds), seed, num_clients)
-            await asyncio.sleep(6.0)  # idle connections
-            before = {name: member.figures().num_descriptors for name, member in up.members.items()}
+            await _load(up, Report(), min(5.0, seconds / 2), seed, num_clients)
+            before = await up.calm_figures()
             reader = asyncio.create_task(_read(up, report))
             await _load(up, report, seconds, seed + 1, num_clients)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             report.idle_after_s = await up.wait_idle(5.0)
-            await asyncio.sleep(6.0)
+            after = await up.calm_figures(before)
             for name, member in up.members.items():
-                report.descriptors[name] = (before[name], member.figures().num_descriptors)
+                report.descriptors[name] = (before[name].num_descriptors, after[name].num_descriptors)
                 assert not member.exit_codes, f"{name} ended by itself: {member.exit_codes}"
     return report
 

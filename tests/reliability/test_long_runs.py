@@ -25,7 +25,7 @@ def model() -> Path:
 
 
 async def test_chaos(model: Path) -> None:
-    report = await chaos(model, 8.0, 5, num_clients=8, worker_options=FAKE_OPTIONS, num_questions=12)
+    report = await chaos(model, 6.0, 5, num_clients=8, worker_options=FAKE_OPTIONS, num_questions=12)
     assert report.problems(max_growth_mib=60) == []
     assert report.same > 30
     assert report.faults.total() > 2
@@ -39,7 +39,7 @@ async def test_a_rolling_restart_of_everything(model: Path) -> None:
 
 
 async def test_overload(model: Path) -> None:
-    outcomes = await overload.run(model, [1.0, 5.0], 4.0, 1)
+    outcomes = await overload.run(model, [1.0, 5.0], 3.0, 1)
     normal, heavy = outcomes
     assert not normal.other
     assert not heavy.other
@@ -49,7 +49,7 @@ async def test_overload(model: Path) -> None:
 
 
 async def test_soak(model: Path) -> None:
-    report = await soak(model, 5.0, 1, num_clients=6, worker_options=FAKE_OPTIONS)
+    report = await soak(model, 4.0, 1, num_clients=6, worker_options=FAKE_OPTIONS)
     assert report.problems(max_slope=1e9) == []
     assert min(report.ends[end] for end in ("left", "refused", "streamed", "whole")) > 0
 

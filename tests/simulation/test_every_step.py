@@ -17,7 +17,7 @@ from .world import Client, World, running
 PROMPT = list(range(1, 40))
 NUM_TOKENS = 12
 SEED = 7
-STRIDE = int(os.environ.get("KVRELAY_TEST_STRIDE", "12"))  # every so many moments; each fault begins at another one
+STRIDE = int(os.environ.get("KVRELAY_TEST_STRIDE", "20"))  # every so many moments; each fault begins at another one
 
 WORKER_FAULTS: dict[str, Fault] = {
     **{f"kill {name}": kill(name) for name in ("p0", "p1", "d0", "d1")},
@@ -93,7 +93,7 @@ def test_a_client_leaves_and_its_blocks_are_back_within_a_second(moments: range)
             assert not left, f"a second after the client left before event {moment}: {left}"
             world.settle()
             world.check()
-    assert num_cancelled > 15, "the client left too late to prove anything"
+    assert num_cancelled > 10, "the client left too late to prove anything"
 
 
 def test_blocks_are_not_written_again_while_they_are_being_sent(moments: range) -> None:

@@ -19,7 +19,7 @@ from .world import World, running
 WORKERS = st.sampled_from(["p0", "p1", "d0", "d1"])
 MEMBERS = st.sampled_from(["p0", "p1", "d0", "d1", "g0", "g1"])
 GATEWAYS = st.sampled_from(["g0", "g1"])
-NUM_EXAMPLES = int(os.environ.get("KVRELAY_TEST_STORIES", "25"))
+NUM_EXAMPLES = int(os.environ.get("KVRELAY_TEST_STORIES", "15"))
 
 HONEST_ENDS = {"finished", "cancelled", "gateway_killed", "unavailable", "timeout", "attempts_failed"}
 
