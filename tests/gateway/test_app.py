@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from kvrelay.gateway.openai_schema import CompletionBody
 from kvrelay.gateway.tokenizer import Tokenizer
+from kvrelay.wire.messages import Submit
 
 from .http_app import CHAT, TEXT, app_for, saying
 
@@ -230,3 +231,29 @@ async def test_no_line_ends_within_an_event(model_directory: Path, tokenizer: Ca
         lines = [line for line in response.text.splitlines() if line]
         assert all(line.startswith("data: ") for line in lines), lines
         assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == said
+
+
+async def test_nothing_in_a_request_chooses_a_worker_a_path_or_an_address(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer]
+) -> None:
+    """What no route knows is ignored, wherever it stands: the same goes to the same worker as without it."""
+    evil = "tcp://evil.example:1"
+    fields = {"decode": {"address": evil}, "address": evil, "worker": evil, "data_address": evil, "attempt": 7}
+    fields |= {"request_id": "../../etc/passwd", "adapter": "/etc/passwd", "tokenizer": "/etc/passwd", "lora": evil}
+    headers = {"x-worker": evil, "x-forwarded-host": "evil.example", "x-request-id": "../../etc/passwd"}
+    async with app_for(model_directory, saying(tokenizer, "a")) as app:
+        for path, body in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})):
+            plain = await app.client.post(path, json={**body, "max_tokens": 3, "temperature": 0})
+            laden = await app.client.post(
+                path, json={**body, **fields, "max_tokens": 3, "temperature": 0}, headers=headers
+            )
+            assert (plain.status_code, laden.status_code) == (200, 200)
+            assert laden.json()["choices"] == plain.json()["choices"]
+            assert "passwd" not in laden.headers["x-request-id"]
+        for first, second in _pairs(app.player.submits):
+            assert (second.token_ids, second.decode, second.attempt) == (first.token_ids, first.decode, 1)
+            assert "passwd" not in second.request_id
+
+
+def _pairs(submits: list[Submit]) -> list[tuple[Submit, Submit]]:
+    return list(zip(submits[::2], submits[1::2], strict=True))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import signal
 import sys
@@ -34,117 +33,13 @@ import httpx
 from kvrelay.wire.keys import make_keys
 
 from .fleet import Figures, Fleet, Life, Member, fleet
+from .questions import Answer, HonestError, Question, StreamCutError, ask, questions
 
 FAULTS = {"kill": 5, "drain": 3, "pause": 2, "freeze": 1, "cut": 4, "hold": 2}  # how often, relative to each other
 PAUSE_S = (0.5, 4.0)  # a stop that nobody needs to notice
 FREEZE_S = (11.0, 13.0)  # one that everybody must
 BETWEEN_S = (0.2, 2.5)
 IDLE_S = 45.0  # after the last fault: a stopped worker's leases and sends take their time to run out
-LOGPROB_TOLERANCE = 1e-3
-
-
-@dataclass(frozen=True)
-class Question:
-    """One request body, and its answer without faults."""
-
-    body: dict[str, Any]
-    answer: Answer
-
-
-@dataclass
-class Answer:
-    """All that a stream says."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    usage: dict[str, Any] | None = None
-
-    def differs(self, other: Answer) -> str | None:
-        """How it differs from ``other``; None if it does not."""
-        for name in ("text", "token_ids", "finish_reason"):
-            if (mine := getattr(self, name)) != (theirs := getattr(other, name)):
-                return f"{name} is {mine!r}, was {theirs!r}"
-        counts = [(usage or {}).get("completion_tokens") for usage in (self.usage, other.usage)]
-        if counts[0] != counts[1] or len(self.logprobs) != len(other.logprobs):
-            return f"{counts[0]} tokens and {len(self.logprobs)} log probabilities, were {counts[1]} and {len(other.logprobs)}"
-        worst = max((abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True)), default=0.0)
-        return f"a log probability is off by {worst:.4f}" if worst > LOGPROB_TOLERANCE else None
-
-
-class StreamCutError(Exception):
-    """The connection broke: its gateway is gone."""
-
-
-class HonestError(Exception):
-    """The gateway said that it failed."""
-
-
-async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
-    """The whole answer. Raises StreamCutError and HonestError."""
-    answer = Answer()
-    is_done = False
-    try:
-        async with http.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as response:
-            if response.status_code != 200:
-                raise HonestError(f"{response.status_code} {(await response.aread()).decode()[:300]}")
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    is_done = True
-                elif line.startswith("data: "):
-                    _take(json.loads(line[6:]), answer)
-    except httpx.TransportError as error:
-        raise StreamCutError(type(error).__name__) from error
-    if not is_done or answer.finish_reason is None:
-        raise HonestError("a silent cut: the stream ended in order, and said neither why nor [DONE]")
-    return answer
-
-
-def _take(chunk: dict[str, Any], answer: Answer) -> None:
-    if "error" in chunk:
-        raise HonestError(f"in the stream: {chunk['error']}")
-    for choice in chunk["choices"]:
-        answer.text += choice["text"]
-        answer.token_ids += choice.get("token_ids") or []
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        answer.logprobs += [value or 0.0 for value in logprobs]  # a fake engine has none
-        answer.finish_reason = choice["finish_reason"] or answer.finish_reason
-    answer.usage = chunk.get("usage") or answer.usage
-
-
-def questions(num: int, chance: random.Random) -> list[dict[str, Any]]:
-    """Bodies: half greedy, half seeded; of many lengths; with and without stop strings, log probabilities, shared beginnings."""
-    topics = [
-        "the sea",
-        "bread",
-        "an old clock",
-        "the first snow",
-        "a lighthouse",
-        "trains",
-        "the number seven",
-        "rain",
-    ]
-    bodies: list[dict[str, Any]] = []
-    for index in range(num):
-        topic = topics[index % len(topics)]
-        filler = f"Notes on {topic}: it is known for many things. " * chance.randrange(1, 9)
-        body: dict[str, Any] = {
-            "prompt": f"{filler}Question {index}: tell me about {topic}.\nAnswer:",
-            "max_tokens": chance.randrange(8, 48),
-            "temperature": 0.0 if index % 2 == 0 else 0.9,
-            "seed": 1000 + index,
-            "return_token_ids": True,
-            "stream_options": {"include_usage": True},
-        }
-        if index % 2 == 1:
-            body["top_p"] = 0.9
-        if index % 3 == 0:
-            body["logprobs"] = 2
-        if index % 5 == 0:
-            body["stop"] = [".", "\n\n"]
-        bodies.append(body)
-    return bodies
 
 
 @dataclass

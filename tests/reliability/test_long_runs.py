@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from . import overload
-from .chaos import Answer, Report, chaos
+from .chaos import Report, chaos
+from .questions import Answer
 from .soak import FAKE_OPTIONS, slope, soak
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

@@ -125,6 +125,7 @@ class SimLoop(asyncio.SelectorEventLoop):
     def __init__(self, seed: int) -> None:
         self.now_s = 1000.0
         self.random = random.Random(seed)
+        self.step_s = 0.004  # of a model, at most
         self.num_events = 0
         self.triggers: dict[int, Callable[[], None]] = {}  # by event: what happens right before it
         self.after_event: Callable[[], None] = lambda: None

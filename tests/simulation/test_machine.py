@@ -13,28 +13,28 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from .clock import ProcessState
 from .world import World, running
 
 WORKERS = st.sampled_from(["p0", "p1", "d0", "d1"])
 MEMBERS = st.sampled_from(["p0", "p1", "d0", "d1", "g0", "g1"])
 GATEWAYS = st.sampled_from(["g0", "g1"])
-NUM_EXAMPLES = int(os.environ.get("KVRELAY_TEST_STORIES", "15"))
+FAULTS = st.sampled_from(["kill", "stop", "drain"])
+SECONDS = st.sampled_from([0.001, 0.02, 0.3, 2.0, 8.0])  # shorter and longer than silence is borne
+DROP = st.sampled_from([0.0, 0.02, 0.3])
+ODD = st.sampled_from([0.0, 0.05, 0.2])
+NUM_EXAMPLES = int(os.environ.get("KVRELAY_TEST_STORIES", "12"))
 
 HONEST_ENDS = {"finished", "cancelled", "gateway_killed", "unavailable", "timeout", "attempts_failed"}
 
 
-class Deployment(RuleBasedStateMachine):
+class Acts(RuleBasedStateMachine):
     """Two gateways, two workers of each role, and everything that happens to them."""
-
-    is_hostile = False
 
     def __init__(self) -> None:
         super().__init__()
         self.stack = ExitStack()
         self.world: World
 
-    @initialize(seed=st.integers(0, 1000), seal_kv=st.booleans())
     def begin(self, seed: int, seal_kv: bool) -> None:
         self.world = self.stack.enter_context(running(seed, num_gateways=2, seal_kv=seal_kv))
 
@@ -59,41 +59,41 @@ class Deployment(RuleBasedStateMachine):
     def wait(self, milliseconds: int) -> None:
         self.world.advance(milliseconds / 1000)
 
-    @rule(num_events=st.integers(1, 40), name=WORKERS, is_kill=st.booleans())
-    def trip(self, num_events: int, name: str, is_kill: bool) -> None:
-        """A worker is struck between two callbacks, some of them from now."""
+    @rule(fault=FAULTS, name=MEMBERS, seconds=SECONDS)
+    def strike(self, fault: str, name: str, seconds: float) -> None:
+        self.fault(fault, name, seconds)
+
+    @rule(num_events=st.integers(1, 60), fault=FAULTS, name=WORKERS, seconds=SECONDS)
+    def strike_soon(self, num_events: int, fault: str, name: str, seconds: float) -> None:
+        """Between two callbacks, some of them from now."""
         world = self.world
-        what = world.kill if is_kill else lambda name: world.members[name].process.stop()
-        world.loop.triggers[world.loop.num_events + num_events] = lambda: what(name)
-
-    @rule(name=MEMBERS)
-    def kill(self, name: str) -> None:
-        self.world.kill(name)
-
-    @rule(name=MEMBERS)
-    def stop(self, name: str) -> None:
-        self.world.members[name].process.stop()
-
-    @rule(name=MEMBERS)
-    def resume(self, name: str) -> None:
-        self.world.members[name].process.resume()
-
-    @rule(name=MEMBERS)
-    def restart(self, name: str) -> None:
-        """A new process under the old address."""
-        if self.world.members[name].process.state is ProcessState.DEAD:
-            self.world.start(name)
-
-    @rule(name=WORKERS)
-    def drain(self, name: str) -> None:
-        self.world.drain(name)
+        world.loop.triggers[world.loop.num_events + num_events] = lambda: self.fault(fault, name, seconds)
 
     @precondition(lambda self: self.world.wires.connections)
-    @rule(index=st.integers(0, 100), how=st.sampled_from(["cut", "freeze", "thaw"]))
-    def disturb(self, index: int, how: str) -> None:
+    @rule(index=st.integers(0, 100), is_cut=st.booleans(), seconds=SECONDS)
+    def disturb(self, index: int, is_cut: bool, seconds: float) -> None:
         wires = self.world.wires
         connection = wires.connections[index % len(wires.connections)]
-        {"cut": wires.break_off, "freeze": wires.freeze, "thaw": wires.thaw}[how](connection)
+        if is_cut:
+            wires.break_off(connection)
+        else:
+            wires.freeze(connection)
+            self.world.later(seconds, lambda: wires.thaw(connection))
+
+    def fault(self, fault: str, name: str, seconds: float) -> None:
+        """Something happens to a member that runs; after so many seconds it is back, or what comes after it."""
+        world, member = self.world, self.world.members[name]
+        if not world.is_up(name):
+            return
+        if fault == "stop":
+            member.process.stop()
+            world.later(seconds, member.process.resume)
+            return
+        if fault == "drain" and name[0] != "g":
+            world.drain(name)
+        else:
+            world.kill(name)
+        world.later(seconds, lambda: world.start_anew(name, member))
 
     @invariant()
     def books_agree(self) -> None:
@@ -111,16 +111,24 @@ class Deployment(RuleBasedStateMachine):
             assert self.world.refused(cause) == 0, f"honest workers, and a block was refused: {cause}"
 
 
-class HostileDeployment(Deployment):
+class Deployment(Acts):
+    """Over a network that is at least TCP."""
+
+    @initialize(seed=st.integers(0, 1000), seal_kv=st.booleans())
+    def begin_here(self, seed: int, seal_kv: bool) -> None:
+        self.begin(seed, seal_kv)
+
+
+class HostileDeployment(Acts):
     """The same over a network that also loses, doubles and reorders single messages and flips bits of KV blocks."""
 
-    @rule(
-        drop=st.sampled_from([0, 0.02, 0.3]),
-        double=st.sampled_from([0, 0.1]),
-        reorder=st.sampled_from([0, 0.1]),
-        flip=st.sampled_from([0, 0.2]),
-    )
-    def turn_hostile(self, drop: float, double: float, reorder: float, flip: float) -> None:
+    @initialize(seed=st.integers(0, 1000), seal_kv=st.booleans(), drop=DROP, double=ODD, reorder=ODD, flip=ODD)
+    def begin_hostile(self, seed: int, seal_kv: bool, drop: float, double: float, reorder: float, flip: float) -> None:
+        self.begin(seed, seal_kv)
+        self.change(drop, double, reorder, flip)
+
+    @rule(drop=DROP, double=ODD, reorder=ODD, flip=ODD)
+    def change(self, drop: float, double: float, reorder: float, flip: float) -> None:
         hostility = self.world.wires.hostility
         hostility.drop, hostility.double, hostility.reorder, hostility.flip = drop, double, reorder, flip
 

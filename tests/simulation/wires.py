@@ -7,7 +7,6 @@ flips bits.
 
 from __future__ import annotations
 
-import contextlib
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,13 +15,7 @@ from typing import Any
 
 import zmq
 
-from kvrelay.wire.block_frames import parse_header
-from kvrelay.wire.data_plane import SendTicket
-from kvrelay.wire.errors import BlockRefusedError
-from kvrelay.wire.leases import LeaseTable
-from kvrelay.wire.seal import TAG_NBYTES
-
-from .clock import Process, ProcessState, SimLoop, current_process
+from .clock import Process, SimLoop, current_process
 
 _DELAY_S = 0.004  # at most, of a message
 _LONG_DELAY_S = 0.3  # of some
@@ -61,7 +54,7 @@ class Wires:
         self.loop = loop
         self.hostility = Hostility()
         self.listeners: dict[str, SimSocket] = {}
-        self.receivers: dict[str, SimReceiver] = {}
+        self.receivers: dict[str, Any] = {}
         self.connections: list[Connection] = []
         self.problems: list[str] = []
         self.send_s = 0.002  # at most, for each of the two steps of sending a block
@@ -270,143 +263,3 @@ class SimLoopSocket:
         """See LoopSocket."""
         self.is_alive = False
         self._socket.close()
-
-
-class SimSender:
-    """For :class:`kvrelay.wire.data_plane.BlockSender`: packs, reads and lets go of each block at different moments."""
-
-    def __init__(self, address: str, *, metrics: Any, context: SimContext, **_: Any) -> None:
-        self._address = address
-        self._wires = context.wires
-        self._process = current_process()
-        self._jobs: deque[tuple[Any, ...]] = deque()
-        self._is_busy = False
-        self._is_closed = False
-        self._arrives_s = 0.0
-
-    def send(self, header: Any, payload: memoryview, sealer: Any = None) -> SendTicket:
-        """See BlockSender."""
-        assert not self._is_closed, "a block for a link that is closed"
-        if sealer is not None:
-            sealer.claim(header.block_index)
-        ticket = SendTicket()
-        self._jobs.append((ticket, header, payload, sealer, bytes(payload)))
-        if not self._is_busy:
-            self._is_busy = True
-            self._later(self._pack)
-        return ticket
-
-    @property
-    def is_alive(self) -> bool:
-        """See BlockSender."""
-        return not self._is_closed
-
-    def close(self) -> None:
-        """See BlockSender."""
-        self._is_closed = True
-        while self._jobs:
-            self._jobs.popleft()[0].end()
-
-    def _later(self, call: Callable[..., None], *args: Any) -> None:
-        delay_s = self._wires.loop.random.uniform(0, self._wires.send_s)
-        self._wires.loop.call_at(self._wires.loop.now_s + delay_s, call, *args, context=self._process.context)
-
-    def _pack(self) -> None:
-        while self._jobs and not self._jobs[0][0].take():
-            self._jobs.popleft()
-        if self._is_closed or not self._jobs:
-            self._is_busy = False
-            return
-        _, header, payload, sealer, _ = self._jobs[0]
-        if sealer is None:
-            self._later(self._read, header.pack(payload), None)
-        else:
-            sealed = bytearray(len(payload) + TAG_NBYTES)
-            self._later(self._read, sealer.seal(header, payload, memoryview(sealed)), bytes(sealed))
-
-    def _read(self, header: bytes, sealed: bytes | None) -> None:
-        """The kernel takes the bytes."""
-        if self._is_closed:
-            return
-        ticket, _, payload, _, promised = self._jobs.popleft()
-        if payload != promised:
-            self._wires.problems.append(f"a block's memory changed while {self._process.name} was sending it")
-        data = bytes(payload) if sealed is None else sealed
-        ticket.end()
-        wires, chance = self._wires, self._wires.loop.random
-        if chance.random() < wires.hostility.flip:
-            flipped = bytearray(data)
-            flipped[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-            data = bytes(flipped)
-        if chance.random() >= wires.hostility.drop:
-            for _ in range(2 if chance.random() < wires.hostility.double else 1):
-                arrives_s = wires.loop.now_s + wires.delay_s()
-                if chance.random() >= wires.hostility.reorder:
-                    arrives_s = self._arrives_s = max(arrives_s, self._arrives_s + 1e-9)
-                wires.loop.call_at(arrives_s, self._arrive, header, data)
-        if self._jobs:
-            self._later(self._pack)
-        else:
-            self._is_busy = False
-
-    def _arrive(self, header: bytes, data: bytes) -> None:
-        """Whoever listens there by now gets it."""
-        if (receiver := self._wires.receivers.get(self._address)) is not None:
-            receiver.process.loop.call_soon(receiver.take, header, data, context=receiver.process.context)
-
-
-class SimReceiver:
-    """For :class:`kvrelay.wire.data_plane.BlockReceiver`: the write of a block takes a moment, in which anything may happen."""
-
-    def __init__(
-        self, address: str, leases: LeaseTable, block_nbytes: int, *, context: SimContext, gate: None = None
-    ) -> None:
-        self.address = address
-        self.process = current_process()
-        self._leases = leases
-        self._wires = context.wires
-        self._inbox: deque[tuple[bytes, bytes]] = deque()
-        self._is_busy = False
-        self.is_alive = True
-
-    def start(self) -> None:
-        """Begin to receive."""
-        self._wires.receivers[self.address] = self
-
-    def stop(self) -> None:
-        """No more."""
-        self.is_alive = False
-        if self._wires.receivers.get(self.address) is self:
-            del self._wires.receivers[self.address]
-
-    def take(self, header: bytes, data: bytes) -> None:
-        """A block has come."""
-        self._inbox.append((header, data))
-        if not self._is_busy:
-            self._is_busy = True
-            self._begin()
-
-    def _begin(self) -> None:
-        while self._inbox and self.is_alive:
-            frame, data = self._inbox.popleft()
-            try:
-                header = parse_header(frame)
-                self._leases.begin_block(header)
-            except BlockRefusedError as error:
-                if error.cause_name == "bad_header":
-                    self._leases.count_bad_header()
-                continue
-            delay_s = self._wires.loop.random.uniform(0, 0.003)
-            self._wires.loop.call_at(self._wires.loop.now_s + delay_s, self._finish, header, data)
-            return
-        self._is_busy = False
-
-    def _finish(self, header: Any, data: bytes) -> None:
-        with contextlib.suppress(BlockRefusedError):  # counted by the table
-            self._leases.finish_block(header, memoryview(data))
-        self._begin()
-
-
-def is_running(process: Process) -> bool:
-    """Whether it does anything."""
-    return process.state is ProcessState.RUNNING

@@ -8,10 +8,10 @@ same.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import logging
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -34,69 +34,13 @@ from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.settings import LinkSettings
 
 from .clock import Process, ProcessState, SimLoop
-from .wires import SimContext, SimLoopSocket, SimReceiver, SimSender, Wires
+from .threads import SimModelLoop, SimReceiver, SimSender
+from .wires import SimContext, SimLoopSocket, Wires
 
 VOCAB = 1000
 NUM_BLOCKS = 28
 LINKS = LinkSettings(ping_interval_s=1.0, peer_timeout_s=4.0, hello_timeout_s=2.0, reconnect_max_s=2.0)
 QUIET_S = 120.0  # this long after the last fault every time-out has passed
-_STEP_S = 0.004  # of a model, at most
-
-
-class SimModelLoop:
-    """For :class:`kvrelay.engine.loop.ModelLoop`: steps take virtual time."""
-
-    def __init__(self, worker: Any, name: str) -> None:
-        self._worker = worker
-        self._inbox: deque[Any] = deque()
-        self._news = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self.last_tick_s = 0.0
-
-    def start(self) -> None:
-        """Begin."""
-        self._task = asyncio.create_task(self._run())
-
-    def post(self, command: Any) -> None:
-        """See ModelLoop."""
-        self._inbox.append(command)
-        self._news.set()
-
-    def wake(self) -> None:
-        """See ModelLoop."""
-        self._news.set()
-
-    @property
-    def is_alive(self) -> bool:
-        """See ModelLoop."""
-        return self._task is not None and not self._task.done()
-
-    def stop(self) -> bool:
-        """See ModelLoop."""
-        if self._task is not None:
-            self._task.cancel()
-        return True
-
-    async def _run(self) -> None:
-        chance = asyncio.get_running_loop().random  # type: ignore[attr-defined]
-        could_compute = True
-        while True:
-            if not (could_compute and self._worker.has_work()):
-                await self._news.wait()
-            self._news.clear()
-            await asyncio.sleep(chance.uniform(0, _STEP_S))
-            while self._inbox:
-                command = self._inbox.popleft()
-                try:
-                    self._worker.handle(command)
-                except Exception as error:
-                    self._worker.on_command_failed(command, error)
-            could_compute = True
-            if self._worker.has_work():
-                try:
-                    could_compute = self._worker.step()
-                except Exception as error:
-                    self._worker.on_step_failed(error)
 
 
 @dataclass
@@ -111,6 +55,11 @@ class Client:
     num_ends: int = 0
     is_gone: bool = False
     task: asyncio.Task[None] | None = None
+
+    def on_done(self, task: asyncio.Task[None]) -> None:
+        """Its task has ended, perhaps before it began."""
+        if task.cancelled():
+            self.outcome = self.outcome or "cancelled"
 
     @property
     def expected(self) -> list[int]:
@@ -209,6 +158,19 @@ class World:
 
         self.loop.call_soon(lambda: asyncio.ensure_future(end()), context=member.process.context)
 
+    def later(self, seconds: float, act: Callable[[], None]) -> None:
+        """Something that no process does, not even the one whose callback runs just now."""
+        self.loop.call_at(self.loop.now_s + seconds, act, context=contextvars.Context())
+
+    def start_anew(self, name: str, member: Member) -> None:
+        """Something starts a member that has ended, under the same address, as often as it takes."""
+        if self.members[name] is not member:
+            return
+        if member.process.state is ProcessState.DEAD:
+            self.start(name)
+        else:  # it drains still
+            self.later(0.5, lambda: self.start_anew(name, member))
+
     def is_up(self, name: str) -> bool:
         """Whether the process runs."""
         return self.members[name].process.state is ProcessState.RUNNING
@@ -225,6 +187,7 @@ class World:
         def begin() -> None:
             if not client.is_gone:
                 client.task = asyncio.ensure_future(self._consume(member, client, request_id))
+                client.task.add_done_callback(client.on_done)
 
         self.loop.call_soon(begin, context=member.process.context)
         return client
@@ -244,9 +207,6 @@ class World:
         except ApiError as error:
             client.outcome = error.code
             client.num_ends += 1
-        except asyncio.CancelledError:
-            client.outcome = client.outcome or "cancelled"
-            raise
 
     def cancel(self, client: Client) -> None:
         """The client leaves."""
@@ -284,7 +244,7 @@ class World:
         """What running processes still hold of requests; empty when everything has come to its end."""
         left = [f"a client of {client.gateway} has no end" for client in self.clients if client.outcome is None]
         for name, member in self.members.items():
-            if member.pool is not None:
+            if member.pool is not None and member.process.state is not ProcessState.DEAD:
                 left += [f"{name} waits for {key}" for key in member.pool._inboxes]
                 left += [
                     f"{name} counts {one.attempts} at {one.address}" for one in member.pool.workers if one.attempts
