@@ -131,7 +131,9 @@ class ShuttingDownError(UnavailableError):
     code = "shutting_down"
 
     def __init__(self) -> None:
-        super().__init__("this gateway is shutting down and could not wait for the answer; ask again", retry_after_s=1.0)
+        super().__init__(
+            "this gateway is shutting down and could not wait for the answer; ask again", retry_after_s=1.0
+        )
 
 
 class RequestTimeoutError(ApiError):
