@@ -12,7 +12,16 @@ from starlette.responses import Response
 
 from kvrelay.common.model_card import ModelCard
 from kvrelay.gateway.admission import Admission
-from kvrelay.gateway.api_docs import UNAUTHORIZED, ChatAnswer, ModelList, TextAnswer, answers
+from kvrelay.gateway.api_docs import (
+    REQUEST_HEADERS,
+    SECONDS,
+    TIMEOUT_HEADER,
+    UNAUTHORIZED,
+    ChatAnswer,
+    ModelList,
+    TextAnswer,
+    answers,
+)
 from kvrelay.gateway.bodies import read_body
 from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
@@ -27,8 +36,7 @@ from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool
 
-TIMEOUT_HEADER = "x-request-timeout"
-_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?")
+_SECONDS = re.compile(SECONDS)
 _LONG_TEXT = 4_000  # characters (about 1 ms) from which encoding goes to a thread, so that no stream waits for it
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -53,12 +61,18 @@ class OpenAIRoutes:
         self._responder = responder
         self.router = APIRouter(prefix="/v1", tags=["OpenAI"])
         # Only documented here: the app's edge calls ``endpoints`` itself.
-        self.router.add_api_route(
-            "/chat/completions", self.chat, methods=["POST"], response_model=None, responses=answers(ChatAnswer)
-        )
-        self.router.add_api_route(
-            "/completions", self.completions, methods=["POST"], response_model=None, responses=answers(TextAnswer)
-        )
+        for path, answer, whole in (
+            ("/chat/completions", self.chat, ChatAnswer),
+            ("/completions", self.completions, TextAnswer),
+        ):
+            self.router.add_api_route(
+                path,
+                answer,
+                methods=["POST"],
+                response_model=None,
+                responses=answers(whole),
+                openapi_extra=REQUEST_HEADERS,
+            )
         models: dict[int | str, dict[str, Any]] = {200: {"model": ModelList}, **UNAUTHORIZED}
         self.router.add_api_route("/models", self.models, methods=["GET"], response_model=None, responses=models)
 

@@ -153,3 +153,19 @@ UNAUTHORIZED: dict[int | str, dict[str, Any]] = {
 HEALTHY: dict[int | str, dict[str, Any]] = {200: {"model": Health}}
 READY: dict[int | str, dict[str, Any]] = {**HEALTHY, 503: {"model": Health, "description": "With the reasons"}}
 METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+TIMEOUT_HEADER = "x-request-timeout"
+SECONDS = r"[0-9]{1,9}(\.[0-9]{0,9})?"
+# Read by the routes themselves: FastAPI does not see the requests that it documents.
+REQUEST_HEADERS: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": TIMEOUT_HEADER,
+            "in": "header",
+            "required": False,
+            "description": "Seconds that the client waits for the whole answer; the server's own limit holds, too. "
+            "Who could not be answered in time gets 503 at once, and what is out of time 504.",
+            "schema": {"type": "string", "pattern": f"^{SECONDS}$", "example": "30"},
+        }
+    ]
+}
