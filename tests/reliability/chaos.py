@@ -91,8 +91,10 @@ class Report:
 class Chaos:
     """Clients and faults over one fleet."""
 
-    def __init__(self, up: Fleet, seed: int, report: Report) -> None:
+    def __init__(self, up: Fleet, seed: int, report: Report, well_s: float) -> None:
+        """``well_s``: how long all of a role must have been well before one of them is struck."""
         self._fleet = up
+        self._well_s = well_s
         self._chance = random.Random(seed)
         self.report = self._report = report
         self._is_over = False
@@ -202,7 +204,7 @@ class Chaos:
     def _is_whole(self, role: str) -> bool:
         """Whether all are well and have been for a moment, so that those who lost them have found them again."""
         now_s = time.monotonic()
-        return all(one.ready_s is not None and one.ready_s < now_s - 2.0 for one in self._fleet.of(role))
+        return all(one.ready_s is not None and one.ready_s < now_s - self._well_s for one in self._fleet.of(role))
 
     def _begin(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -228,6 +230,7 @@ async def chaos(
     num_clients: int = 16,
     worker_options: list[str],
     num_questions: int = 24,
+    well_s: float = 2.0,
 ) -> Report:
     """The whole run; ``seconds`` None: one rolling restart of everything instead of faults.
 
@@ -241,12 +244,12 @@ async def chaos(
             asked = await _reference(up, questions(num_questions, random.Random(seed)), num_clients)
             await up.wait_idle(10.0)
             before = await up.calm_figures()
-            trouble = Chaos(up, seed, report)
+            trouble = Chaos(up, seed, report, well_s)
             await (trouble.roll(asked, num_clients) if seconds is None else trouble.run(asked, num_clients, seconds))
             await up.wait_ready()
             report.idle_after_s = await up.wait_idle(IDLE_S)
             # Everybody, also who has just come up, has talked to everybody before it is measured again.
-            calm = Chaos(up, seed, Report())
+            calm = Chaos(up, seed, Report(), well_s)
             await calm.run_calmly(asked)
             report.errors += calm.report.errors
             report.different += calm.report.different

@@ -22,6 +22,9 @@ from typing import Any
 import httpx
 import hypothesis
 import schemathesis
+
+# Here and not when it is first used: pytest parses what it rewrites, and CPython 3.11 must not parse on two threads at a time.
+import schemathesis.specs.openapi.schemas
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,

@@ -33,14 +33,14 @@ async def test_chaos(model: Path) -> None:
 
 
 async def test_a_rolling_restart_of_everything(model: Path) -> None:
-    report = await chaos(model, None, 5, num_clients=8, worker_options=FAKE_OPTIONS, num_questions=12)
+    report = await chaos(model, None, 5, num_clients=8, worker_options=FAKE_OPTIONS, num_questions=8, well_s=0.3)
     assert report.problems(max_growth_mib=60) == []
     assert report.cut == 0
     assert report.faults == {"drain prefill": 2, "drain decode": 2, "drain gateway": 2}
 
 
 async def test_overload(model: Path) -> None:
-    outcomes = await overload.run(model, [1.0, 5.0], 3.0, 1)
+    outcomes = await overload.run(model, [1.0, 5.0], 2.0, 1)
     normal, heavy = outcomes
     assert not normal.other
     assert not heavy.other
