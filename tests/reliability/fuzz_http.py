@@ -22,9 +22,6 @@ from typing import Any
 import httpx
 import hypothesis
 import schemathesis
-
-# Here and not when it is first used: pytest parses what it rewrites, and CPython 3.11 must not parse on two threads at a time.
-import schemathesis.specs.openapi.schemas
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -149,7 +146,9 @@ def main() -> int:
     given = parser.parse_args()
     sys.stdout.write(f"fuzz_http: seed {given.seed}\n")
     with tempfile.TemporaryDirectory() as directory, served_gateway(Path(directory)) as served:
-        warm_up = [("warm-up", lambda: fuzz(served, lambda: fuzz_openapi(served, given.seed + 1, 100)))]
+        warm_up = [
+            ("warm-up", lambda: fuzz(served, lambda: fuzz_openapi(served, given.seed + 1, min(100, given.examples))))
+        ]
         return run_all(
             [
                 *warm_up,
