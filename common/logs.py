@@ -9,7 +9,9 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 
+_WARNED_EVERY_S = 1.0
 _CONTEXT_FIELDS = ("role", "worker_id", "request_id", "attempt", "peer_id", "cause")
 
 
@@ -39,6 +41,26 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False, default=str)
+
+
+class RareWarnings:
+    """Warnings of which there may be a flood, one line a second at the most: the next line says how many there were besides."""
+
+    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._clock = clock
+        self._num_unlogged = 0
+        self._logged_s: float | None = None
+
+    def warn(self, text: str, cause: str) -> None:
+        """One more; ``cause`` is a short stable word for the line's context."""
+        now_s = self._clock()
+        if self._logged_s is not None and now_s - self._logged_s < _WARNED_EVERY_S:
+            self._num_unlogged += 1
+            return
+        more = f" (and {self._num_unlogged} more since the last such line)" if self._num_unlogged else ""
+        self._log.warning("%s%s", text, more, extra={"cause": cause})
+        self._logged_s, self._num_unlogged = now_s, 0
 
 
 def configure_logs(level: str, log_format: str) -> None:

@@ -20,6 +20,7 @@ KvrelayError
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kvrelay.common.errors import KvrelayError
@@ -37,6 +38,11 @@ class ApiError(KvrelayError):
         super().__init__(message.encode("utf-8", "backslashreplace").decode())
         self.param = param
         self.retry_after_s = retry_after_s
+
+    @property
+    def retry_after(self) -> str | None:
+        """The header of that name: whole seconds, at least one. None without."""
+        return None if self.retry_after_s is None else str(max(1, math.ceil(self.retry_after_s)))
 
     def body(self) -> dict[str, Any]:
         """The OpenAI error object."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import re
 import secrets
 import time
@@ -169,7 +168,7 @@ def _unexpected(request: Request, error: Exception) -> Response:
 
 def error_response(error: ApiError) -> JSONResponse:
     """An error as an HTTP response."""
-    headers = {} if error.retry_after_s is None else {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    headers = {} if error.retry_after is None else {"retry-after": error.retry_after}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, SlowClientError):

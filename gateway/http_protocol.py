@@ -67,9 +67,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_headers = 0
         self._num_header_bytes = 0
         self._num_unparsed_bytes = 0  # since a request began, or a part of its body came
-        self._running: RequestResponseCycle | None = (
-            None  # uvicorn's ``cycle`` is the newest, which may wait for this one
-        )
+        # uvicorn's ``cycle`` is the newest, which may wait for this one.
+        self._running: RequestResponseCycle | None = None
         self._header_timer: asyncio.TimerHandle | None = None
         self._client_timer: asyncio.TimerHandle | None = None  # runs while the answer is not taken
 
@@ -273,6 +272,6 @@ def raw_response(error: ApiError) -> bytes:
         f"content-length: {len(body)}",
         "connection: close",
     ]
-    if error.retry_after_s is not None:
-        lines.append(f"retry-after: {max(1, round(error.retry_after_s))}")
+    if error.retry_after is not None:
+        lines.append(f"retry-after: {error.retry_after}")
     return "\r\n".join([*lines, "", ""]).encode() + body

@@ -48,9 +48,8 @@ class HttpServer(uvicorn.Server):
         drain_s: float,
     ) -> None:
         """``certificate``: None means plain HTTP. ``drain_s``: how long running requests may take after a signal."""
-        self._connections: set[HttpProtocol] = (
-            set()
-        )  # from being accepted on: uvicorn counts them after the TLS handshake
+        # From being accepted on: uvicorn counts them after the TLS handshake.
+        self._connections: set[HttpProtocol] = set()
         protocol = functools.partial(HttpProtocol, limits=limits, refusals=refusals, on_lost=self._connections.discard)
         super().__init__(
             uvicorn.Config(

@@ -9,9 +9,9 @@ from enum import StrEnum
 
 from prometheus_client import Counter
 
-logger = logging.getLogger(__name__)
+from kvrelay.common.logs import RareWarnings
 
-_LOGGED_EVERY_S = 1.0
+logger = logging.getLogger(__name__)
 
 
 class Reason(StrEnum):
@@ -33,19 +33,11 @@ class Refusals:
     def __init__(self, counter: Counter, clock: Callable[[], float] = time.monotonic) -> None:
         """``counter`` has one label, the reason."""
         self._counter = counter
-        self._clock = clock
-        self._num_unlogged = 0
-        self._logged_s: float | None = None
+        self._warnings = RareWarnings(logger, clock)
         for reason in Reason:
             counter.labels(reason)  # a series that begins at 0 is one that alerts can take the increase of
 
     def count(self, reason: Reason, detail: str, client: object) -> None:
         """One more; ``detail`` and the ``client``'s address are for the log."""
         self._counter.labels(reason).inc()
-        now_s = self._clock()
-        if self._logged_s is not None and now_s - self._logged_s < _LOGGED_EVERY_S:
-            self._num_unlogged += 1
-            return
-        more = f" (and {self._num_unlogged} more since the last such line)" if self._num_unlogged else ""
-        logger.warning("ended the connection of %s: %s%s", client, detail, more, extra={"cause": str(reason)})
-        self._logged_s, self._num_unlogged = now_s, 0
+        self._warnings.warn(f"ended the connection of {client}: {detail}", str(reason))

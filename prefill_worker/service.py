@@ -54,9 +54,7 @@ from kvrelay.wire.transfers import DecodeLink, TransferTable
 
 logger = logging.getLogger(__name__)
 
-_SEND_TIMEOUT_S = (
-    5.0  # for the few blocks that nobody wants any more, but that ZeroMQ has already, to leave this process
-)
+_SEND_TIMEOUT_S = 5.0  # for what ZeroMQ has of an entry that nobody wants any more to leave this process
 _LINK_TIMEOUT_S = 10.0  # a decode worker that did not say Welcome by then is as good as gone
 
 Key = tuple[str, int]

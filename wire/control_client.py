@@ -115,14 +115,14 @@ class ControlClient:
         first_pause_s = pause_s = min(self._settings.ping_interval_s / 4, _FIRST_PAUSE_S)
         while True:
             try:
-                dealer = self._dealer()
-            except zmq.ZMQError as error:  # no descriptor is left, for now; or the address is none, and stays none
+                dealer, watched = self._connecting()
+            except zmq.ZMQError as error:  # no descriptor is left at the moment; or the address is none, and stays none
                 refused = HelloRefused(code=FailureCode.PEER_LOST, detail=f"cannot connect to {self.address}: {error}")
                 self._handle(self._handler.on_refused, refused)
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, self._settings.reconnect_max_s)
                 continue
-            monitor = LoopSocket(dealer.get_monitor_socket(WATCHED_EVENTS), self._on_event)
+            monitor = LoopSocket(watched, self._on_event)
             self._socket = LoopSocket(dealer, self._on_frames)
             self._end_reason = None
             self._changed.clear()
@@ -147,19 +147,26 @@ class ControlClient:
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, self._settings.reconnect_max_s)
 
-    def _dealer(self) -> zmq.Socket[bytes]:
-        """A socket that is connecting. Raises zmq.ZMQError, and leaves none behind then."""
+    def _connecting(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """A socket that is connecting, and its monitor. Raises zmq.ZMQError, and leaves none behind then."""
         dealer = self._context.socket(zmq.DEALER)
         try:
             configure_control(dealer, self._settings)
             dealer.setsockopt(zmq.ROUTING_ID, self._hello.peer_id.encode())
             if self._proof is not None:
                 self._proof.guard(dealer)
-            dealer.connect(self.address)
+            # Before it connects: a handshake that fails is told once, and might be over by then.
+            watched = dealer.get_monitor_socket(WATCHED_EVENTS)
+            try:
+                dealer.connect(self.address)
+            except zmq.ZMQError:
+                dealer.disable_monitor()
+                watched.close(linger=0)
+                raise
         except zmq.ZMQError:
             dealer.close(linger=0)
             raise
-        return dealer
+        return dealer, watched
 
     async def _session(self) -> str:
         """Talk until the link breaks; returns why."""

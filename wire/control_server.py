@@ -148,9 +148,8 @@ class ControlServer:
             self._refuse_frame("malformed", frames[0], str(error))
             return
         peer_id = frames[0].decode(errors="replace")
-        if (
-            peer_id.encode() != frames[0] or not peer_id.isprintable()
-        ):  # it goes into logs, and two ids must not become one
+        # It goes into logs, and two ids must not become one.
+        if peer_id.encode() != frames[0] or not peer_id.isprintable():
             self._refuse_frame("malformed", frames[0], "a routing id that is no printable text")
             return
         if isinstance(message, Hello):

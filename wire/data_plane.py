@@ -14,12 +14,12 @@ import contextlib
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass
 
 import zmq
 
+from kvrelay.common.logs import RareWarnings
 from kvrelay.wire.addresses import SocketFile
 from kvrelay.wire.authentication import PeerGate, show_token
 from kvrelay.wire.block_frames import HEADER_NBYTES, BlockHeader, parse_header
@@ -31,7 +31,6 @@ from kvrelay.wire.sockets import bound_strangers, close_dead_connections
 
 logger = logging.getLogger(__name__)
 
-_REFUSALS_LOGGED_EVERY_S = 1.0
 _SEND_AHEAD_MESSAGES = 32  # proved or sealed, and not yet in the kernel
 _READ_AHEAD_MESSAGES = 32  # per sender
 _DEAD_AFTER_S = 10.0  # of a connection without traffic whose other machine is gone
@@ -277,8 +276,7 @@ class BlockReceiver:
         self._wakeup.bind(self._wakeup_address)
         self._thread = threading.Thread(target=self._run, name="block-receiver", daemon=True)
         self._is_stopped = False
-        self._num_unlogged = 0
-        self._logged_s = 0.0
+        self._warnings = RareWarnings(logger)  # a flood of bad frames must not become a flood of logs
 
     def start(self) -> None:
         """Start receiving. A process that does so for long should keep freed memory (:mod:`kvrelay.common.memory`)."""
@@ -329,7 +327,7 @@ class BlockReceiver:
         except BlockRefusedError as error:
             if error.cause_name == "bad_header":
                 self._leases.count_bad_header()
-            self._log(error)
+            self._warnings.warn(f"refused a KV block: {error}", error.cause_name)
             self._drain()
             return
         try:
@@ -339,18 +337,8 @@ class BlockReceiver:
             self._drain()
             self._leases.finish_block(header, payload)
         except BlockRefusedError as error:
-            self._log(error)
+            self._warnings.warn(f"refused a KV block: {error}", error.cause_name)
 
     def _drain(self) -> None:
         while self._socket.getsockopt(zmq.RCVMORE):
             self._socket.recv(copy=False)
-
-    def _log(self, error: BlockRefusedError) -> None:
-        """One line a second at the most: a flood of bad frames must not become a flood of logs."""
-        now_s = time.monotonic()
-        if now_s - self._logged_s < _REFUSALS_LOGGED_EVERY_S:
-            self._num_unlogged += 1
-            return
-        more = f" (and {self._num_unlogged} more since the last such line)" if self._num_unlogged else ""
-        logger.warning("refused a KV block: %s%s", error, more, extra={"cause": error.cause_name})
-        self._logged_s, self._num_unlogged = now_s, 0

@@ -15,14 +15,21 @@ import tokenizers.pre_tokenizers
 import tokenizers.trainers
 import uvloop
 
+from .clock import Clock
 from .http_app import CHAT_TEMPLATE
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """What touches sockets is tested on the loop that gateways run on, too: its transports are not asyncio's."""
-    if item.path.stem not in ("test_http_protocol", "test_http_server", "test_tls"):
+    if item.path.stem not in ("test_http_protocol", "test_http_server", "test_slow_clients", "test_tls"):
         return {"asyncio": asyncio.new_event_loop}
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """Of one test."""
+    return Clock()
 
 
 @pytest.fixture(scope="session")

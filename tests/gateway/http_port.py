@@ -23,6 +23,7 @@ from kvrelay.gateway.settings import HttpLimits
 from kvrelay.gateway.tls import Certificate
 
 GET = b"GET /first HTTP/1.1\r\nhost: x\r\n\r\n"
+POST = b"POST /first HTTP/1.1\r\nhost: x\r\n"  # the rest of it is the test's
 
 
 class Recorder:
@@ -62,6 +63,30 @@ class Recorder:
         self.headers.append(dict(scope["headers"]))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": scope["path"].encode(), "more_body": False})
+
+
+class Talker:
+    """An application that answers without an end, as fast as it may."""
+
+    def __init__(self) -> None:
+        self.num_disconnects = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await lifespan(receive, send)
+            return
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        talking = asyncio.create_task(self._talk(send))
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.num_disconnects += 1
+        talking.cancel()
+
+    async def _talk(self, send: Send) -> None:
+        while True:
+            await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
+            await asyncio.sleep(0)
 
 
 async def lifespan(receive: Receive, send: Send) -> None:

@@ -13,23 +13,9 @@ from kvrelay.gateway.api_keys import ApiKeys, hash_key
 from kvrelay.gateway.errors import UnauthorizedError
 from kvrelay.wire.messages import Submit
 
+from .clock import Clock
 from .http_app import CHAT, app_for
 from .players import Player, good
-
-
-class Clock:
-    """Time that passes when told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 def keys_file(tmp_path: Path, *names: str) -> Path:

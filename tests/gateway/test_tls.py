@@ -12,24 +12,10 @@ from kvrelay.common.errors import SettingsError
 from kvrelay.gateway.tls import Certificate
 
 from .certificates import replace, trusting, write_pair
-from .http_port import GET, Recorder, all_of, answer, close, serving, told, until
+from .clock import Clock
+from .http_port import GET, Recorder, Talker, all_of, answer, close, serving, told, until
 
 ENDING = b"GET /first HTTP/1.1\r\nconnection: close\r\n\r\n"
-
-
-class Clock:
-    """Time that passes when told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
@@ -183,8 +169,6 @@ async def test_half_a_request_over_tls_is_408(pair: tuple[Path, Path]) -> None:
 
 
 async def test_a_client_that_reads_nothing_over_tls_is_disconnected(pair: tuple[Path, Path]) -> None:
-    from .test_http_protocol import Talker  # noqa: PLC0415
-
     app = Talker()
     async with serving(app, certificate=Certificate(*pair), client_timeout_s=0.3, send_buffer_bytes=4096) as port:
         reader, writer = await port.connect(trusting(pair[0]))

@@ -1,0 +1,205 @@
+"""Clients that take their time: to send a request, or to take its answer. And those that are only slow, and must not be hurt."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any, cast
+
+import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from kvrelay.gateway.http import Edge
+from kvrelay.gateway.http_protocol import HttpProtocol
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.refusals import Refusals
+from kvrelay.gateway.settings import HttpLimits
+
+from .http_port import GET, POST, Recorder, Talker, all_of, answer, close, error_of, lifespan, serving, until
+
+
+@pytest.fixture
+async def app() -> Recorder:
+    return Recorder()
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTT", b"POST / HTTP/1.1\r\nhost: x\r\ncontent-le", b"\r\n\r\n"])
+async def test_half_a_request_is_408(app: Recorder, sent: bytes) -> None:
+    async with serving(app, header_timeout_s=0.1) as port:
+        error = error_of(await port.talk(sent), 408)
+        assert error["code"] == "request_too_slow"
+        assert "0.1 s" in error["message"]
+        assert port.refused() == {"header_timeout": 1}
+    assert app.paths == []
+
+
+async def test_who_says_nothing_hears_nothing(app: Recorder) -> None:
+    async with serving(app, header_timeout_s=0.1) as port:
+        assert await port.talk() == b""
+        assert port.refused() == {"header_timeout": 1}
+
+
+async def test_a_byte_now_and_then_buys_no_time(app: Recorder) -> None:
+    """Slowloris: the time runs from the beginning of a request, on new connections and on used ones."""
+    async with serving(app, header_timeout_s=0.3) as port:
+        for before in (b"", GET):
+            reader, writer = await port.connect()
+            writer.write(before)
+            if before:
+                await answer(reader)
+            writer.write(b"GET / HTTP/1.1\r\n")
+            end = asyncio.create_task(all_of(reader))
+            async with asyncio.timeout(20):
+                while not end.done():
+                    writer.write(b"a")
+                    writer.write(b": b\r\n")
+                    await asyncio.sleep(0.02)  # polls for a state: the connection has ended
+            error_of(await end, 408)
+            await close(writer)
+        assert port.refused() == {"header_timeout": 2}
+
+
+async def test_blank_lines_keep_no_idle_connection_open(app: Recorder) -> None:
+    async with serving(app, keep_alive_s=0.2) as port:
+        reader, writer = await port.connect()
+        writer.write(GET)
+        await answer(reader)
+        end = asyncio.create_task(all_of(reader))
+        async with asyncio.timeout(20):
+            while not end.done():
+                writer.write(b"\r\n")
+                await asyncio.sleep(0.01)  # polls for a state: the connection has ended
+        assert await end == b""
+        await close(writer)
+        assert port.refused() == {}
+
+
+async def test_who_reads_nothing_of_an_answer_is_disconnected() -> None:
+    app = Talker()
+    async with serving(app, client_timeout_s=0.3, send_buffer_bytes=4096) as port:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", port.number))
+            client.sendall(GET)
+            await until(lambda: app.num_disconnects == 1)
+            await until(lambda: not port.server.server_state.connections)
+        assert port.refused() == {"client_reads_nothing": 1}
+
+
+class Whole:
+    """An application whose answer is written at once, and ends its connection."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await lifespan(receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": b"x" * 60_000, "more_body": False})
+
+
+async def test_a_closed_connection_waits_no_longer_for_its_client() -> None:
+    """The answer is complete, and below the mark at which anybody is told that it is not taken."""
+    async with serving(Whole(), client_timeout_s=0.3, send_buffer_bytes=4096) as port:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", port.number))
+            client.sendall(GET)
+            await until(lambda: port.refused() == {"client_reads_nothing": 1})
+            await until(lambda: not port.server.server_state.connections)
+
+
+class Transport:
+    """What a protocol does to its transport; ``size`` is what the client has not taken."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.is_aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.size
+
+    def set_write_buffer_limits(self, high: int, low: int) -> None:
+        self.high, self.low = high, low
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+class Loop:
+    """One timer after the other, when the test says so."""
+
+    def __init__(self) -> None:
+        self.timers: list[tuple[float, Any]] = []
+
+    def call_later(self, delay_s: float, callback: Any, *arguments: Any) -> Loop:
+        self.timers.append((delay_s, lambda: callback(*arguments)))
+        return self
+
+    def cancel(self) -> None:
+        """A timer's, too."""
+        self.timers.clear()
+
+    def fire(self) -> None:
+        ((_, callback),) = self.timers
+        self.timers.clear()
+        callback()
+
+
+async def test_a_slow_reader_is_no_deaf_one() -> None:
+    """As long as it takes, in each period, what separates the two marks of the buffer."""
+    loop, transport = Loop(), Transport()
+    app: Any = Recorder()
+    refusals = Refusals(GatewayMetrics(CollectorRegistry()).refused_connections)
+    protocol = HttpProtocol(
+        uvicorn.Config(app),
+        ServerState(),
+        {},
+        cast(Any, loop),
+        limits=HttpLimits(),
+        refusals=refusals,
+        on_lost=lambda _: None,
+    )
+    protocol.connection_made(cast(asyncio.Transport, transport))
+    loop.cancel()  # the wait for headers
+    step = transport.high - transport.low
+    transport.size = 10 * step
+    protocol.pause_writing()
+    for _ in range(5):
+        transport.size -= step
+        loop.fire()
+        assert not transport.is_aborted
+    protocol.resume_writing()
+    assert loop.timers == []
+    protocol.pause_writing()
+    assert loop.timers[0][0] == HttpLimits().client_timeout_s
+    transport.size -= step - 1
+    loop.fire()
+    assert transport.is_aborted
+
+
+@pytest.mark.parametrize("rest", [b"", b"x" * 10, b"chunked"])
+async def test_a_body_that_does_not_come_is_408(app: Recorder, rest: bytes) -> None:
+    """Its answer ends the connection: the rest of the body cannot become a request."""
+    metrics = GatewayMetrics(CollectorRegistry())
+    edge = Edge(cast(ASGIApp, app), {}, 10_000, 0.2, metrics)
+    async with serving(edge, client_timeout_s=0.2) as port:
+        head = (
+            b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n"
+            if rest == b"chunked"
+            else b"content-length: 90\r\n\r\n" + rest
+        )
+        error = error_of(await port.talk(POST + head), 408)
+        assert error["code"] == "request_too_slow"
+        assert "0.2 s, which is the limit" in error["message"]
+    counted = metrics.registry.get_sample_value("kvrelay_refused_connections_total", {"reason": "body_timeout"})
+    assert counted == 1
+    assert app.paths == []

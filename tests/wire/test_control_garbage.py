@@ -1,0 +1,88 @@
+"""What strangers and broken peers send to a control port: counted, refused in few words, survived."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import zmq
+
+from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
+from kvrelay.wire.messages import Cancel, Cancelled, FailureCode, Hello, HelloRefused, Ping, Role, Welcome
+
+from .links import WAIT_S, Net, Worker, next_of
+
+
+async def test_garbage_is_counted_and_the_link_goes_on(net: Net) -> None:
+    worker, server, _, client = await net.linked()
+    with net.raw(server._router.getsockopt_string(zmq.LAST_ENDPOINT)) as socket:
+        await socket.send(b"\xff\xfe")
+        await socket.send_multipart([Codec().encode(Ping()), b"more"])
+        await socket.send(b"\x82\xa4type\xa4Ping\xa3zzz" + b"\x91" * 200_000 + b"\xc0")
+        await socket.send(Codec().encode(Ping()))  # before Hello
+        await socket.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id="another")))
+        await socket.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id="raw")))
+        answers = []
+        while not answers or not isinstance(answers[-1], Welcome):
+            answers.append(Codec().decode(await asyncio.wait_for(socket.recv(), WAIT_S)))
+    assert [type(answer) for answer in answers] == [HelloRefused, HelloRefused, Welcome]
+    assert net.counted("refused_messages", cause="malformed") == 3
+    assert net.counted("refused_messages", cause="before_hello") == 1
+    assert client.send(Cancel(request_id="r", attempt=1))
+    assert (await next_of(worker.heard))[2] == Cancel(request_id="r", attempt=1)
+
+
+async def test_garbage_from_a_server_does_not_end_the_link(net: Net) -> None:
+    _, server, initiator, _ = await net.linked()
+    for garbage in (b"\xff", b"\x82\xa4type\xa4Ping\xa3zzz" + b"\x91" * 200_000 + b"\xc0"):
+        assert server._socket.send([b"p", garbage])
+    assert server.send("p", Cancelled(request_id="r", attempt=1))
+    assert await next_of(initiator.events) == Cancelled(request_id="r", attempt=1)
+    assert net.counted("refused_messages", cause="malformed") == 2
+
+
+async def test_an_oversize_frame_costs_its_sender_the_connection_only(net: Net) -> None:
+    worker, server, _, client = await net.linked()
+    with net.raw(server._router.getsockopt_string(zmq.LAST_ENDPOINT)) as socket:
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        await socket.send(bytes(MAX_CONTROL_FRAME_NBYTES + 1))
+        await asyncio.wait_for(monitor.recv_multipart(), WAIT_S)
+        socket.disable_monitor()
+        monitor.close(linger=0)
+    assert client.send(Cancel(request_id="r", attempt=1))
+    assert (await next_of(worker.heard))[2] == Cancel(request_id="r", attempt=1)
+
+
+async def test_a_routing_id_that_is_no_text_is_survived(net: Net) -> None:
+    worker, server, _, client = await net.linked()
+    with net.raw(server._router.getsockopt_string(zmq.LAST_ENDPOINT), b"\xff\xfe") as socket:
+        await socket.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id="x")))
+        assert client.send(Cancel(request_id="r", attempt=1))
+        assert (await next_of(worker.heard))[2] == Cancel(request_id="r", attempt=1)
+    assert server.is_alive
+
+
+@pytest.mark.parametrize("routing_id", [b"\xff\xfe", b"x\n12:00:00 INFO all is well"])
+async def test_a_routing_id_that_could_not_be_logged_is_refused(net: Net, routing_id: bytes) -> None:
+    server = net.server(Worker())
+    with net.raw(await server.start(), routing_id) as socket:
+        await socket.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id=routing_id.decode(errors="replace"))))
+        async with asyncio.timeout(WAIT_S):
+            while not net.counted("refused_messages", cause="malformed"):
+                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+        assert not server._peers
+
+
+async def test_refusals_are_short_and_told_once(net: Net, caplog: pytest.LogCaptureFixture) -> None:
+    """What a refusal quotes was chosen by the refused: neither a log nor an answer grows with it."""
+    worker = Worker()
+    worker.refusal = HelloRefused(code=FailureCode.LAYOUT_MISMATCH, detail="differs: " + "x" * 100_000)
+    with net.raw(await net.server(worker).start()) as socket:
+        for _ in range(3):
+            await socket.send(Codec().encode(Hello(role=Role.PREFILL, peer_id="raw")))
+            refused = Codec().decode(await asyncio.wait_for(socket.recv(), WAIT_S))
+            assert isinstance(refused, HelloRefused)
+            assert len(refused.detail) < 1100
+    told = [record.getMessage() for record in caplog.records if "refused a prefill" in record.getMessage()]
+    assert len(told) == 1
+    assert len(told[0]) < 1100
