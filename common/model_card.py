@@ -44,3 +44,5 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int  # tokens, prompt and output together: min(model's own, --max-model-len, what the pool holds)
     num_blocks: int  # blocks in this worker's pool
     block_nbytes: int  # bytes of one block, all layers
+    device_type: str = "cpu"  # in torch's words
+    processors: tuple[str, ...] = ()  # names of the operator's logits processors that requests may ask for

@@ -12,7 +12,7 @@ from kvrelay.common.logs import configure_logs
 from kvrelay.common.process import Component, ProcessSettings, serve_process
 from kvrelay.decode_worker.settings import DecodeSettings
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.factory import load_engine
+from kvrelay.engine.factory import load_engine, load_guides
 from kvrelay.engine.progress import LoggedProgress
 from kvrelay.wire.keys import keys_of
 from kvrelay.wire.messages import Role
@@ -44,6 +44,8 @@ def serve(settings: DecodeSettings) -> int:
             registry,
             seal_kv=settings.security.seals_kv,
             keys=keys,
+            max_retained_share=settings.kv.max_retained_share,
+            guides=load_guides(settings.model, settings.fake, engine.card.vocab_size),
         )
 
     process = ProcessSettings(settings.admin_host, settings.admin_port, settings.drain_s)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrelay.common.sampling import FinishReason, SampledToken
-from kvrelay.decode_worker.scheduler import DecodeScheduler
+from kvrelay.decode_worker.beams import FinishedBeam
+from kvrelay.decode_worker.scheduler import DecodeScheduler, Progress, Schedule
 from kvrelay.engine.interface import Engine
 from kvrelay.engine.metrics import EngineMetrics
 from kvrelay.engine.sequence import Sequence
@@ -20,6 +21,7 @@ class Add:
     """Take a sequence in."""
 
     sequence: Sequence
+    first: SampledToken | None = None  # of a beam search that was handed over: what the prefill worker sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,15 @@ Command = Add | Remove
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """One sequence's token of one step."""
+    """One request's token of one step, or what a beam search has to tell."""
 
     key: Key
-    token: SampledToken
+    token: SampledToken | None  # None: of a beam search, that it has begun or, with its ``beams``, ended
     finish_reason: FinishReason | None
     num_cached_tokens: int
+    beams: tuple[FinishedBeam, ...] = ()
+    failure: str | None = None  # why it ended without a reason to finish: the token does not count
+    prompt_logprobs: list[SampledToken] | None = None  # if the sequence was prefilled here and asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,8 @@ class DecodeModelWorker:
     def handle(self, command: Command) -> None:
         """Take a command in."""
         match command:
-            case Add(sequence):
-                self._scheduler.add(sequence)
+            case Add(sequence, first):
+                self._scheduler.add(sequence, first)
             case Remove(key):
                 self._scheduler.remove(key)
                 self._emit(Report(removed=(key,)))
@@ -89,23 +94,25 @@ class DecodeModelWorker:
             if sequence.num_preemptions == 0:
                 self._metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
                 self._metrics.cached_tokens.inc(sequence.num_cached_tokens)
-        if not plan.rows:
+        if not plan.rows and not plan.admitted:
             # A preemption without a row changed the books: look again at once.
             return bool(plan.preempted)
         if plan.admitted:
             self._emit(Report(started=tuple(sequence.key for sequence in plan.admitted)))
-        start_s = time.monotonic()
-        outputs = self._engine.step(plan.rows)
-        self._metrics.step_s.observe(time.monotonic() - start_s)
-        sampled = self._scheduler.postprocess(plan.rows, outputs)
-        self._metrics.sampled_tokens.inc(len(sampled))
-        tokens = tuple(
-            NewToken(sequence.key, token, sequence.finish_reason, sequence.num_cached_tokens)
-            for sequence, token in sampled
-        )
+        outputs = self._compute(plan) if plan.rows else []
+        self._metrics.sampled_tokens.inc(sum(1 for token in outputs if token is not None))
+        tokens = tuple(map(_new_token, self._scheduler.postprocess(plan.rows, outputs)))
         if tokens:
             self._emit(Report(tokens=tokens))
         return True
+
+    def _compute(self, plan: Schedule) -> list[SampledToken | None]:
+        start_s = time.monotonic()
+        if plan.copies:
+            self._engine.copy_blocks([(copy.source, copy.target) for copy in plan.copies])
+        outputs = self._engine.step(plan.rows)
+        self._metrics.step_s.observe(time.monotonic() - start_s)
+        return outputs
 
     def on_step_failed(self, error: Exception) -> None:
         """End every running sequence: which of them broke the step is unknown, and their K/V may be half written.
@@ -114,7 +121,8 @@ class DecodeModelWorker:
         books do not agree afterwards.
         """
         self._metrics.failed_steps.inc()
-        keys = tuple(sequence.key for sequence in self._scheduler.running or self._scheduler.waiting[:1])
+        ended = self._scheduler.running or self._scheduler.waiting[:1]
+        keys = tuple(dict.fromkeys(sequence.key for sequence in ended))  # the beams of a search share one
         for key in keys:
             self._scheduler.remove(key)
         self._emit(Report(failed=keys, detail=f"the model step failed: {type(error).__name__}"))
@@ -129,3 +137,16 @@ class DecodeModelWorker:
             case Remove(key):
                 self._emit(Report(removed=(key,)))
         self._scheduler.check_integrity()
+
+
+def _new_token(progress: Progress) -> NewToken:
+    sequence = progress.sequence
+    return NewToken(
+        key=sequence.key,
+        token=progress.token,
+        finish_reason=sequence.finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens,
+        beams=progress.beams,
+        failure=sequence.failure,
+        prompt_logprobs=None if sequence.sampling.num_prompt_logprobs is None else sequence.prompt_logprobs,
+    )

@@ -4,6 +4,10 @@ A step takes one token of every decoding sequence first, lets sequences that wer
 is left of the token budget on local prefill and on recomputing preempted sequences, the oldest first. When blocks run out, the
 youngest sequence gives its blocks up and waits to be recomputed, so the oldest is always served.
 
+A beam search (:mod:`kvrelay.decode_worker.beam_group`) waits as one sequence and runs as several, which go forward in step: it
+takes ``width`` places from the start, and is preempted and removed as a whole. Its sequences share blocks; one that writes to
+a shared block gets a copy of it first.
+
 Runs on the model thread alone. Knows no sockets and no clock.
 """
 
@@ -15,19 +19,47 @@ from dataclasses import dataclass, field
 
 from kvrelay.common.block_hash import chain_hashes
 from kvrelay.common.sampling import SampledToken
+from kvrelay.decode_worker.beam_group import BeamGroup, num_common
+from kvrelay.decode_worker.beams import FinishedBeam
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.engine.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.block_manager import BlockManager, Owner, sequence_owner
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence, SequenceStatus
+
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """What ``sequence`` found in a block that it shared, copied into the one that it writes to instead."""
+
+    sequence: Sequence
+    source: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step's rows; ``num_admitted`` prompts start with it, ``preempted`` sequences lost their blocks."""
+    """One step's rows, and what must be copied before; ``admitted`` start with it, ``preempted`` lost their blocks.
+
+    Of a beam search the leader is admitted or preempted. One that was handed over is admitted without a row.
+    """
 
     rows: list[StepRow]
+    copies: list[BlockCopy] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a step brought a request; if it ended, the sequence has its ``finish_reason`` set."""
+
+    sequence: Sequence  # of a beam search: the leader
+    token: SampledToken | None = (
+        None  # None: a beam search, which is told once, at its end; before that, that it has begun
+    )
+    beams: tuple[FinishedBeam, ...] = ()
 
 
 class DecodeScheduler:
@@ -40,26 +72,31 @@ class DecodeScheduler:
         self._blocks = blocks
         self._root_hash = root_hash
         self._max_model_len = max_model_len
+        self._groups: dict[Key, BeamGroup] = {}  # whose leaders wait or run
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence: one to prefill here, or a verified one that already holds its blocks and their K/V."""
-        bisect.insort(self.waiting, sequence, key=_arrival)
+    def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
+        """Queue a sequence: one to prefill here, or a verified one that already holds its blocks and their K/V.
 
-    def remove(self, key: tuple[str, int]) -> Sequence | None:
-        """Take a sequence out and release its blocks. None if it is not (or no longer) here."""
-        for place in (self.waiting, self.running):
-            for sequence in place:
-                if sequence.key == key:
-                    place.remove(sequence)
-                    self._finish(sequence)
-                    return sequence
-        return None
+        ``first``: of a verified beam search, what the prefill worker sampled; its other sequences have it among their tokens.
+        """
+        if sequence.sampling.beam_search is not None:
+            self._groups[sequence.key] = BeamGroup(sequence, self._max_model_len, first)
+        self._queue(sequence)
+
+    def remove(self, key: Key) -> Sequence | None:
+        """Take a sequence, or all of a beam search, out and release the blocks. None if it is not (or no longer) here."""
+        group = self._groups.pop(key, None)
+        found = [one for one in self.waiting + self.running if one.key == key] if group is None else group.beams
+        for sequence in found:
+            self._end(sequence)
+        return found[0] if found else None
 
     def drop(self, sequence: Sequence) -> None:
         """Release a sequence that ``add`` could not take in."""
-        self._finish(sequence)
+        self._groups.pop(sequence.key, None)
+        self._end(sequence)
 
     def check_integrity(self) -> None:
         """Assert that places, statuses and the block manager's books agree: after every test, and after a failure."""
@@ -67,10 +104,18 @@ class DecodeScheduler:
         for place, status in ((self.waiting, SequenceStatus.WAITING), (self.running, SequenceStatus.RUNNING)):
             for sequence in place:
                 assert sequence.status is status, f"{sequence.key} is {sequence.status.name} among the {status.name}"
-                owned = self._blocks.owned_blocks(sequence_owner(sequence.key))
+                owned = self._blocks.owned_blocks(_owner(sequence))
                 assert sequence.block_table == owned, f"{sequence.key} computes in {sequence.block_table}, owns {owned}"
-        keys = [sequence.key for sequence in self.waiting + self.running]
+        keys = [(sequence.key, sequence.beam) for sequence in self.waiting + self.running]
         assert len(set(keys)) == len(keys), f"a sequence is here twice: {sorted(keys)}"
+        led = {(one.key, one.beam) for one in self.waiting + self.running if one.sampling.beam_search is not None}
+        for key, group in self._groups.items():
+            assert (key, group.leader.beam) in led, f"nobody waits or runs for the beam search {key}"
+            led -= {(key, beam.beam) for beam in group.beams}
+            for beam in group.beams:
+                is_idle = beam.status is SequenceStatus.WAITING and beam is not group.leader
+                assert not (is_idle and beam.block_table), f"beam {beam.beam} of {key} idles in {beam.block_table}"
+        assert not led, f"beams without a search: {sorted(led)}"
 
     def schedule(self) -> Schedule:
         """Choose the next step's rows; allocates blocks, admits waiting sequences, preempts running ones."""
@@ -85,23 +130,55 @@ class DecodeScheduler:
             self._admit_waiting(plan, budget)
         return plan
 
-    def postprocess(self, rows: Seq[StepRow], outputs: Seq[SampledToken | None]) -> list[tuple[Sequence, SampledToken]]:
-        """Advance the sequences by what was computed; finished ones leave and their blocks are released.
-
-        Returns the sequences that got a token, with it; a finished one has its ``finish_reason`` set.
-        """
-        sampled: list[tuple[Sequence, SampledToken]] = []
+    def postprocess(self, rows: Seq[StepRow], outputs: Seq[SampledToken | None]) -> list[Progress]:
+        """Advance the sequences by what was computed; finished ones leave and their blocks are released."""
+        progress: list[Progress] = []
         for row, token in zip(rows, outputs, strict=True):
             sequence = row.sequence
             sequence.num_computed_tokens += row.num_tokens
             self._publish(sequence)
             if token is None:
                 continue
-            sampled.append((sequence, token))
-            if sequence.append(token, self._max_model_len) is not None:
-                self.running.remove(sequence)
-                self._finish(sequence)
-        return sampled
+            if sequence.sampling.beam_search is not None:
+                self._groups[sequence.key].hear(sequence, token)
+                continue
+            progress.append(Progress(sequence, token))
+            sequence.append(token, self._max_model_len)
+            if sequence.is_over:
+                self._end(sequence)
+        for key, group in list(self._groups.items()):
+            if group.leader.status is SequenceStatus.RUNNING:
+                progress += self._go_forward(key, group)
+        return progress
+
+    def _go_forward(self, key: Key, group: BeamGroup) -> list[Progress]:
+        """Choose a group's next beams once all have heard; after a preemption, let the others follow the leader."""
+        if not group.is_ready:
+            if group.has_heard(group.leader):
+                for beam in group.beams[1:]:
+                    if beam.status is SequenceStatus.WAITING:
+                        self._share(group.leader, beam, num_common(group.leader.token_ids, beam.token_ids))
+            return []
+        leader = group.leader
+        turnover = group.advance()
+        for parent, child in turnover.forked:
+            self._share(parent, child, parent.num_computed_tokens)
+        for beam in turnover.ended:
+            self._end(beam)
+        if group.is_over:
+            del self._groups[key]
+            leader.finish_reason = group.result[0].finish_reason
+            return [Progress(leader, beams=group.result)]
+        return [Progress(group.leader)] if group.num_steps == 1 else []
+
+    def _share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Let the child join the batch behind ``num_tokens`` tokens, whose K/V it reads in the parent's blocks."""
+        num_blocks = self._blocks.num_blocks_for(num_tokens)
+        child.block_table = self._blocks.fork(_owner(parent), _owner(child), num_blocks)
+        child.block_hashes = parent.block_hashes[: num_tokens // self._blocks.block_size]
+        child.num_computed_tokens = num_tokens
+        child.set_status(SequenceStatus.RUNNING)
+        bisect.insort(self.running, child, key=_arrival)
 
     def _continue_running(self, plan: Schedule, budget: int, sequences: Seq[Sequence]) -> int:
         """Rows for running ``sequences``, oldest first; returns what is left of the budget."""
@@ -117,16 +194,21 @@ class DecodeScheduler:
         return budget
 
     def _admit_complete(self, plan: Schedule, budget: int) -> int:
-        """Let verified sequences join: they hold their blocks and need one token each."""
-        for sequence in [one for one in self.waiting if one.block_table]:
-            if budget == 0 or len(self.running) >= self._settings.max_num_seqs:
+        """Let verified sequences join: they hold their blocks and need one token each, a beam search none yet."""
+        num_places = self._num_free_places()
+        for sequence in list(self.waiting):
+            if budget == 0 or num_places < sequence.sampling.num_sequences:
                 break
-            self._admit(sequence, plan, 1)
-            budget -= 1
+            if sequence.block_table:
+                budget -= self._admit(sequence, plan, budget)
+                num_places -= sequence.sampling.num_sequences
+            elif sequence.sampling.beam_search is not None:
+                # Places that come free one by one would never be enough for it, if younger ones took each.
+                num_places -= sequence.sampling.num_sequences
         return budget
 
     def _admit_waiting(self, plan: Schedule, budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self._settings.max_num_seqs:
+        while self.waiting and budget > 0 and self._num_free_places() >= self.waiting[0].sampling.num_sequences:
             sequence = self.waiting[0]
             if not sequence.block_table and not self._allocate(sequence):
                 # Verified sequences that wait for a place in the batch hold blocks too. If they are all that stands
@@ -135,24 +217,32 @@ class DecodeScheduler:
                     self._preempt_youngest(plan)
                     continue
                 break
-            num_tokens = min(budget, sequence.num_uncomputed_tokens)
-            self._admit(sequence, plan, num_tokens)
-            budget -= num_tokens
+            budget -= self._admit(sequence, plan, budget)
 
-    def _admit(self, sequence: Sequence, plan: Schedule, num_tokens: int) -> None:
+    def _num_free_places(self) -> int:
+        """A beam search takes all its places from the start, whether it has so many beams yet or not."""
+        groups = [group for group in self._groups.values() if group.leader.status is SequenceStatus.RUNNING]
+        num_running_beams = sum(1 for one in self.running if one.sampling.beam_search is not None) if groups else 0
+        num_taken = len(self.running) - num_running_beams + sum(group.width for group in groups)
+        return self._settings.max_num_seqs - num_taken
+
+    def _admit(self, sequence: Sequence, plan: Schedule, budget: int) -> int:
+        """Let a sequence with blocks run; returns the tokens that it computes in this step."""
         self.waiting.remove(sequence)
         sequence.set_status(SequenceStatus.RUNNING)
         bisect.insort(self.running, sequence, key=_arrival)
         plan.admitted.append(sequence)
-        plan.rows.append(StepRow(sequence, num_tokens))
+        num_tokens = min(budget, sequence.num_uncomputed_tokens)
+        if num_tokens:
+            plan.rows.append(StepRow(sequence, num_tokens))
+        return num_tokens
 
     def _allocate(self, sequence: Sequence) -> bool:
         block_size = self._blocks.block_size
-        # The last token is always computed anew: its logits are what is sampled from.
-        num_reusable = (sequence.num_tokens - 1) // block_size
+        num_reusable = sequence.num_cacheable_tokens // block_size
         hashes = chain_hashes(self._root_hash, sequence.token_ids[: num_reusable * block_size], block_size)
         num_blocks = self._blocks.num_blocks_for(sequence.num_tokens)
-        allocation = self._blocks.allocate(sequence_owner(sequence.key), num_blocks, hashes)
+        allocation = self._blocks.allocate(_owner(sequence), num_blocks, hashes)
         if allocation is None:
             return False
         sequence.block_hashes = hashes[: allocation.num_cached]
@@ -163,37 +253,69 @@ class DecodeScheduler:
         return True
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Schedule) -> bool:
-        num_missing = self._blocks.num_blocks_for(num_tokens) - len(sequence.block_table)
-        while num_missing > 0:
-            fresh = self._blocks.extend(sequence_owner(sequence.key), num_missing)
-            if fresh is not None:
-                sequence.block_table.extend(fresh)
-                return True
-            if self._preempt_youngest(plan) is sequence:
+        """Give a running sequence the blocks that it writes to until it has ``num_tokens``; False if it gave way itself."""
+        while not (self._extend(sequence, num_tokens) and self._unshare(sequence, plan)):
+            self._preempt_youngest(plan)
+            if sequence.status is not SequenceStatus.RUNNING:
                 return False
+        return True
+
+    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        num_missing = self._blocks.num_blocks_for(num_tokens) - len(sequence.block_table)
+        if num_missing > 0:
+            fresh = self._blocks.extend(_owner(sequence), num_missing)
+            if fresh is None:
+                return False
+            sequence.block_table.extend(fresh)
+        return True
+
+    def _unshare(self, sequence: Sequence, plan: Schedule) -> bool:
+        """Copy on write: a beam's next tokens begin in a block that only it holds."""
+        if sequence.sampling.beam_search is None:
+            return True
+        index, num_written = divmod(sequence.num_computed_tokens, self._blocks.block_size)
+        if num_written == 0:
+            return True
+        shared, own = sequence.block_table[index], self._blocks.make_writable(_owner(sequence), index)
+        if own is None:
+            return False
+        if own != shared:
+            sequence.block_table[index] = own
+            plan.copies.append(BlockCopy(sequence, shared, own))
         return True
 
     def _youngest_holder(self) -> Sequence | None:
         holders = self.running + [sequence for sequence in self.waiting if sequence.block_table]
         return max(holders, key=_arrival, default=None)
 
-    def _preempt_youngest(self, plan: Schedule) -> Sequence:
-        sequence = self._youngest_holder()
-        assert sequence is not None, "nobody holds blocks, yet there is no room"
+    def _preempt_youngest(self, plan: Schedule) -> None:
+        victim = self._youngest_holder()
+        assert victim is not None, "nobody holds blocks, yet there is no room"
+        group = self._groups.get(victim.key)
+        if group is None:
+            self._give_way(victim, plan)
+        else:
+            victim = group.leader
+            group.forget()
+            for beam in group.beams:
+                self._give_way(beam, plan)
+        victim.num_preemptions += 1
+        plan.preempted.append(victim)
+        if victim not in self.waiting:
+            self._queue(victim)
+
+    def _give_way(self, sequence: Sequence, plan: Schedule) -> None:
         # A row of this step may already be the victim's, if it decodes while an older one prefills: it must not
         # compute into blocks that it no longer owns.
         plan.rows[:] = [row for row in plan.rows if row.sequence is not sequence]
-        self._blocks.release(sequence_owner(sequence.key))
+        plan.copies[:] = [copy for copy in plan.copies if copy.sequence is not sequence]
+        self._blocks.release(_owner(sequence), sequence.retention)
         sequence.block_table = []
         sequence.block_hashes = []
         sequence.num_computed_tokens = 0
-        sequence.num_preemptions += 1
-        plan.preempted.append(sequence)
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             sequence.set_status(SequenceStatus.WAITING)
-            self.add(sequence)
-        return sequence
 
     def _publish(self, sequence: Sequence) -> None:
         block_size = self._blocks.block_size
@@ -203,12 +325,23 @@ class DecodeScheduler:
             tokens = sequence.token_ids[: num_full * block_size]
             sequence.block_hashes = chain_hashes(self._root_hash, tokens, block_size, known=sequence.block_hashes)
             for index in range(num_known, num_full):
-                self._blocks.publish(sequence_owner(sequence.key), index, sequence.block_hashes[index])
+                self._blocks.publish(_owner(sequence), index, sequence.block_hashes[index])
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _queue(self, sequence: Sequence) -> None:
+        bisect.insort(self.waiting, sequence, key=_arrival)
+
+    def _end(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and release its blocks."""
+        for place in (self.waiting, self.running):
+            if sequence in place:
+                place.remove(sequence)
         sequence.set_status(SequenceStatus.FINISHED)
-        self._blocks.release(sequence_owner(sequence.key))
+        self._blocks.release(_owner(sequence), sequence.retention)
         sequence.block_table = []
+
+
+def _owner(sequence: Sequence) -> Owner:
+    return sequence_owner(sequence.key, sequence.beam)
 
 
 def _arrival(sequence: Sequence) -> float:

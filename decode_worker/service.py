@@ -2,9 +2,9 @@
 
 An entry goes through these phases; its outcome is decided once and told once, when its blocks are back::
 
-    LEASED ──verified──▶ RUNNING ──▶ CLOSING ──▶ (gone, outcome told)
-       └────────────────────────────▲
-    (local prefill starts at RUNNING)
+    LEASED ──verified──▶ COMPILING ──▶ RUNNING ──▶ CLOSING ──▶ (gone, outcome told)
+       └─────────────────────┴───────────────────────▲
+    (local prefill starts at COMPILING; who has no guide, or a compiled one, is through with that at once)
 
 LEASED blocks belong to the lease table, RUNNING ones to the model thread's scheduler. What the lease table says may come
 from the receiver thread; it is brought to the asyncio loop before anything is decided, so phases need no lock. An entry that asked
@@ -16,17 +16,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from kvrelay.common.block_hash import root_hash
+from kvrelay.decode_worker.cache_check import cache_miss
 from kvrelay.decode_worker.entries import Entry, Phase
-from kvrelay.decode_worker.model_worker import Add, Command, NewToken, Remove, Report
+from kvrelay.decode_worker.model_worker import Add, Remove, Report
+from kvrelay.decode_worker.ports import Ports
 from kvrelay.decode_worker.welcome import welcome
 from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
-from kvrelay.engine.loop import ModelLoop
+from kvrelay.engine.guidance import GuideRefusal, GuideResult
 from kvrelay.engine.sequence import Sequence
+from kvrelay.wire.beam_check import invalid_first_token, unfit_beams
 from kvrelay.wire.lease import VerifiedLease
-from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import (
     Abort,
     Aborted,
@@ -46,7 +49,6 @@ from kvrelay.wire.messages import (
     Role,
     Status,
     Submit,
-    Timings,
     TokenDelta,
     Tokens,
     Verified,
@@ -58,17 +60,6 @@ from kvrelay.wire.submit import WorkerIdentity, deadline_of, invalid_submit, is_
 logger = logging.getLogger(__name__)
 
 Key = tuple[str, int]
-
-
-@dataclass(slots=True)
-class Ports:
-    """What the service speaks through; filled once by whoever assembles the worker."""
-
-    send: Callable[[str, Message], bool]
-    loop: ModelLoop[Command]
-    leases: LeaseTable
-    data_address: str
-    data_token: str | None = None  # what the data socket lets connections in by; None: all
 
 
 def lease_owner(lease_key: str) -> Owner:
@@ -83,6 +74,7 @@ class DecodeService:
         self._identity = identity
         self._blocks = blocks
         self._clock = clock
+        self._root_hash = root_hash(identity.card.layout.fingerprint())
         self._entries: dict[Key, Entry] = {}
         self.state = WorkerState.READY
         self._drained = asyncio.Event()  # draining, and the last entry is gone
@@ -114,19 +106,12 @@ class DecodeService:
 
     def status(self) -> Status:
         """What routing sees."""
-        num_leased = sum(1 for entry in self._entries.values() if entry.phase is Phase.LEASED)
-        num_waiting = sum(
-            1 for entry in self._entries.values() if entry.phase is Phase.RUNNING and entry.started_s is None
-        )
+        waiting = [entry for entry in self._entries.values() if entry.is_waiting]
         return Status(
             state=self.state,
-            num_running=len(self._entries) - num_waiting - num_leased,
-            num_waiting=num_waiting + num_leased,
-            num_waiting_tokens=sum(
-                entry.num_prompt_tokens
-                for entry in self._entries.values()
-                if entry.phase is Phase.RUNNING and entry.started_s is None and entry.lease_id is None
-            ),
+            num_running=sum(one.sampling.num_sequences for one in self._entries.values() if not one.is_waiting),
+            num_waiting=len(waiting),
+            num_waiting_tokens=sum(entry.num_prompt_tokens for entry in waiting if entry.lease_id is None),
             num_free_blocks=self._blocks.num_allocatable,
             num_blocks=self._blocks.num_blocks,
             max_running=self._identity.max_running,
@@ -163,17 +148,19 @@ class DecodeService:
     def _on_submit(self, gateway_id: str, submit: Submit) -> None:
         key = (submit.request_id, submit.attempt)
         refusal = submit_refusal(submit, self._identity, self.status(), is_known=key in self._entries)
+        refusal = refusal or cache_miss(submit, self._blocks, self._root_hash)
         if refusal is not None:
             self.ports.send(gateway_id, refusal)
             return
         now_s = self._clock()
-        self._entries[key] = Entry(
+        entry = self._entries[key] = Entry(
             key=key,
             gateway_id=gateway_id,
-            phase=Phase.RUNNING,
+            phase=Phase.COMPILING,
             next_index=len(submit.token_ids) - submit.num_prompt_tokens,
             arrival_s=now_s,
             num_prompt_tokens=submit.num_prompt_tokens,
+            sampling=submit.sampling,
             deadline_s=deadline_of(submit, now_s),
         )
         sequence = Sequence(
@@ -183,8 +170,11 @@ class DecodeService:
             num_prompt_tokens=submit.num_prompt_tokens,
             sampling=submit.sampling,
             arrival_s=now_s,
+            retention=submit.retention,
         )
-        self.ports.loop.post(Add(sequence))
+        entry.waiting = Add(sequence)
+        self._compile(entry, submit)
+        self._run_if_ready(entry)
 
     def _on_cancel(self, peer_id: str, key: Key) -> None:
         entry = self._entries.get(key)
@@ -206,7 +196,9 @@ class DecodeService:
         if key in self._entries:
             return refuse(FailureCode.INVALID, f"attempt {key[1]} of request {key[0]} is already here")
         # The prefill worker has checked it against its own limits. A step that breaks on one sequence ends all in the batch.
-        if (invalid := invalid_submit(offer, self._identity.card)) is not None:
+        card = self._identity.card
+        invalid = invalid_submit(offer, card) or unfit_beams(offer, card, self._identity.max_running)
+        if invalid is not None:
             return refuse(FailureCode.INVALID, invalid)
         if is_late(offer):
             return refuse(FailureCode.DEADLINE, f"came with {offer.timeout_s} s left: nobody waits for it any more")
@@ -215,24 +207,27 @@ class DecodeService:
         answer = self.ports.leases.offer(peer_id, offer)
         if isinstance(answer, Grant):
             now_s = self._clock()
-            self._entries[key] = Entry(
+            entry = self._entries[key] = Entry(
                 key=key,
                 gateway_id=offer.gateway_id,
                 phase=Phase.LEASED,
                 next_index=len(offer.token_ids) - offer.num_prompt_tokens,
                 arrival_s=now_s,
                 num_prompt_tokens=offer.num_prompt_tokens,
+                sampling=offer.sampling,
                 deadline_s=deadline_of(offer, now_s),
                 lease_id=answer.lease_id,
             )
+            self._compile(entry, offer)
         return answer
 
     def _on_commit(self, peer_id: str, commit: Commit) -> None:
-        token_id, vocab_size = commit.first_token.token_id, self._identity.card.vocab_size
-        if 0 <= token_id < vocab_size:
+        entry = next((entry for entry in self._entries.values() if entry.lease_id == commit.lease_id), None)
+        vocab_size = self._identity.card.vocab_size
+        detail = None if entry is None else invalid_first_token(commit.first_token, entry.sampling, vocab_size)
+        if detail is None:
             self.ports.leases.commit(peer_id, commit)
         else:
-            detail = f"the first token is {token_id}; it must be 0 to {vocab_size - 1}"
             self.ports.leases.reject(peer_id, commit.lease_id, commit.epoch, detail)
 
     def on_lease_verified(self, lease: VerifiedLease) -> None:
@@ -246,25 +241,29 @@ class DecodeService:
             self.ports.loop.wake()  # a sequence may have waited for these blocks
             self._tell_and_forget(entry)
             return
-        entry.advance(Phase.RUNNING)
+        entry.advance(Phase.COMPILING)
         entry.verified_s = self._clock()
         entry.transfer_s = lease.transfer_s
-        entry.num_cached_tokens = commit.num_cached_tokens
-        entry.unsent.append(commit.first_token)
+        entry.num_cached_tokens = min(commit.num_cached_tokens, offer.num_prompt_tokens)
+        is_search = offer.sampling.beam_search is not None  # its first tokens are still to be chosen
+        first = [] if is_search else [commit.first_token]
+        entry.unsent += first
         sequence = Sequence(
             request_id=offer.request_id,
             attempt=offer.attempt,
-            token_ids=[*offer.token_ids, commit.first_token.token_id],
+            token_ids=[*offer.token_ids, *(token.token_id for token in first)],
             num_prompt_tokens=offer.num_prompt_tokens,
-            sampling=offer.sampling,
+            sampling=offer.sampling.after_prefill(),
             arrival_s=entry.arrival_s,
             block_table=list(lease.block_ids),
             num_computed_tokens=len(offer.token_ids),
+            retention=offer.retention,
         )
         block_size = self._identity.card.layout.block_size
         sequence.block_hashes = offer.block_hashes[: len(offer.token_ids) // block_size]
         self._blocks.hand_on(lease_owner(lease.lease_key), sequence_owner(key))
-        self.ports.loop.post(Add(sequence))
+        entry.waiting = Add(sequence, commit.first_token if is_search else None)
+        self._run_if_ready(entry)
 
     def on_lease_rejected(self, lease_id: int, peer_id: str, key: Key, code: FailureCode, detail: str) -> None:
         """A lease ended without a sequence; its blocks are back. The prefill worker tells the gateway."""
@@ -275,6 +274,39 @@ class DecodeService:
             if entry.phase is Phase.LEASED:
                 entry.advance(Phase.CLOSING)
             self._tell_and_forget(entry)
+
+    # -- guides ----------------------------------------------------------------------------------------------------
+
+    def _compile(self, entry: Entry, request: Submit | Offer) -> None:
+        """Ask for the guide's state behind the output so far; blocks travel meanwhile."""
+        if entry.sampling.guide is not None:
+            output = request.token_ids[request.num_prompt_tokens :]
+            self.ports.guides.start(entry.sampling, output, partial(self._on_guide, entry))
+
+    def _on_guide(self, entry: Entry, result: GuideResult) -> None:
+        if entry.phase not in {Phase.LEASED, Phase.COMPILING}:
+            return  # it came to its end meanwhile
+        if isinstance(result, GuideRefusal):
+            code = FailureCode.INVALID if result.is_invalid else FailureCode.INTERNAL
+            self._close(entry, _failed(entry.key, code, result.detail))
+        else:
+            entry.guide = result
+            self._run_if_ready(entry)
+
+    def _run_if_ready(self, entry: Entry) -> None:
+        """Hand the sequence to the model thread if it is there, and its guide."""
+        is_guided = entry.sampling.guide is not None
+        if entry.phase is not Phase.COMPILING or entry.waiting is None or (is_guided and entry.guide is None):
+            return
+        sequence, sequence.guide = entry.waiting.sequence, entry.guide
+        if sequence.guide is not None:
+            try:
+                for token in entry.unsent:  # the first one came from the prefill worker
+                    sequence.guide.accept(token.token_id)
+            except ValueError as error:
+                return self._close(entry, _failed(entry.key, FailureCode.INVALID, f"the first token: {error}"))
+        entry.advance(Phase.RUNNING)
+        self.ports.loop.post(entry.waiting)
 
     # -- the model thread ------------------------------------------------------------------------------------------
 
@@ -289,7 +321,10 @@ class DecodeService:
             entry = self._entries[new.key]
             if entry.phase is Phase.CLOSING:
                 continue  # its removal is asked for, and answered in any case
-            by_gateway.setdefault(entry.gateway_id, []).append(self._delta(entry, new, now_s))
+            if new.failure is not None:
+                self._end_failed(entry, FailureCode.INVALID, new.failure)
+                continue
+            by_gateway.setdefault(entry.gateway_id, []).append(entry.delta(new, now_s))
             if new.finish_reason is not None:
                 self._tell_and_forget(entry)  # the scheduler has released the blocks already
         for gateway_id, items in by_gateway.items():
@@ -300,46 +335,20 @@ class DecodeService:
         for key in report.failed:
             entry = self._entries[key]
             if entry.phase is Phase.RUNNING:
-                entry.advance(Phase.CLOSING)
-                entry.outcome = Failed(
-                    request_id=key[0], attempt=key[1], code=FailureCode.INTERNAL, detail=report.detail
-                )
-                self._tell_and_forget(entry)
+                self._end_failed(entry, FailureCode.INTERNAL, report.detail)
+
+    def _end_failed(self, entry: Entry, code: FailureCode, detail: str) -> None:
+        """The model thread has ended it and released its blocks."""
+        entry.advance(Phase.CLOSING)
+        entry.outcome = _failed(entry.key, code, detail)
+        self._tell_and_forget(entry)
 
     def _on_unheard(self, items: list[TokenDelta]) -> None:
         """These tokens reached nobody: the gateway is gone, or reads nothing. Without them the rest is worthless."""
         for item in items:
             entry = self._entries.get((item.request_id, item.attempt))
             if entry is not None:
-                detail = "the gateway takes no more messages"
-                code = FailureCode.PEER_LOST
-                failed = Failed(request_id=item.request_id, attempt=item.attempt, code=code, detail=detail)
-                self._close(entry, failed)
-
-    def _delta(self, entry: Entry, new: NewToken, now_s: float) -> TokenDelta:
-        tokens = [*entry.unsent, new.token]
-        entry.unsent.clear()
-        timings: Timings | None = None
-        num_cached_tokens: int | None = None
-        if not entry.has_sent:
-            entry.has_sent = True
-            num_cached_tokens = new.num_cached_tokens if entry.lease_id is None else entry.num_cached_tokens
-            started_s = now_s if entry.started_s is None else entry.started_s
-            if entry.verified_s is None:
-                timings = Timings(queue_s=started_s - entry.arrival_s, prefill_s=now_s - started_s)
-            else:
-                timings = Timings(transfer_s=entry.transfer_s, first_step_s=now_s - entry.verified_s)
-        delta = TokenDelta(
-            request_id=entry.key[0],
-            attempt=entry.key[1],
-            index=entry.next_index,
-            tokens=tokens,
-            finish_reason=new.finish_reason,
-            num_cached_tokens=num_cached_tokens,
-            timings=timings,
-        )
-        entry.next_index += len(tokens)
-        return delta
+                self._close(entry, _failed(entry.key, FailureCode.PEER_LOST, "the gateway takes no more messages"))
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -347,9 +356,7 @@ class DecodeService:
         """End what is out of time."""
         now_s = self._clock()
         for entry in [entry for entry in self._entries.values() if entry.deadline_s <= now_s]:
-            request_id, attempt = entry.key
-            detail = "the request's time is up"
-            self._close(entry, Failed(request_id=request_id, attempt=attempt, code=FailureCode.DEADLINE, detail=detail))
+            self._close(entry, _failed(entry.key, FailureCode.DEADLINE, "the request's time is up"))
 
     async def drain(self) -> None:
         """Take nothing new; return when nothing is left."""
@@ -367,13 +374,17 @@ class DecodeService:
     def _close(self, entry: Entry, outcome: Failed | Cancelled) -> None:
         if entry.phase is Phase.CLOSING:
             return
-        was_leased = entry.phase is Phase.LEASED
+        was_in = entry.phase
         entry.advance(Phase.CLOSING)
         entry.outcome = outcome
-        if was_leased:
+        if was_in is Phase.LEASED:
             # Answered by on_lease_rejected, or by on_lease_verified if the last block won the race.
             reason = (outcome.code, outcome.detail) if isinstance(outcome, Failed) else ()
             self.ports.leases.cancel(*entry.key, *reason)
+        elif was_in is Phase.COMPILING:  # the model thread has never heard of it
+            self._blocks.release(sequence_owner(entry.key))
+            self.ports.loop.wake()  # a sequence may have waited for these blocks
+            self._tell_and_forget(entry)
         else:
             self.ports.loop.post(Remove(entry.key))
 
@@ -383,3 +394,7 @@ class DecodeService:
             self._drained.set()
         if entry.outcome is not None:
             self.ports.send(entry.gateway_id, entry.outcome)
+
+
+def _failed(key: Key, code: FailureCode, detail: str) -> Failed:
+    return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail)

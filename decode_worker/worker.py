@@ -13,10 +13,12 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.block_hash import root_hash
 from kvrelay.common.errors import SettingsError
 from kvrelay.decode_worker.model_worker import Command, DecodeModelWorker, Report
+from kvrelay.decode_worker.ports import Ports
 from kvrelay.decode_worker.scheduler import DecodeScheduler
-from kvrelay.decode_worker.service import DecodeService, Ports, lease_owner
+from kvrelay.decode_worker.service import DecodeService, lease_owner
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.block_manager import BlockManager
+from kvrelay.engine.guidance import GuideCompiler, GuidesOnLoop, NoGuides
 from kvrelay.engine.health import ledger_json, not_live, not_ready
 from kvrelay.engine.interface import Engine
 from kvrelay.engine.loop import ModelLoop
@@ -86,6 +88,8 @@ class DecodeWorker:
         link_settings: LinkSettings | None = None,
         seal_kv: bool = False,
         keys: WireKeys | None = None,
+        max_retained_share: float = 0.5,
+        guides: GuideCompiler | None = None,
     ) -> None:
         if settings.max_batched_tokens < settings.max_num_seqs:
             raise SettingsError(
@@ -94,7 +98,7 @@ class DecodeWorker:
             )
         card = engine.card
         fingerprint = card.layout.fingerprint()
-        self.blocks = BlockManager(card.num_blocks, card.layout.block_size)
+        self.blocks = BlockManager(card.num_blocks, card.layout.block_size, max_retained_share=max_retained_share)
         scheduler = DecodeScheduler(settings, self.blocks, root_hash(fingerprint), card.max_model_len)
         engine_metrics = EngineMetrics(
             registry,
@@ -125,14 +129,17 @@ class DecodeWorker:
             address, self.service, link_settings, metrics=wire_metrics, context=self._context, gate=gate
         )
         data_token = None if gate is None else gate.data_token
-        self.service.attach(Ports(self._server.send, self._loop, self.leases, self._receiver.address, data_token))
+        self._guides = GuidesOnLoop(guides or NoGuides())
+        self.service.attach(
+            Ports(self._server.send, self._loop, self.leases, self._receiver.address, data_token, self._guides)
+        )
         self._tickers: list[asyncio.Task[None]] = []
         self.address = address
         self.data_address = self._receiver.address
 
     async def start(self) -> None:
         """Open the sockets and start both threads. Raises WireError if an address is taken."""
-        self._events.asyncio_loop = asyncio.get_running_loop()
+        self._events.asyncio_loop = self._guides.asyncio_loop = asyncio.get_running_loop()
         self._loop.start()
         self._receiver.start()
         self.address = await self._server.start()
@@ -166,6 +173,7 @@ class DecodeWorker:
         await self._server.stop()
         await asyncio.to_thread(self._receiver.stop)
         await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._guides.close)
         await asyncio.to_thread(self._context.term)
 
     def _dead_sockets(self) -> list[str]:

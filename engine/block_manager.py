@@ -7,8 +7,11 @@ Every block is in exactly one of three places::
 
 An **owner** is a sequence or a lease, named by :class:`Owner`; a block may have several sequences as owners when they
 share a prefix. A block becomes shareable when it is *published* under its chained hash, that is when its content is
-computed or verified. Released published blocks stay as prefix cache and are reused least recently used first,
-the tail of a prefix before its head.
+computed or verified. An owner may also be *forked*: the new one shares its blocks, the last one maybe not full; who
+writes to a shared block first makes it writable, and gets one of its own for a copy if others hold it (copy on write).
+
+Released published blocks stay as prefix cache (:mod:`kvrelay.engine.prefix_cache`) and are reused by priority, within a priority
+least recently used first, the tail of a prefix before its head.
 
 Thread-safe: the model thread allocates for sequences, the network thread for leases. Every call is short.
 """
@@ -17,9 +20,13 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from kvrelay.common.retention import Retention
+from kvrelay.engine.prefix_cache import Claim, PrefixCache, claims_of, merged
 
 
 class OwnerKind(enum.StrEnum):
@@ -37,9 +44,9 @@ class Owner:
     key: str
 
 
-def sequence_owner(key: tuple[str, int]) -> Owner:
-    """The owner of a sequence's blocks, by its (request_id, attempt)."""
-    return Owner(OwnerKind.SEQUENCE, f"{key[0]}/{key[1]}")
+def sequence_owner(key: tuple[str, int], beam: int = 0) -> Owner:
+    """The owner of a sequence's blocks, by its (request_id, attempt) and its number among the beams of one search."""
+    return Owner(OwnerKind.SEQUENCE, f"{key[0]}/{key[1]}#{beam}" if beam else f"{key[0]}/{key[1]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +76,24 @@ class Ledger:
 class BlockManager:
     """Allocates the pool's blocks. Holds numbers and hashes; the bytes are the pool's."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_retained_share: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``max_retained_share``: of the blocks, that may be cached above the default priority at a time."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks {num_blocks} and block_size {block_size} must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._lock = threading.RLock()
         self._free: deque[int] = deque(range(num_blocks))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # ref_count 0, published; the next to evict first
+        self._clock = clock
+        self._cached = PrefixCache(int(num_blocks * max_retained_share), clock)  # ref_count 0, published
+        self._claims: list[tuple[Claim, ...] | None] = [None] * num_blocks  # of owned blocks: how long they shall stay
         self._owned: dict[Owner, list[int]] = {}
         self._holders: list[set[Owner]] = [set() for _ in range(num_blocks)]
         self._hash_of: dict[int, bytes] = {}  # published blocks
@@ -130,7 +147,17 @@ class BlockManager:
         """Where every block is: ``free``, ``cached``, or under its owners' names. A shared block is under several."""
         with self._lock:
             owned = {f"{owner.kind.value} {owner.key}": list(blocks) for owner, blocks in self._owned.items()}
-            return {"free": list(self._free), "cached": list(self._cached), **owned}
+            return {"free": list(self._free), "cached": self._cached.blocks(), **owned}
+
+    @property
+    def max_retained(self) -> int:
+        """Blocks that may be retained at a time."""
+        return self._cached.max_retained
+
+    def retained(self) -> dict[int, int]:
+        """Cached blocks that stay before others, with their priority; they count as cached, too."""
+        with self._lock:
+            return self._cached.retained()
 
     # -- changes ---------------------------------------------------------------------------------------------------
 
@@ -195,23 +222,70 @@ class BlockManager:
                 self._let_go(owner, block_id)
             self._owned[new_owner] = block_ids
 
-    def release(self, owner: Owner) -> None:
-        """Take all blocks from ``owner``; published ones stay as prefix cache. No effect if it holds none."""
+    def fork(self, owner: Owner, new_owner: Owner, num_blocks: int) -> list[int]:
+        """``new_owner`` shares the leading ``num_blocks`` blocks of ``owner``, published or not; returns them.
+
+        Needs no room. Raises ValueError if the new owner holds blocks already, or the old one has fewer; KeyError if it has none.
+        """
         with self._lock:
+            if new_owner in self._owned:
+                raise ValueError(f"{new_owner} already holds {len(self._owned[new_owner])} blocks")
+            block_ids = self._owned[owner][:num_blocks]
+            if len(block_ids) < num_blocks:
+                raise ValueError(f"{owner} holds {len(block_ids)} blocks, not {num_blocks}")
+            for block_id in block_ids:
+                self._hold(new_owner, block_id)
+            self._owned[new_owner] = block_ids
+            return list(block_ids)
+
+    def make_writable(self, owner: Owner, index: int) -> int | None:
+        """See to it that nobody else relies on the owner's block ``index``, before it is written to.
+
+        Returns the block that is at ``index`` now: the same one, if the owner is its only holder and nobody can find it by
+        its hash, or a fresh one instead, into which the caller copies its content. None, and nothing changes, if there is no
+        room for that.
+        """
+        with self._lock:
+            block_id = self._owned[owner][index]
+            if len(self._holders[block_id]) == 1 and block_id not in self._hash_of:
+                return block_id
+            if not self._free and not len(self._cached):
+                return None
+            fresh = self._take_fresh(owner)
+            self._let_go(owner, block_id)
+            if not self._holders[block_id]:
+                self._cached.add(block_id, self._claims[block_id])
+            self._owned[owner][index] = fresh
+            return fresh
+
+    def release(self, owner: Owner, retention: Retention | None = None) -> None:
+        """Take all blocks from ``owner``; published ones stay as prefix cache. No effect if it holds none.
+
+        ``retention``: what a sequence's request asks for them, or nothing. A lease asks for nothing.
+        """
+        with self._lock:
+            claims = None
+            if owner.kind is OwnerKind.SEQUENCE:
+                claims = claims_of(retention, 0.0 if retention is None else self._clock())
             # Tail first: of one prefix, the cache then evicts the tail before the head that longer prefixes share.
             for block_id in reversed(self._owned.pop(owner, [])):
                 self._let_go(owner, block_id)
+                known = self._claims[block_id]
+                if claims is not None and known is not claims:
+                    self._claims[block_id] = claims if known is None else merged(known, claims)
                 if self._holders[block_id]:
                     continue
                 if block_id in self._hash_of:
-                    self._cached[block_id] = None
+                    self._cached.add(block_id, self._claims[block_id])
                 else:
+                    self._claims[block_id] = None
                     self._free.append(block_id)
 
     def check_integrity(self) -> None:
         """Assert that every block is in exactly one place and that the books agree with each other."""
         with self._lock:
-            free, cached = set(self._free), set(self._cached)
+            self._cached.check_integrity()
+            free, cached = set(self._free), set(self._cached.blocks())
             assert len(free) == len(self._free), f"a block is free twice: {sorted(self._free)}"
             held = {block_id for block_id, holders in enumerate(self._holders) if holders}
             assert not free & cached, f"free and cached: {sorted(free & cached)}"
@@ -239,7 +313,8 @@ class BlockManager:
 
     def _hold(self, owner: Owner, block_id: int) -> None:
         if not self._holders[block_id]:
-            self._cached.pop(block_id, None)
+            if block_id in self._hash_of:
+                self._claims[block_id] = self._cached.remove(block_id)
             self._num_owned += 1
         self._holders[block_id].add(owner)
         if owner.kind is OwnerKind.LEASE:
@@ -258,7 +333,8 @@ class BlockManager:
         if self._free:
             block_id = self._free.popleft()
         else:
-            block_id, _ = self._cached.popitem(last=False)
+            block_id = self._cached.evict()
+            self._claims[block_id] = None
             del self._block_of[self._hash_of.pop(block_id)]
         self._hold(owner, block_id)
         return block_id

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.fake import FakeEngine, FakePace, fake_card
+from kvrelay.engine.guidance import DeferredGuides, GuideCompiler, NoGuides
 from kvrelay.engine.interface import Engine
+from kvrelay.engine.processors import load_processors
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 
 _FAKE_KV_MB = 64
@@ -25,7 +27,8 @@ def load_engine(
 ) -> Engine:
     """Load the model that ``model.model`` names; it must be a directory by now (the launcher resolves names).
 
-    ``progress`` hears (bytes loaded, bytes in all). Raises ModelError if the directory cannot be served.
+    ``progress`` hears (bytes loaded, bytes in all). Raises ModelError if the directory cannot be served, SettingsError on a
+    logits processor that there is not.
     """
     directory = Path(model.model)
     if not directory.is_dir():
@@ -49,8 +52,25 @@ def load_engine(
         max_model_len=model.max_model_len,
         num_threads=model.threads or os.cpu_count() or 1,
         max_num_seqs=max_num_seqs,
+        processors=load_processors(model.logits_processors),
     )
     return TorchEngine.load(options, progress)
+
+
+def load_guides(model: ModelSettings, fake: FakeSettings, vocab_size: int) -> GuideCompiler:
+    """What compiles guides for the model in the directory ``model.model``; ``vocab_size``: its engine's.
+
+    It costs nothing before the first guide comes.
+    """
+    if fake.is_fake:
+        return NoGuides("the fake engine generates no text")
+
+    def make() -> GuideCompiler:
+        from kvrelay.engine.guide_compiler import XGrammarCompiler  # noqa: PLC0415 - xgrammar brings torch and transformers
+
+        return XGrammarCompiler(Path(model.model), vocab_size)
+
+    return DeferredGuides(make)
 
 
 def _fake_engine(directory: Path, model: ModelSettings, kv: KvSettings, fake: FakeSettings) -> FakeEngine:
@@ -64,6 +84,7 @@ def _fake_engine(directory: Path, model: ModelSettings, kv: KvSettings, fake: Fa
         max_model_len=min(longest, model.max_model_len or longest),
         model_id=f"fake-{directory.name}",
         vocab_size=vocab_size,
+        processors=tuple(load_processors(model.logits_processors)),  # which are not run: there are no logits
     )
     pace = FakePace(step_s=fake.fake_step_ms * 1e-3, token_s=fake.fake_token_us * 1e-6)
     return FakeEngine(card, pace=pace, reads_back_once=True)

@@ -7,7 +7,9 @@ stale or never written is found exactly where a real model would silently comput
 
 from __future__ import annotations
 
+import math
 import mmap
+import random
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -17,13 +19,14 @@ from itertools import pairwise
 import xxhash
 
 from kvrelay.common.model_card import KvLayout, ModelCard
-from kvrelay.common.sampling import SampledToken
+from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.interface import StepRow
-from kvrelay.engine.sequence import Sequence, SequenceStatus
+from kvrelay.engine.sequence import GuideState, Sequence, SequenceStatus
 
 _DIGEST_NBYTES = 8
 _MIN_MEMORIES = 64  # sequences remembered before anyone looks for finished ones among them
 _SEED_MASK = 2**64 - 1  # as the sampler's
+_MAX_LOOKS = 100  # for a token that may come
 _PLAIN_TOKENS = range(1000, 20_000)
 
 
@@ -65,6 +68,7 @@ def fake_card(
     max_model_len: int = 4096,
     model_id: str = "fake",
     vocab_size: int = 1000,
+    processors: tuple[str, ...] = (),
 ) -> ModelCard:
     """A card for a fake engine; equal ``model_id``, ``block_size`` and ``token_nbytes`` give equal fingerprints."""
     layout = KvLayout(
@@ -83,6 +87,7 @@ def fake_card(
         max_model_len=min(max_model_len, num_blocks * block_size),
         num_blocks=num_blocks,
         block_nbytes=block_size * token_nbytes,
+        processors=processors,
     )
 
 
@@ -139,6 +144,12 @@ class FakeEngine:
         self._memories: dict[Sequence, _Memory] = {}
         self._max_memories = _MIN_MEMORIES
 
+    def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
+        """See Engine."""
+        contents = [bytes(self.store.block(source)) for source, _ in pairs]
+        for (_, target), content in zip(pairs, contents, strict=True):
+            self.store.block(target)[:] = content
+
     def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:
         """See Engine. Raises KvMismatchError if a sampling row's K/V in the pool is not its tokens' K/V."""
         started_s = time.monotonic()
@@ -164,10 +175,28 @@ class FakeEngine:
             memory.num_verified = 0
         for first, last in self._spans(start, end):
             self._slots(sequence, first, last)[:] = self._kv(memory, first, last)
+        if sequence.sampling.num_prompt_logprobs is not None:
+            self._add_prompt_logprobs(sequence, memory, end)
         if not row.samples:
             return None
         self._read_back(sequence, memory, end)
-        return SampledToken(next_token(sequence, bytes(memory.digests[-_DIGEST_NBYTES:]), self.card.vocab_size))
+        digest = bytes(memory.digests[-_DIGEST_NBYTES:])
+        token_id = next_token(sequence, digest, self.card.vocab_size)
+        if sequence.guide is not None:
+            token_id = _guided(sequence.guide, token_id, self.card.vocab_size)
+        if sequence.sampling.beam_search is None:
+            if sequence.sampling.num_logprobs is None:
+                return SampledToken(token_id)
+            return with_logprobs(token_id, digest, sequence.sampling.num_logprobs, self.card.vocab_size)
+        return SampledToken(token_id, top_logprobs=candidates(sequence.sampling, digest, self.card.vocab_size))
+
+    def _add_prompt_logprobs(self, sequence: Sequence, memory: _Memory, end: int) -> None:
+        """See StepRow; what is there from before a preemption stays."""
+        for position in range(len(sequence.prompt_logprobs) + 1, min(end + 1, sequence.num_prompt_tokens)):
+            digest = bytes(memory.digests[(position - 1) * _DIGEST_NBYTES : position * _DIGEST_NBYTES])
+            num_top = sequence.sampling.num_prompt_logprobs or 0
+            token = with_logprobs(sequence.token_ids[position], digest, num_top, self.card.vocab_size)
+            sequence.prompt_logprobs.append(token)
 
     def _remember(self, sequence: Sequence) -> _Memory:
         """The sequence's memory, with a digest of every token."""
@@ -232,9 +261,57 @@ def token_digests(token_ids: Seq[int], parent: bytes = b"") -> list[bytes]:
 
 
 def next_token(sequence: Sequence, digest: bytes, vocab_size: int) -> int:
-    """The token behind ``digest``: the same on every worker; depends on the seed unless the sampling is greedy."""
-    salt = b"" if sequence.sampling.temperature == 0 else (sequence.sampling.seed & _SEED_MASK).to_bytes(8, "little")
-    return _token_of(digest + salt, vocab_size)
+    """The token behind ``digest``: the same on every worker; depends on seed and choice unless the sampling is greedy.
+
+    No stop token before ``min_tokens``, if a few more looks at the vocabulary find another one.
+    """
+    sampling = sequence.sampling
+    salt = b"" if sampling.temperature == 0 else (sampling.seed & _SEED_MASK).to_bytes(8, "little")
+    if salt and sampling.choice:
+        salt += sampling.choice.to_bytes(8, "little")
+    token_id = _token_of(digest + salt, vocab_size)
+    if sequence.num_output_tokens < sampling.min_tokens:
+        for look in range(_MAX_LOOKS):
+            if token_id not in sampling.stop_token_ids:
+                break
+            token_id = _token_of(digest + salt + bytes([look]), vocab_size)
+    return token_id
+
+
+def _guided(guide: GuideState, token_id: int, vocab_size: int) -> int:
+    """The token, or the next one in the vocabulary that the guide allows; if it allows none, the token."""
+    import numpy as np  # noqa: PLC0415 - guides need it, and nothing else here
+
+    mask = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+    guide.fill(mask)
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size])
+    return int(allowed[np.searchsorted(allowed, token_id) % len(allowed)]) if len(allowed) else token_id
+
+
+def with_logprobs(token_id: int, digest: bytes, num_top: int, vocab_size: int) -> SampledToken:
+    """``token_id`` behind ``digest`` with made-up log probabilities: the same on every worker.
+
+    The likeliest is the greedy token, each next one half as likely; a token that is not among them is less likely than all.
+    """
+    looks = dict.fromkeys(_token_of(digest + bytes(look), vocab_size) for look in range(2 * num_top))
+    top = tuple((other, -math.log(2) * (rank + 1)) for rank, other in enumerate(list(looks)[:num_top]))
+    return SampledToken(token_id, dict(top).get(token_id, -math.log(2) * (len(top) + 1)), top)
+
+
+def candidates(sampling: SamplingParams, digest: bytes, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens behind ``digest``, for a beam search: as many as it asks for, all of them plain ones, at made-up odds.
+
+    A stop token is among the first in one of eight places, so that beams end at different lengths.
+    """
+    draws = random.Random(digest)  # noqa: S311 - the same ones on every worker are wanted
+    count = min(sampling.num_top_logprobs or 0, vocab_size)
+    plain = _PLAIN_TOKENS if vocab_size >= _PLAIN_TOKENS.stop else range(vocab_size)
+    token_ids = draws.sample(plain, count)
+    if sampling.stop_token_ids and draws.randrange(8) == 0:
+        stop = draws.choice(sampling.stop_token_ids)
+        token_ids = [stop, *(token_id for token_id in token_ids if token_id != stop)][:count]
+    log_probs = sorted((math.log(1.0 - draws.random()) - 0.1 for _ in token_ids), reverse=True)
+    return tuple(zip(token_ids, log_probs, strict=True))
 
 
 def expected_output(token_ids: Seq[int], num_tokens: int, vocab_size: int) -> list[int]:

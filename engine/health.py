@@ -46,7 +46,7 @@ def not_ready(loop: Ticking, blocks: BlockManager) -> list[str]:
 
 def ledger_json(blocks: BlockManager) -> dict[str, object]:
     """The ledger for /debug/kv."""
-    ledger = blocks.ledger()
+    ledger, retained = blocks.ledger(), blocks.retained()
     return {
         "num_blocks": ledger.num_blocks,
         "free": ledger.num_free,
@@ -54,6 +54,14 @@ def ledger_json(blocks: BlockManager) -> dict[str, object]:
         "leased": ledger.num_leased,
         "running": ledger.num_running,
         "balances": ledger.balances,
+        "retained": {  # some of the cached ones
+            "blocks": len(retained),
+            "at_most": blocks.max_retained,
+            "by_priority": {
+                str(priority): ranges(block_id for block_id, its in retained.items() if its == priority)
+                for priority in sorted(set(retained.values()), reverse=True)
+            },
+        },
         "owners": {f"{owner.kind.value} {owner.key}": count for owner, count in blocks.owners().items()},
         "blocks": {place: ranges(block_ids) for place, block_ids in blocks.places().items()},
     }

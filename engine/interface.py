@@ -24,6 +24,9 @@ class StepRow:
 
     The row samples a token exactly if the step computes the sequence's last token, that is if
     ``num_tokens == sequence.num_uncomputed_tokens``. ``sequence.block_table`` must already cover the computed tokens.
+
+    If ``sequence.sampling.num_prompt_logprobs`` is set, the engine appends to ``sequence.prompt_logprobs`` an entry for each
+    prompt token that the row's tokens predict (a row over tokens ``s`` to ``e`` predicts ``s + 1`` to ``e + 1``).
     """
 
     sequence: Sequence
@@ -74,10 +77,17 @@ class Engine(Protocol):
     def store(self) -> BlockStore:
         """The pool's bytes."""
 
+    def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
+        """Copy whole blocks inside the pool, (source, target) each; the next ``step`` sees the copies.
+
+        All sources are read before any target is written; no target may come twice. Model thread only.
+        """
+
     def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:
         """Compute one ragged batch: write K/V of every row's tokens into its blocks, sample where a row ends.
 
-        Side effects: the pool only. Sequences are not changed; the scheduler advances them afterwards. The result
+        Side effects: the pool, and prompt log probabilities (see StepRow). Otherwise sequences are not changed; the scheduler
+        advances them afterwards. The result
         has one entry per row, None for rows that do not sample. Rows may mix prefill chunks and decode tokens in any
         order. Raises ValueError on a row of no tokens, or of more than its tokens or its block table hold (a scheduler's bug).
         """

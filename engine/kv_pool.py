@@ -7,10 +7,12 @@ so that a slice of heads is contiguous per layer.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import mmap
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +96,13 @@ class KvPool:
         self._copy(self._bytes[block_id], staging)
         with self._lock:
             self._free_staging.append(staging)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks as they stand, (source, target) each, on the device, in order with its steps. See Engine."""
+        for block_id in itertools.chain.from_iterable(pairs):
+            self._check(block_id)
+        sources, targets = torch.tensor(pairs, device=self._bytes.device).unbind(1)
+        self._bytes.index_copy_(0, targets, self._bytes[sources])
 
     def _check(self, block_id: int) -> None:
         if not 0 <= block_id < self.num_blocks:

@@ -38,6 +38,8 @@ class EngineMetrics:
         ledger_gauge.labels("cached").set_function(lambda: blocks.ledger().num_cached)
         ledger_gauge.labels("leased").set_function(lambda: blocks.ledger().num_leased)
         ledger_gauge.labels("running").set_function(lambda: blocks.ledger().num_running)
+        retained = Gauge("kvrelay_retained_blocks", "Cached KV blocks that stay before others", registry=registry)
+        retained.set_function(lambda: len(blocks.retained()))
         self.step_s = Histogram(
             "kvrelay_step_seconds", "Duration of a model step", buckets=_STEP_BUCKETS, registry=registry
         )

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from kvrelay.engine.batch import Batch
-from kvrelay.engine.sampler import SamplingRows
+from kvrelay.engine.sampler import SamplerOps
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """``[n, in]`` -> ``[n, out]``"""
@@ -27,8 +27,8 @@ class StepContext(Protocol):
         """Causal attention over the pool, ``[num_tokens, num_q_heads, head_dim]``."""
 
 
-class Ops(Protocol):
-    """A device's operations."""
+class Ops(SamplerOps, Protocol):
+    """A device's operations, the sampler's among them."""
 
     def begin_step(self, batch: Batch) -> StepContext:
         """Prepare one step's indices on the device."""
@@ -44,12 +44,3 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up`` of ``[num_tokens, 2 * intermediate]``."""
-
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """The likeliest tokens ``[n]`` int64 of ``logits`` ``[n, vocab]`` in the model's dtype."""
-
-    def penalize(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """Apply the rows' penalties to ``logits`` ``[n, vocab]`` fp32 in place; only called if there are any."""
-
-    def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """Token ids ``[n]`` int64 drawn from ``logits`` ``[n, vocab]`` fp32; greedy where the temperature is 0."""

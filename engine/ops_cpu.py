@@ -8,11 +8,13 @@ import torch.nn.functional as F
 
 from kvrelay.engine.attention import AttentionPlan, AttentionScratch
 from kvrelay.engine.batch import Batch
+from kvrelay.engine.draw import draw_tokens
 from kvrelay.engine.linear_cpu import Int8Linear, PackedLinear, PlainLinear, has_packed_linear
 from kvrelay.engine.model_config import ModelConfig
 from kvrelay.engine.ops import Linear
+from kvrelay.engine.penalties import Penalties, penalize
 from kvrelay.engine.rope import cos_sin_tables
-from kvrelay.engine.sampler import SamplingRows, draw_tokens, penalize
+from kvrelay.engine.sampling_rows import SamplingRows
 
 
 class CpuStep:
@@ -101,15 +103,15 @@ class CpuOps:
         return F.silu(gate).mul_(up)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """See Ops. Of fp32: torch has no fast one for less."""
+        """See SamplerOps. Of fp32: torch has no fast one for less."""
         return logits.float().argmax(dim=-1)
 
-    def penalize(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """See Ops."""
-        penalize(logits, rows)
+    def penalize(self, logits: torch.Tensor, penalties: Penalties) -> None:
+        """See SamplerOps."""
+        penalize(logits, penalties)
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """See Ops."""
+        """See SamplerOps."""
         return draw_tokens(logits, rows)
 
 

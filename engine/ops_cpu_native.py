@@ -13,7 +13,8 @@ from kvrelay.engine.native import CpuKernels
 from kvrelay.engine.native.library import Step
 from kvrelay.engine.ops import Linear
 from kvrelay.engine.ops_cpu import CpuOps, cos_sin_rows
-from kvrelay.engine.sampler import SamplingRows
+from kvrelay.engine.penalties import Penalties
+from kvrelay.engine.sampling_rows import SamplingRows
 
 
 class NativeCpuStep:
@@ -115,15 +116,15 @@ class NativeCpuOps:
         return self._kernels.silu_mul(gate_up)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        return self._kernels.argmax(logits)
+        """See SamplerOps. The kernel is for bf16; logits that were processed are fp32."""
+        return self._kernels.argmax(logits) if logits.dtype == torch.bfloat16 else self._plain.argmax(logits)
 
-    def penalize(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """See Ops."""
-        self._plain.penalize(logits, rows)
+    def penalize(self, logits: torch.Tensor, penalties: Penalties) -> None:
+        """See SamplerOps."""
+        self._plain.penalize(logits, penalties)
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """See Ops."""
+        """See SamplerOps."""
         return self._plain.draw_tokens(logits, rows)
 
 

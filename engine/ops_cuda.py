@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.engine.batch import Batch
+from kvrelay.engine.filters import filter_typical_rows
 from kvrelay.engine.model_config import ModelConfig
 from kvrelay.engine.ops import Linear
+from kvrelay.engine.penalties import Penalties
 from kvrelay.engine.rope import cos_sin_tables
-from kvrelay.engine.sampler import SamplingRows
+from kvrelay.engine.sampling_rows import SamplingRows
 from kvrelay.kernels.activation import silu_mul
 from kvrelay.kernels.decode_attention import DecodeWorkspace, paged_decode_attention
 from kvrelay.kernels.norm import add_rms_norm, rms_norm
@@ -119,25 +121,29 @@ class CudaOps:
         return silu_mul(gate_up)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
+        """See SamplerOps."""
         return logits.argmax(dim=-1)
 
-    def penalize(self, logits: torch.Tensor, rows: SamplingRows) -> None:
-        """See Ops."""
+    def penalize(self, logits: torch.Tensor, penalties: Penalties) -> None:
+        """See SamplerOps."""
         device = logits.device
         apply_penalties(
             logits,
-            torch.tensor(rows.entry_rows, dtype=torch.int64, device=device),
-            torch.tensor(rows.entry_tokens, dtype=torch.int64, device=device),
-            torch.tensor(rows.entry_counts, dtype=torch.int32, device=device),
-            torch.from_numpy(rows.repetition).to(device),
-            torch.from_numpy(rows.presence).to(device),
-            torch.from_numpy(rows.frequency).to(device),
+            torch.tensor(penalties.entry_rows, dtype=torch.int64, device=device),
+            torch.tensor(penalties.entry_tokens, dtype=torch.int64, device=device),
+            torch.tensor(penalties.entry_counts, dtype=torch.int32, device=device),
+            torch.from_numpy(penalties.repetition).to(device),
+            torch.from_numpy(penalties.presence).to(device),
+            torch.from_numpy(penalties.frequency).to(device),
         )
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """See Ops. The kernel's sums and draws are fp32: near a boundary it may take the neighbour of what the CPU takes."""
+        """See SamplerOps. The kernel's sums and draws are fp32: near a boundary it may take the neighbour of what the CPU takes.
+
+        It knows no typical sampling: rows that ask for it come to it filtered.
+        """
         device = logits.device
+        rows = filter_typical_rows(logits, rows)
         # A draw next to 1 must not become 1.
         draws = np.minimum(rows.uniforms.astype(np.float32), np.nextafter(np.float32(1), np.float32(0)))
         return sample(

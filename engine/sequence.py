@@ -13,8 +13,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
+from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class SequenceStatus(enum.Enum):
@@ -30,6 +36,20 @@ _TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.RUNNING: frozenset({SequenceStatus.WAITING, SequenceStatus.FINISHED}),
     SequenceStatus.FINISHED: frozenset(),
 }
+
+
+class GuideState(Protocol):
+    """Where one sequence stands in its grammar. Depends on the output's tokens only, so replaying them makes an equal one."""
+
+    def fill(self, bitmask: npt.NDArray[np.int32]) -> None:
+        """Set the bit of every token that may come next. ``bitmask``: ``[ceil(vocab_size / 32)]``."""
+
+    def accept(self, token_id: int) -> None:
+        """The token came. Raises ValueError if it may not come."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the grammar allows nothing more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,11 +73,16 @@ class Sequence:
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the sequence was first admitted
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
+    failure: str | None = None  # why it cannot go on, of its own fault: its guide does not allow the token that came
     num_preemptions: int = 0
+    prompt_logprobs: list[SampledToken] = field(default_factory=list)  # filled by the engine, if sampling asks for it
+    guide: GuideState | None = None  # where the output stands in its grammar
+    beam: int = 0  # which of a beam search's sequences; they share the key
+    retention: Retention | None = None  # how long its request wants its blocks to stay cached
 
     @property
     def key(self) -> tuple[str, int]:
-        """(request_id, attempt): unique on a worker."""
+        """(request_id, attempt): unique on a worker, but for the beams of one search."""
         return (self.request_id, self.attempt)
 
     @property
@@ -75,6 +100,23 @@ class Sequence:
         """Tokens whose K/V must still be computed before the next token can be sampled; 1 while decoding."""
         return len(self.token_ids) - self.num_computed_tokens
 
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """How many leading tokens may be found in the prefix cache instead of computed.
+
+        Not the last one: its logits are what is sampled from. Nor those whose predictions are log probabilities of the prompt
+        that are still to be made.
+        """
+        num_missing = self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
+        if self.sampling.num_prompt_logprobs is not None and num_missing > 0:
+            return len(self.prompt_logprobs)
+        return len(self.token_ids) - 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no token follows."""
+        return self.finish_reason is not None or self.failure is not None
+
     def set_status(self, status: SequenceStatus) -> None:
         """Move to ``status``. Raises ValueError if the table has no such transition."""
         if status not in _TRANSITIONS[self.status]:
@@ -84,11 +126,21 @@ class Sequence:
     def append(self, token: SampledToken, max_model_len: int) -> FinishReason | None:
         """Take a sampled token in; returns why the sequence ends with it, or None if it goes on.
 
-        Sets ``finish_reason`` but not the status: blocks are the scheduler's to release.
+        Sets ``finish_reason``, or ``failure`` if the guide does not allow the token, but not the status: blocks are the
+        scheduler's to release.
         """
         self.token_ids.append(token.token_id)
-        if token.token_id in self.sampling.stop_token_ids:
+        is_stop = token.token_id in self.sampling.stop_token_ids
+        if is_stop or (self.guide is not None and self._completes_guide(token.token_id, self.guide)):
             self.finish_reason = FinishReason.STOP
         elif self.num_output_tokens >= self.sampling.max_tokens or self.num_tokens >= max_model_len:
             self.finish_reason = FinishReason.LENGTH
         return self.finish_reason
+
+    def _completes_guide(self, token_id: int, guide: GuideState) -> bool:
+        try:
+            guide.accept(token_id)
+        except ValueError as error:
+            self.failure = str(error)  # one sequence's trouble: it must not end the step, and all in it
+            return False
+        return guide.is_complete

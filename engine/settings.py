@@ -33,6 +33,11 @@ class ModelSettings:
         unit="tokens",
         minimum=16,
     )
+    logits_processors: tuple[str, ...] = setting(
+        (),
+        "names of logits processors that requests may ask for, from installed packages' entry points "
+        "(kvrelay.logits_processors); the same on all workers",
+    )
     threads: int | None = setting(None, "CPU threads of the model; default: all cores", minimum=1, maximum=1024)
 
 
@@ -62,3 +67,9 @@ class KvSettings:
         None, "memory of the KV pool; default: 1024 on CPU, 60 % of what is free on a GPU", unit="MiB", minimum=1
     )
     num_blocks: int | None = setting(None, "blocks in the KV pool, instead of --kv-memory-mb", minimum=1)
+    max_retained_share: float = setting(
+        0.5,
+        "share of the pool that requests may ask to stay cached before others; what is beyond stays as long as any other",
+        minimum=0,
+        maximum=1,
+    )

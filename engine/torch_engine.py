@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,6 +24,8 @@ from kvrelay.engine.native.compiled import default_cache_dir
 from kvrelay.engine.ops import Ops
 from kvrelay.engine.ops_cpu import CpuOps
 from kvrelay.engine.ops_cpu_native import NativeCpuOps
+from kvrelay.engine.processors import LogitsProcessor
+from kvrelay.engine.prompt_logprobs import add_prompt_logprobs
 from kvrelay.engine.sampler import sample
 from kvrelay.engine.weights import load_weights, weights_digest
 
@@ -50,13 +52,23 @@ class EngineOptions:
     max_model_len: int | None = None
     num_threads: int = 1
     max_num_seqs: int = 64
+    processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)  # by name; requests may ask for them
 
 
 class TorchEngine:
     """Implements :class:`kvrelay.engine.interface.Engine`."""
 
-    def __init__(self, card: ModelCard, model: DecoderModel, ops: Ops, pool: KvPool, num_threads: int) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        model: DecoderModel,
+        ops: Ops,
+        pool: KvPool,
+        num_threads: int,
+        processors: Mapping[str, LogitsProcessor],
+    ) -> None:
         self._card = card
+        self._processors = processors
         self._model = model
         self._ops = ops
         self._pool = pool
@@ -94,6 +106,8 @@ class TorchEngine:
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             block_nbytes=block_nbytes,
+            device_type=device.type,
+            processors=tuple(options.processors),
         )
         if device.type == "cpu":
             ops = _cpu_ops(options, config, pool.tensor, max_model_len, has_int8_weights=has_int8_weights)
@@ -103,7 +117,7 @@ class TorchEngine:
 
             triton_driver.use_prebuilt()
             ops = CudaOps(config, pool.tensor, max_model_len, options.max_num_seqs)
-        return cls(card, DecoderModel(config, weights, ops), ops, pool, options.num_threads)
+        return cls(card, DecoderModel(config, weights, ops), ops, pool, options.num_threads, options.processors)
 
     @property
     def card(self) -> ModelCard:
@@ -115,6 +129,10 @@ class TorchEngine:
         """See Engine."""
         return self._pool
 
+    def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
+        """See Engine."""
+        self._pool.copy_blocks(pairs)
+
     @torch.inference_mode()
     def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:
         """See Engine."""
@@ -125,12 +143,13 @@ class TorchEngine:
         batch = build_batch(rows, self._card.layout.block_size)
         step = self._ops.begin_step(batch)
         hidden = self._model.forward(torch.from_numpy(batch.token_ids).to(self._device), step)
+        add_prompt_logprobs(batch, hidden, self._model.logits)
         results: list[SampledToken | None] = [None] * len(rows)
         if batch.sampling_rows:
             last_tokens = torch.from_numpy(batch.query_start_loc[1:][batch.sampling_rows] - 1).to(self._device)
             logits = self._model.logits(hidden[last_tokens])
             sequences = [batch.rows[index].sequence for index in batch.sampling_rows]
-            tokens = sample(logits, sequences, self._ops.argmax, self._ops.penalize, self._ops.draw_tokens)
+            tokens = sample(logits, sequences, self._ops, self._processors)
             for index, token in zip(batch.sampling_rows, tokens, strict=True):
                 results[batch.order[index]] = token
         elif self._device.type == "cuda":

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -119,6 +119,7 @@ _TOOLS = {
     "fetch": "Download or convert a model, and print its directory.",
     "keys": "Make the keys by which gateways and workers know each other.",
     "api-key": "Make an API key, and the line that a gateway's --api-keys file has of it.",
+    "watermark": "Tell whether a text carries a watermark, from FILE or from what is piped in.",
 }
 
 
@@ -157,6 +158,24 @@ def api_key(name: str) -> None:
     key = f"kvr-{secrets.token_urlsafe(32)}"
     click.echo(f"key, for its owner only: {key}", err=True)
     click.echo(f"{name} {hash_key(key)}")
+
+
+@cli.command("watermark", help=_TOOLS["watermark"])
+@click.argument("file", type=click.File(encoding="utf-8"), default="-")
+@click.option(
+    "--model", default="demo", envvar="KVRELAY_MODEL", show_default=True, help="whose tokenizer made the text"
+)
+@click.option(
+    "--gamma",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.5,
+    show_default=True,
+    help="part of the vocabulary that was raised",
+)
+def watermark(file: IO[str], model: str, gamma: float) -> None:
+    """Print how many tokens were scored, how many of them are green, z and p."""
+    report: Callable[[str, str, float], list[str]] = _load("kvrelay.launcher.watermark:report")
+    click.echo("\n".join(report(file.read(), model, gamma)))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,6 +16,7 @@ Outcome = HandedOver | Tokens | Failed | Cancelled
 class Phase(enum.Enum):
     """Where an entry stands."""
 
+    COMPILING = "compiling"  # its guide is not there yet
     QUEUED = "queued"
     COMPUTING = "computing"
     HANDING_OVER = "handing_over"  # computed; the transfer goes on
@@ -23,6 +24,7 @@ class Phase(enum.Enum):
 
 
 _TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.COMPILING: frozenset({Phase.QUEUED, Phase.CLOSING}),
     Phase.QUEUED: frozenset({Phase.COMPUTING, Phase.CLOSING}),
     Phase.COMPUTING: frozenset({Phase.HANDING_OVER, Phase.CLOSING}),
     Phase.HANDING_OVER: frozenset({Phase.CLOSING}),
@@ -39,13 +41,22 @@ class Entry:
     sequence: Sequence
     deadline_s: float  # when nobody waits for it any more
     started_s: float | None = None
-    phase: Phase = Phase.QUEUED
+    phase: Phase = Phase.COMPILING
     outcome: Outcome | None = None
     closed_s: float | None = None  # when the outcome was decided
-    model_holds: bool = True  # the model thread may still touch the blocks
+    model_holds: bool = False  # the model thread may still touch the blocks
     transfer_holds: bool = False  # sends in flight may still read the blocks
     num_ready_blocks: int = 0
     commit: tuple[SampledToken, Timings] | None = None  # computed, for a link that is not up yet
+
+    @property
+    def num_earlier_tokens(self) -> int:
+        """Output of earlier attempts; the sequence may have a token more, which the model thread appends."""
+        return len(self.submit.token_ids) - self.submit.num_prompt_tokens
+
+    def is_stuck(self, now_s: float, timeout_s: float) -> bool:
+        """Whether its outcome was decided longer than ``timeout_s`` ago, and sends still hold its blocks."""
+        return self.transfer_holds and self.closed_s is not None and now_s - self.closed_s > timeout_s
 
     def advance(self, phase: Phase) -> None:
         """Move on. Raises ValueError if the table has no such transition."""

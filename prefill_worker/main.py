@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.logs import configure_logs
 from kvrelay.common.process import Component, ProcessSettings, serve_process
-from kvrelay.engine.factory import load_engine
+from kvrelay.engine.factory import load_engine, load_guides
 from kvrelay.engine.progress import LoggedProgress
 from kvrelay.prefill_worker.settings import PrefillSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
@@ -43,6 +43,8 @@ def serve(settings: PrefillSettings) -> int:
             registry,
             seal_kv=settings.security.seals_kv,
             keys=keys,
+            max_retained_share=settings.kv.max_retained_share,
+            guides=load_guides(settings.model, settings.fake, engine.card.vocab_size),
         )
 
     process = ProcessSettings(settings.admin_host, settings.admin_port, settings.drain_s)

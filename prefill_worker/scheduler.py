@@ -100,15 +100,16 @@ class PrefillScheduler:
             if token is not None:
                 num_ready_blocks = len(sequence.block_table)
                 self.running.remove(sequence)
-                sequence.append(token, self._max_model_len)
+                # A beam search's first tokens are chosen by the decode worker, from the candidates that come with this one.
+                if sequence.sampling.beam_search is None:
+                    sequence.append(token, self._max_model_len)
                 sequence.set_status(SequenceStatus.FINISHED)
             results.append(Computed(sequence, num_ready_blocks, token, sequence.finish_reason))
         return results
 
     def _admit(self, sequence: Sequence) -> bool:
         block_size = self._blocks.block_size
-        # The last token is always computed anew: its logits are what the prompt is prefilled for.
-        num_reusable = (sequence.num_tokens - 1) // block_size
+        num_reusable = sequence.num_cacheable_tokens // block_size
         allocation = self._blocks.allocate(
             sequence_owner(sequence.key), len(sequence.block_hashes), sequence.block_hashes[:num_reusable]
         )

@@ -2,8 +2,9 @@
 
 An entry goes through these phases; its outcome is decided once and told once, when nothing of it is left::
 
-    QUEUED ──▶ COMPUTING ──▶ HANDING_OVER ──▶ CLOSING ──▶ (gone, outcome told)
-       └────────────┴─────────────────────────▲
+    COMPILING ──▶ QUEUED ──▶ COMPUTING ──▶ HANDING_OVER ──▶ CLOSING ──▶ (gone, outcome told)
+        └────────────┴───────────┴──────────────────────────▲
+    (who has no guide is through with COMPILING at once)
 
 CLOSING waits for both users of the entry's blocks: the model thread and the sends in flight. Only when neither can touch
 them are they released. An entry that asked for its prompt's removal stays until that is answered, whatever comes before: the next
@@ -16,17 +17,17 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.block_manager import BlockManager, sequence_owner
-from kvrelay.engine.loop import ModelLoop
+from kvrelay.engine.guidance import GuideRefusal, GuideResult
 from kvrelay.engine.sequence import Sequence
 from kvrelay.prefill_worker.entries import Entry, Outcome, Phase
-from kvrelay.prefill_worker.links import DecodeLinks
-from kvrelay.prefill_worker.model_worker import Add, Command, Remove, Report
+from kvrelay.prefill_worker.model_worker import Add, Remove, Report
+from kvrelay.prefill_worker.ports import Ports
 from kvrelay.prefill_worker.scheduler import Computed
 from kvrelay.prefill_worker.speed import Speed
 from kvrelay.wire.messages import (
@@ -50,7 +51,7 @@ from kvrelay.wire.messages import (
     WorkerState,
 )
 from kvrelay.wire.submit import WorkerIdentity, deadline_of, submit_refusal
-from kvrelay.wire.transfers import DecodeLink, TransferTable
+from kvrelay.wire.transfers import DecodeLink
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +60,6 @@ _LINK_TIMEOUT_S = 10.0  # a decode worker that did not say Welcome by then is as
 
 Key = tuple[str, int]
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Ports:
-    """What the service speaks through; filled once by whoever assembles the worker."""
-
-    send: Callable[[str, Message], bool]
-    loop: ModelLoop[Command]
-    links: DecodeLinks
-    transfers: TransferTable
 
 
 class PrefillService:
@@ -120,8 +111,9 @@ class PrefillService:
 
     def status(self) -> Status:
         """What routing sees."""
-        sequences = [entry.sequence for entry in self._entries.values() if entry.model_holds]
-        num_waiting = sum(1 for entry in self._entries.values() if entry.phase is Phase.QUEUED)
+        entries = self._entries.values()
+        sequences = [entry.sequence for entry in entries if entry.model_holds or entry.phase is Phase.COMPILING]
+        num_waiting = sum(1 for entry in entries if entry.phase in {Phase.COMPILING, Phase.QUEUED})
         return Status(
             state=self.state,
             num_running=len(self._entries) - num_waiting,
@@ -174,13 +166,31 @@ class PrefillService:
             num_prompt_tokens=submit.num_prompt_tokens,
             sampling=submit.sampling,
             arrival_s=now_s,
+            retention=submit.retention,
         )
         sequence.block_hashes = chain_hashes(self._root_hash, submit.token_ids, card.layout.block_size)
-        self._entries[key] = Entry(submit, gateway_id, sequence, deadline_of(submit, now_s))
+        entry = self._entries[key] = Entry(submit, gateway_id, sequence, deadline_of(submit, now_s))
         self.has_work.set()
         if submit.decode is not None:
             self.ports.links.link_to(submit.decode.address)  # connect while the prompt waits
-        self.ports.loop.post(Add(sequence))
+        if submit.sampling.guide is None:
+            self._queue(entry)
+        else:
+            output = submit.token_ids[submit.num_prompt_tokens :]
+            self.ports.guides.start(submit.sampling, output, partial(self._on_guide, entry))
+
+    def _on_guide(self, entry: Entry, result: GuideResult) -> None:
+        if entry.phase is Phase.COMPILING and isinstance(result, GuideRefusal):
+            self._fail(entry, FailureCode.INVALID if result.is_invalid else FailureCode.INTERNAL, result.detail)
+        elif entry.phase is Phase.COMPILING:  # otherwise it came to its end meanwhile
+            assert not isinstance(result, GuideRefusal)
+            entry.sequence.guide = result
+            self._queue(entry)
+
+    def _queue(self, entry: Entry) -> None:
+        entry.advance(Phase.QUEUED)
+        entry.model_holds = True
+        self.ports.loop.post(Add(entry.sequence))
 
     # -- the model thread ------------------------------------------------------------------------------------------
 
@@ -192,7 +202,9 @@ class PrefillService:
         for computed in report.computed:
             self._guarded(self._on_computed, computed, computed.sequence.key)
         for key in report.removed:
-            self._on_removed(self._entries[key])
+            entry = self._entries[key]
+            entry.model_holds = False
+            self._finish_closing(entry)
         for key in report.failed:
             entry = self._entries[key]
             if entry.phase is not Phase.CLOSING:
@@ -215,9 +227,7 @@ class PrefillService:
         entry.advance(Phase.COMPUTING)
         entry.started_s = self._clock()
         assert entry.submit.decode is not None
-        # Counted from the message: the model thread may have appended the first token to the sequence already.
-        num_output_tokens = len(entry.submit.token_ids) - entry.submit.num_prompt_tokens
-        if num_output_tokens + 1 >= sequence.sampling.max_tokens:
+        if entry.num_earlier_tokens + 1 >= sequence.sampling.max_tokens and sequence.sampling.beam_search is None:
             return  # the first token will be the last: nothing to hand over
         link = self.ports.links.link_to(entry.submit.decode.address)
         if link is None:
@@ -237,6 +247,7 @@ class PrefillService:
             sampling=submit.sampling,
             block_hashes=sequence.block_hashes,
             timeout_s=None if math.isinf(entry.deadline_s) else entry.deadline_s - self._clock(),
+            retention=submit.retention,
         )
         entry.transfer_holds = True
         entry.num_ready_blocks = max(
@@ -259,6 +270,8 @@ class PrefillService:
             self.ports.transfers.blocks_ready(sequence.key, computed.num_ready_blocks)
         if computed.token is None:
             return
+        if sequence.failure is not None:
+            return self._fail(entry, FailureCode.INVALID, sequence.failure)
         delta = self._first_token_delta(entry, computed)
         if computed.finish_reason is not None:
             self._close(entry, Tokens(items=[delta]))
@@ -278,11 +291,12 @@ class PrefillService:
         return TokenDelta(
             request_id=sequence.request_id,
             attempt=sequence.attempt,
-            index=sequence.num_output_tokens - 1,
-            tokens=[computed.token],
+            index=entry.num_earlier_tokens,
+            tokens=[] if sequence.sampling.beam_search is not None else [computed.token],
             finish_reason=computed.finish_reason,
             num_cached_tokens=min(sequence.num_cached_tokens, sequence.num_prompt_tokens),
             timings=Timings(queue_s=started_s - sequence.arrival_s, prefill_s=now_s - started_s),
+            prompt_logprobs=None if sequence.sampling.num_prompt_logprobs is None else sequence.prompt_logprobs,
         )
 
     def _commit(self, entry: Entry, token: SampledToken, timings: Timings) -> None:
@@ -330,7 +344,7 @@ class PrefillService:
         now_s = self._clock()
         for entry in [entry for entry in self._entries.values() if entry.deadline_s <= now_s]:
             self._fail(entry, FailureCode.DEADLINE, "the request's time is up")
-        stuck = [entry for entry in self._entries.values() if _is_stuck(entry, now_s)]
+        stuck = [entry for entry in self._entries.values() if entry.is_stuck(now_s, _SEND_TIMEOUT_S)]
         for entry in stuck:
             entry.closed_s = now_s  # the reset ends the sends soon, but not at once
         for address in {entry.submit.decode.address for entry in stuck if entry.submit.decode is not None}:
@@ -371,10 +385,6 @@ class PrefillService:
             self.ports.transfers.abort(entry.sequence.key, type(outcome).__name__)
         self._finish_closing(entry)
 
-    def _on_removed(self, entry: Entry) -> None:
-        entry.model_holds = False
-        self._finish_closing(entry)
-
     def _finish_closing(self, entry: Entry) -> None:
         key = entry.sequence.key
         if entry.phase is not Phase.CLOSING or entry.model_holds or entry.transfer_holds or key not in self._entries:
@@ -384,11 +394,7 @@ class PrefillService:
             self.has_work.clear()
             if self.state is WorkerState.DRAINING:
                 self._drained.set()
-        self._blocks.release(sequence_owner(key))
+        self._blocks.release(sequence_owner(key), entry.sequence.retention)
         self.ports.loop.wake()  # a prompt may have waited for these blocks
         assert entry.outcome is not None
         self.ports.send(entry.gateway_id, entry.outcome)
-
-
-def _is_stuck(entry: Entry, now_s: float) -> bool:
-    return entry.transfer_holds and entry.closed_s is not None and now_s - entry.closed_s > _SEND_TIMEOUT_S

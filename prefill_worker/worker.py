@@ -10,14 +10,16 @@ import zmq
 from prometheus_client import CollectorRegistry, Gauge
 
 from kvrelay.engine.block_manager import BlockManager
+from kvrelay.engine.guidance import GuideCompiler, GuidesOnLoop, NoGuides
 from kvrelay.engine.health import ledger_json, not_live, not_ready
 from kvrelay.engine.interface import Engine
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.metrics import EngineMetrics
 from kvrelay.prefill_worker.links import DecodeLinks, LinkIdentity
 from kvrelay.prefill_worker.model_worker import Command, PrefillModelWorker, Report
+from kvrelay.prefill_worker.ports import Ports
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
-from kvrelay.prefill_worker.service import Ports, PrefillService
+from kvrelay.prefill_worker.service import PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.authentication import PeerGate
 from kvrelay.wire.control_server import ControlServer
@@ -48,10 +50,12 @@ class PrefillWorker:
         transfer_settings: TransferSettings | None = None,
         seal_kv: bool = False,
         keys: WireKeys | None = None,
+        max_retained_share: float = 0.5,
+        guides: GuideCompiler | None = None,
     ) -> None:
         card = engine.card
         link_settings = link_settings or LinkSettings()
-        self.blocks = BlockManager(card.num_blocks, card.layout.block_size)
+        self.blocks = BlockManager(card.num_blocks, card.layout.block_size, max_retained_share=max_retained_share)
         scheduler = PrefillScheduler(settings, self.blocks, card.max_model_len)
         engine_metrics = EngineMetrics(
             registry,
@@ -79,7 +83,8 @@ class PrefillWorker:
         transfers = TransferTable(
             engine.store, self.service, transfer_settings or TransferSettings(), wire_metrics, time.monotonic
         )
-        self.service.attach(Ports(self._server.send, self._loop, self._links, transfers))
+        self._guides = GuidesOnLoop(guides or NoGuides())
+        self.service.attach(Ports(self._server.send, self._loop, self._links, transfers, guides=self._guides))
         self._asyncio_loop: asyncio.AbstractEventLoop | None = None
         self._tickers: list[asyncio.Task[None]] = []
         self.address = address
@@ -99,7 +104,7 @@ class PrefillWorker:
 
     async def start(self) -> None:
         """Open the control socket and start the model loop. Raises WireError if the address is taken."""
-        self._asyncio_loop = asyncio.get_running_loop()
+        self._asyncio_loop = self._guides.asyncio_loop = asyncio.get_running_loop()
         self.address = await self._server.start()
         self._loop.start()
         self._tickers = [
@@ -130,6 +135,7 @@ class PrefillWorker:
         await asyncio.gather(*self._tickers, return_exceptions=True)
         await self._server.stop()
         await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._guides.close)
         await self._links.stop()
         await asyncio.to_thread(self._context.term)
 

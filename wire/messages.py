@@ -20,6 +20,7 @@ import enum
 import msgspec
 
 from kvrelay.common.model_card import KvLayout, ModelCard
+from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 
 PROTOCOL_MIN = 1
@@ -54,6 +55,7 @@ class FailureCode(enum.StrEnum):
     DEADLINE = "deadline"  # the request's time ran out
     INVALID = "invalid"  # the request can never be served here
     CANCELLED = "cancelled"
+    NOT_CACHED = "not_cached"  # more of the prompt would have to be computed here than Submit allows
     INTERNAL = "internal"  # an unexpected error on the worker; its log has the trace
 
     @property
@@ -130,7 +132,7 @@ class DecodeTarget(msgspec.Struct, frozen=True, kw_only=True):
     address: str  # of its control socket
 
 
-class Submit(_Message, tag=True, frozen=True, kw_only=True):
+class Submit(_Message, tag=True, frozen=True, kw_only=True, omit_defaults=True):
     """Compute a request: prefill and hand over to ``decode``, or all of it here (local prefill) without one.
 
     ``token_ids`` holds the prompt, and behind it the output of earlier attempts if there were any; the worker goes on
@@ -144,6 +146,8 @@ class Submit(_Message, tag=True, frozen=True, kw_only=True):
     sampling: SamplingParams
     decode: DecodeTarget | None = None
     timeout_s: float | None = None  # what is left of the request's time; afterwards nobody waits for it
+    retention: Retention | None = None  # how long its blocks should stay cached
+    max_uncached_tokens: int | None = None  # of local prefill: refused if more must be computed (``NOT_CACHED``)
 
 
 class Cancel(_Message, tag=True, frozen=True, kw_only=True):
@@ -162,6 +166,14 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     first_step_s: float | None = None  # verified until the first decode step's token
 
 
+class Beam(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence that a beam search found."""
+
+    tokens: list[SampledToken]  # of the output
+    finish_reason: FinishReason
+    score: float  # log probability / length ** length_penalty
+
+
 class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one attempt; ``index`` is the output position of the first, counted from 0 over all attempts.
 
@@ -176,6 +188,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     num_cached_tokens: int | None = None  # of the prompt, with an attempt's first tokens
     timings: Timings | None = None
+    prompt_logprobs: list[SampledToken] | None = None  # of its tokens but the first, with the first token
+    beams: list[Beam] | None = None  # of a beam search: its result, with the finish reason; there are no tokens before
 
 
 class Tokens(_Message, tag=True, frozen=True, kw_only=True):
@@ -211,7 +225,7 @@ class Cancelled(_Message, tag=True, frozen=True, kw_only=True):
 # -- the hand-off -------------------------------------------------------------------------------------------------
 
 
-class Offer(_Message, tag=True, frozen=True, kw_only=True):
+class Offer(_Message, tag=True, frozen=True, kw_only=True, omit_defaults=True):
     """A prefill worker started a request and asks for room. The decode worker checks the hashes against the tokens."""
 
     request_id: str
@@ -223,6 +237,7 @@ class Offer(_Message, tag=True, frozen=True, kw_only=True):
     sampling: SamplingParams
     block_hashes: list[bytes]  # of all blocks, the last one maybe partial
     timeout_s: float | None = None  # as in Submit
+    retention: Retention | None = None  # as in Submit
 
 
 class Grant(_Message, tag=True, frozen=True, kw_only=True):

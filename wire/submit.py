@@ -6,11 +6,9 @@ import math
 from dataclasses import dataclass
 
 from kvrelay.common.model_card import ModelCard
-from kvrelay.common.sampling import SamplingParams
+from kvrelay.wire.beam_check import invalid_beams, unfit_beams
 from kvrelay.wire.messages import Failed, FailureCode, Offer, Status, Submit, WorkerState
-
-_MAX_COUNT = 2**31
-_MAX_WEIGHT = 1e6  # of any float of sampling; the API's own bounds are far below
+from kvrelay.wire.sampling_check import invalid_sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +33,8 @@ def submit_refusal(
         )
 
     invalid = invalid_submit(submit, identity.card)
+    if invalid is None and not needs_decode:
+        invalid = unfit_beams(submit, identity.card, identity.max_running)
     if needs_decode and submit.decode is None:
         invalid = "a prefill worker needs a decode worker to hand over to"
     if is_known:
@@ -69,19 +69,6 @@ def invalid_submit(submit: Submit | Offer, card: ModelCard) -> str | None:
         return f"{num_tokens} tokens leave no room to generate: the limit is {card.max_model_len} tokens"
     if not all(0 <= token_id < card.vocab_size for token_id in submit.token_ids):
         return f"a token id lies outside of 0 to {card.vocab_size - 1}"
-    return _invalid_sampling(submit.sampling)
-
-
-def _invalid_sampling(sampling: SamplingParams) -> str | None:
-    """What no gateway sends, since it checks its clients' values, and what would break a step, and so all that is in the batch."""
-    for name in ("max_tokens", "top_k", "num_logprobs"):
-        count = getattr(sampling, name)
-        if count is not None and not 0 <= count < _MAX_COUNT:
-            return f"{name} is {count}; it must be 0 to {_MAX_COUNT - 1}"
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        value = getattr(sampling, name)
-        if not abs(value) <= _MAX_WEIGHT:  # not a number: neither
-            return f"{name} is {value}; it must be {-_MAX_WEIGHT:g} to {_MAX_WEIGHT:g}"
-    if sampling.repetition_penalty <= 0:
-        return f"repetition_penalty is {sampling.repetition_penalty}; it must be above 0"
-    return None
+    if submit.retention is not None and (problem := submit.retention.problem()) is not None:
+        return problem
+    return invalid_sampling(submit.sampling, submit.num_prompt_tokens, card) or invalid_beams(submit, card)

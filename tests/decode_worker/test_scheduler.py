@@ -40,8 +40,8 @@ class Rig:
             covered = len(row.sequence.block_table) * BLOCK
             assert covered >= row.sequence.num_computed_tokens + row.num_tokens
             assert row.sequence.block_table == self.blocks.owned_blocks(sequence_owner(row.sequence.key))
-        sampled = self.scheduler.postprocess(plan.rows, [SampledToken(7) if row.samples else None for row in plan.rows])
-        self.finished += [one.request_id for one, _ in sampled if one.finish_reason is not None]
+        told = self.scheduler.postprocess(plan.rows, [SampledToken(7) if row.samples else None for row in plan.rows])
+        self.finished += [one.sequence.request_id for one in told if one.sequence.finish_reason is not None]
         self.scheduler.check_integrity()
         return [(row.sequence.request_id, row.num_tokens) for row in plan.rows]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import torch
 import transformers
 
 from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.guide_compiler import XGrammarCompiler
+from kvrelay.engine.guide_vocabulary import load_vocabulary
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.torch_engine import EngineOptions, TorchEngine
+from kvrelay.launcher.models import resolve_model
 
 VOCAB = 199
+DEMO_VOCAB = 49_152
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -71,3 +76,23 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A plain Llama, three query heads per KV head."""
     directory = tmp_path_factory.mktemp("llama")
     return directory, save_model(directory, transformers.LlamaConfig(**SIZES))
+
+
+@pytest.fixture(scope="session")
+def demo_directory() -> Path:
+    """The demo model, converted if it is not yet; for its tokenizer."""
+    return resolve_model("demo")
+
+
+@pytest.fixture(scope="session")
+def vocabulary(demo_directory: Path) -> list[bytes]:
+    """The bytes of the demo model's tokens."""
+    return load_vocabulary(demo_directory, DEMO_VOCAB)[0]
+
+
+@pytest.fixture(scope="session")
+def guide_compiler(demo_directory: Path) -> Iterator[XGrammarCompiler]:
+    """A compiler for the demo model."""
+    compiler = XGrammarCompiler(demo_directory, DEMO_VOCAB)
+    yield compiler
+    compiler.close()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvrelay.common.block_hash import chain_hashes
-from kvrelay.engine.block_manager import BlockManager, Ledger, Owner, OwnerKind
+from kvrelay.engine.block_manager import BlockManager, Ledger, Owner, OwnerKind, sequence_owner
 
 BLOCK = 4
 
@@ -117,6 +117,53 @@ def test_a_lease_becomes_a_sequence() -> None:
     assert fresh is not None
     assert blocks.owned_blocks(owner("a")) == given.block_ids + fresh
     blocks.check_integrity()
+
+
+def test_a_fork_shares_and_who_writes_gets_a_block_of_its_own() -> None:
+    blocks = BlockManager(4, BLOCK)
+    first = blocks.allocate(owner("a"), 2)
+    assert first is not None
+    assert blocks.fork(owner("a"), owner("b"), 2) == first.block_ids
+    assert blocks.fork(owner("a"), owner("c"), 1) == first.block_ids[:1]
+    assert blocks.ledger() == Ledger(4, num_free=2, num_cached=0, num_leased=0, num_running=2)
+    own = blocks.make_writable(owner("a"), 1)
+    assert own not in (None, *first.block_ids)
+    assert blocks.owned_blocks(owner("a")) == [first.block_ids[0], own]
+    assert blocks.make_writable(owner("b"), 1) == first.block_ids[1]  # the only holder by now
+    assert blocks.ledger().num_running == 3
+    for name in "abc":
+        blocks.release(owner(name))
+    blocks.check_integrity()
+    assert blocks.ledger().num_free == 4
+
+
+def test_a_block_that_others_may_find_is_never_written_to() -> None:
+    blocks = BlockManager(3, BLOCK)
+    first = blocks.allocate(owner("a"), 1)
+    assert first is not None
+    publish_all(blocks, owner("a"), hashes(1))
+    own = blocks.make_writable(owner("a"), 0)
+    assert own not in (None, *first.block_ids)
+    assert blocks.ledger() == Ledger(3, num_free=1, num_cached=1, num_leased=0, num_running=1)
+    found = blocks.allocate(owner("b"), 1, hashes(1))
+    assert found is not None
+    assert found.block_ids == first.block_ids
+    blocks.check_integrity()
+
+
+def test_without_room_a_shared_block_stays_as_it_is() -> None:
+    blocks = BlockManager(2, BLOCK)
+    first = blocks.allocate(owner("a"), 2)
+    assert first is not None
+    blocks.fork(owner("a"), owner("b"), 2)
+    assert blocks.make_writable(owner("b"), 1) is None
+    assert blocks.owned_blocks(owner("b")) == first.block_ids
+    blocks.check_integrity()
+
+
+def test_beams_of_one_search_are_owners_of_their_own() -> None:
+    names = {sequence_owner(("r/1", 2), beam).key for beam in range(3)} | {sequence_owner(("r", 1), 2).key}
+    assert names == {"r/1/2", "r/1/2#1", "r/1/2#2", "r/1#2"}
 
 
 def test_two_blocks_of_one_content_are_both_fine() -> None:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from kvrelay.common.sampling import BeamSearch
 from kvrelay.engine.fake import (
     FakeEngine,
     FakePace,
@@ -179,3 +180,76 @@ def test_a_step_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_large_vocabulary_gives_plain_tokens() -> None:
     assert set(expected_output([1], 2000, 49_152)) <= set(range(1000, 20_000))
     assert max(expected_output([1], 2000, 100)) < 100
+
+
+def test_choices_differ_where_there_is_chance() -> None:
+    def first(**sampling: float) -> int | None:
+        return run(FakeEngine(fake_card()), sequence([4, 5], [8], **sampling), 2)
+
+    assert len({first(temperature=1.0, seed=1, choice=choice) for choice in range(8)}) > 6
+    assert first(temperature=1.0, seed=1, choice=0) == first(temperature=1.0, seed=1)
+    assert first(choice=1) == first(choice=2)
+
+
+def test_no_stop_token_before_min_tokens() -> None:
+    prompt = tokens(9, 6)
+    usual = expected_output(prompt, 4, 1000)
+    row = sequence(prompt, [0, 1, 2, 3], min_tokens=2, stop_token_ids=(usual[0], 3))
+    engine = FakeEngine(fake_card())
+    first = run(engine, row, 6)
+    assert first not in (usual[0], 3)
+    unbound = sequence(prompt, [4, 5, 6], min_tokens=0, stop_token_ids=(usual[0],))
+    assert run(engine, unbound, 6) == usual[0]
+    everything = sequence(prompt, [7, 8, 9], min_tokens=2, stop_token_ids=tuple(range(1000)))
+    assert run(engine, everything, 6) in range(1000)
+
+
+def test_log_probabilities_are_made_up_and_the_same_everywhere() -> None:
+    prompt = tokens(10, 9)
+
+    def outcome(*chunks: int) -> Sequence:
+        engine = FakeEngine(fake_card())
+        row = sequence(prompt, [0, 1, 2], num_prompt_logprobs=3, num_logprobs=2)
+        for count in chunks:
+            run(engine, row, count)
+        return row
+
+    whole = outcome(9)
+    assert whole.prompt_logprobs == outcome(2, 1, 6).prompt_logprobs
+    assert [token.token_id for token in whole.prompt_logprobs] == prompt[1:]
+    for token in whole.prompt_logprobs:
+        values = [value for _, value in token.top_logprobs]
+        assert len(values) == 3
+        assert values == sorted(values, reverse=True)
+        assert token.logprob == dict(token.top_logprobs).get(token.token_id, token.logprob)
+    row = sequence(prompt, [0, 1, 2], num_logprobs=2)
+    (sampled,) = FakeEngine(fake_card()).step([StepRow(row, 9)])
+    assert sampled is not None
+    assert sampled.top_logprobs[0] == (sampled.token_id, sampled.logprob)  # greedy is the likeliest
+    assert row.prompt_logprobs == []
+
+
+def test_copied_blocks_hold_what_their_sources_held() -> None:
+    engine = FakeEngine(fake_card())
+    row = sequence(tokens(11, 6), [3, 8])
+    run(engine, row, 6)
+    engine.copy_blocks([(8, 2), (3, 8)])
+    child = sequence(tokens(11, 6), [3, 2])
+    child.num_computed_tokens = 5
+    assert run(engine, child, 1) == row.token_ids[-1]
+    row.num_computed_tokens = 5
+    with pytest.raises(KvMismatchError, match="position 4"):
+        engine.step([StepRow(row, 2)])
+
+
+def test_a_beam_search_gets_its_candidates() -> None:
+    sampling = {"beam_search": BeamSearch(width=3), "stop_token_ids": (7, 9), "num_logprobs": 2}
+    given = set()
+    for seed in range(40):
+        (token,) = FakeEngine(fake_card()).step([StepRow(sequence(tokens(seed, 6), [1, 2], **sampling), 6)])
+        assert token is not None
+        ids, values = zip(*token.top_logprobs, strict=True)
+        assert len(set(ids)) == 5  # as many as the beams, and all stop tokens
+        assert list(values) == sorted(values, reverse=True)
+        given |= {ids[0]}
+    assert given & {7, 9}

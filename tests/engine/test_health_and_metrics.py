@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kvrelay.common.retention import Retention
 from kvrelay.engine.block_manager import BlockManager, Ledger, Owner, OwnerKind
 from kvrelay.engine.health import ledger_json, not_live, not_ready, ranges
 from kvrelay.engine.metrics import EngineMetrics
@@ -94,8 +95,21 @@ def test_the_ledger_as_json(blocks: BlockManager) -> None:
         "leased": 2,
         "running": 3,
         "balances": True,
+        "retained": {"blocks": 0, "at_most": 5, "by_priority": {}},
         "owners": {"sequence a/1": 2, "sequence b/1": 2, "lease 7": 2},
     }
+
+
+def test_what_is_retained_is_shown(blocks: BlockManager) -> None:
+    (held,) = [one for one in blocks.owners() if one.key == "b/1"]
+    blocks.publish(held, 1, b"b" * 16)
+    block_id = blocks.owned_blocks(held)[1]
+    blocks.release(held, Retention(priority=80))  # the first block is still another's, too
+    registry = CollectorRegistry()
+    EngineMetrics(registry, blocks, num_running=lambda: 0, num_waiting=lambda: 0)
+    assert registry.get_sample_value("kvrelay_retained_blocks") == 1
+    shown = ledger_json(blocks)["retained"]
+    assert shown == {"blocks": 1, "at_most": 5, "by_priority": {"80": str(block_id)}}
 
 
 def test_gauges_read_the_state_and_counters_count(blocks: BlockManager) -> None:

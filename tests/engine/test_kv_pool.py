@@ -44,6 +44,16 @@ def test_blocks_can_be_copied_bit_for_bit(pool: KvPool) -> None:
     assert torch.equal(pool.tensor[1], pool.tensor[2])
 
 
+def test_many_blocks_are_copied_at_once_as_they_were_before(pool: KvPool) -> None:
+    before = torch.randn(pool.tensor.shape).to(pool.tensor.dtype)
+    pool.tensor.copy_(before)
+    pool.copy_blocks([(1, 4), (1, 5), (0, 1)])
+    assert torch.equal(pool.tensor, before[[0, 0, 2, 3, 1, 1]])
+    with pytest.raises(ValueError, match="block 6 of a pool of 6"):
+        pool.copy_blocks([(1, 4), (2, 6)])
+    assert torch.equal(pool.tensor[4], before[1])
+
+
 @pytest.mark.parametrize("block_id", [-1, 6])
 def test_blocks_outside_the_pool_are_refused(pool: KvPool, block_id: int) -> None:
     with pytest.raises(ValueError, match=f"block {block_id} of a pool of 6"):
@@ -67,3 +77,14 @@ def test_on_a_gpu_bytes_travel_through_staging(llama: tuple[Path, Any]) -> None:
     pool.close_read(1)
     assert torch.equal(pool.tensor[1], pool.tensor[2])
     assert torch.equal(pool.tensor[1], pool.tensor[3])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_blocks_are_copied_in_order_with_what_is_computed(llama: tuple[Path, Any]) -> None:
+    pool = KvPool(load_config(llama[0]), 6, 8, torch.bfloat16, torch.device("cuda"))
+    pool.tensor[1] = torch.randn(pool.tensor[1].shape, device="cuda")
+    pool.copy_blocks([(1, 4), (1, 5)])
+    pool.tensor[1] = 0.0
+    assert torch.equal(pool.tensor[4], pool.tensor[5])
+    assert pool.tensor[4].any()

@@ -116,6 +116,14 @@ def test_argmax(kernels: CpuKernels, width: int) -> None:
     assert 0 <= int(kernels.argmax(logits)[4]) < width
 
 
+def test_argmax_of_logits_that_were_processed(kernels: CpuKernels) -> None:
+    """They are fp32, and closer to each other than bf16 tells apart."""
+    config, pool = config_of((6, 2), 64), torch.zeros(1, 1, 2, 2, 16, 64, dtype=torch.bfloat16)
+    logits = torch.full((2, 300), 5.0)
+    logits[0, 17] = logits[1, 299] = 5.0001
+    assert NativeCpuOps(config, pool, 16, kernels).argmax(logits).tolist() == [17, 299]
+
+
 @pytest.mark.parametrize(
     ("heads", "head_dim"), [((9, 3), 64), ((4, 4), 32), ((8, 1), 128), ((14, 2), 64), ((2, 2), 96)]
 )

@@ -30,25 +30,32 @@ def test_published_vectors(counter: str, key: str, output: str) -> None:
 def test_a_batch_is_its_rows() -> None:
     generator = np.random.default_rng(0)
     seeds = generator.integers(0, 2**64, 100, dtype=np.uint64)
+    choices = generator.integers(0, 2**31, 100, dtype=np.uint64)
     positions = generator.integers(0, 2**40, 100, dtype=np.uint64)
-    alone = [uniforms(seeds[i : i + 1], positions[i : i + 1])[0] for i in range(100)]
-    assert uniforms(seeds, positions).tolist() == alone
+    alone = [uniforms(seeds[i : i + 1], choices[i : i + 1], positions[i : i + 1])[0] for i in range(100)]
+    assert uniforms(seeds, choices, positions).tolist() == alone
 
 
 def test_uniforms_are_uniform_and_distinct() -> None:
-    draws = uniforms(np.full(20_000, 5, dtype=np.uint64), np.arange(20_000, dtype=np.uint64))
+    seeds, positions = np.full(20_000, 5, dtype=np.uint64), np.arange(20_000, dtype=np.uint64)
+    draws = uniforms(seeds, np.zeros_like(seeds), positions)
     assert draws.min() >= 0.0
     assert draws.max() < 1.0
     assert len(set(draws.tolist())) == 20_000
     np.testing.assert_allclose(np.histogram(draws, 10, (0, 1))[0] / 20_000, 0.1, atol=0.01)
-    assert uniforms(np.array([5], np.uint64), np.array([0], np.uint64), choice=1)[0] != draws[0]
+    others = uniforms(seeds, np.ones_like(seeds), positions)
+    assert not set(others.tolist()) & set(draws.tolist())
+    assert abs(np.corrcoef(draws, others)[0, 1]) < 0.02
 
 
 def test_the_stream_is_fixed_for_ever() -> None:
     # Workers of different versions continue each other's sequences: these numbers may never change.
-    draws = uniforms(np.array([0, 42, 2**64 - 1], np.uint64), np.array([0, 7, 2**33], np.uint64))
+    zeros = np.zeros(3, dtype=np.uint64)
+    draws = uniforms(np.array([0, 42, 2**64 - 1], np.uint64), zeros, np.array([0, 7, 2**33], np.uint64))
     assert [draw.hex() for draw in draws.tolist()] == [
         "0x1.989fa35785a70p-2",
         "0x1.6ef60ec5a1e12p-2",
         "0x1.8985c47d94cacp-2",
     ]
+    choice = uniforms(*(np.array([word], np.uint64) for word in (42, 2**31 - 1, 7)))
+    assert choice[0].hex() == "0x1.ee591a75fbf5ap-1"

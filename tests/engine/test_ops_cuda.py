@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from kvrelay.common.sampling import SamplingParams
+from kvrelay.common.sampling import SamplingParams, Watermark
 from kvrelay.engine import torch_engine
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.ops_cuda import CudaOps
@@ -35,7 +35,9 @@ def outputs():
     rows = []
     for index, length in enumerate((1, 37, 20)):
         sampling = SamplingParams(
-            max_tokens=99, seed=index, num_logprobs=199, temperature=index / 2, top_k=50, top_p=0.9, presence_penalty=0.2
+            max_tokens=99, seed=index, num_logprobs=199, temperature=index / 2, top_k=50, top_p=0.9, presence_penalty=0.2,
+            typical_p=(0.5, 1.0, 0.8)[index], logit_bias=((5 + index, 2.0),), bad_words=((7,), (1, 2)), min_tokens=index,
+            stop_token_ids=(9,), watermark=Watermark() if index == 1 else None, num_prompt_logprobs=3,
         )
         blocks = [9 * index + place for place in range(6)]
         tokens = [(7 * index + 3 * place) % 199 for place in range(length)]
@@ -47,6 +49,7 @@ def outputs():
             if token is not None:
                 row.token_ids.append(token.token_id)
                 logprobs = dict(token.top_logprobs)
+                assert len(row.prompt_logprobs) == row.num_prompt_tokens - 1
                 yield token.token_id, [logprobs[token_id] for token_id in range(199)]
 
 

@@ -1,0 +1,167 @@
+"""What guided decoding costs: a decode step of 16 guided rows against one of 16 free rows, in turns, and what compiling takes.
+
+    .venv/bin/python benchmarks/guidance.py            # about 2 minutes
+
+Both batches are the demo model's, in one process, with the same prompts and lengths; a step is what the model thread does: masks,
+the model, sampling, and telling the grammar what came. What is compared is the ratio within a round of one step each, in an order
+that turns round; the median of those ratios counts. An output that is over starts again behind its prompt. Greedy rows are the
+hardest case: without a guide they cost nearly nothing to sample. Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+
+import click
+
+from kvrelay.common.sampling import Guide, GuideKind, SamplingParams
+from kvrelay.engine.guidance import GuideRefusal, GuideResult
+from kvrelay.engine.guide_compiler import XGrammarCompiler
+from kvrelay.engine.interface import StepRow
+from kvrelay.engine.sequence import GuideState, Sequence
+from kvrelay.engine.torch_engine import EngineOptions, TorchEngine
+from kvrelay.launcher.models import resolve_model
+
+_PROMPT_LEN = 64
+_MAX_LEN = 256
+_END = 2  # the demo model's end of text
+_PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 60},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": {"type": "string"}, "minItems": 4, "maxItems": 12},
+        "address": {
+            "type": "object",
+            "properties": {"street": {"type": "string"}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}},
+            "required": ["street", "zip"],
+        },
+    },
+    "required": ["name", "age", "tags", "address"],
+}
+_GUIDES = {
+    "any JSON object": Guide(kind=GuideKind.JSON_OBJECT),
+    "a schema of 6 fields": Guide(kind=GuideKind.JSON_SCHEMA, text=json.dumps(_PERSON)),
+    "a regular expression": Guide(kind=GuideKind.REGEX, text=r"([A-Z][a-z]{2,9} ){20,60}end\."),
+    "a grammar (EBNF)": Guide(
+        kind=GuideKind.GRAMMAR,
+        text='root ::= line{20,60}\nline ::= word ("+" word)* "\\n"\nword ::= [a-z]+ | [0-9]+ | "(" word ")"',
+    ),
+    "one of 100 choices": Guide(
+        kind=GuideKind.CHOICE, text=json.dumps([f"answer number {number}" for number in range(100)])
+    ),
+}
+_MEASURED = ("any JSON object", "a schema of 6 fields", "a regular expression", "a grammar (EBNF)")
+
+
+@dataclass
+class Batch:
+    """Sequences that decode together, for ever."""
+
+    engine: TorchEngine
+    compiler: XGrammarCompiler
+    guide: Guide | None
+    temperature: float
+    sequences: list[Sequence] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+
+    def fill(self, num_sequences: int, first_block: int) -> int:
+        """Prefill the prompts; returns the first block that is still free."""
+        per_sequence = _MAX_LEN // self.engine.card.layout.block_size
+        for number in range(num_sequences):
+            tokens = [1000 + 37 * number + place for place in range(_PROMPT_LEN)]
+            sampling = SamplingParams(
+                max_tokens=10_000, temperature=self.temperature, seed=number, stop_token_ids=(_END,), guide=self.guide
+            )
+            blocks = list(range(first_block, first_block + per_sequence))
+            first_block += per_sequence
+            one = Sequence(f"r{number}", 1, tokens, _PROMPT_LEN, sampling, 0.0, block_table=blocks)
+            if self.guide is not None:
+                one.guide = compiled(self.compiler, sampling)
+            self.engine.step([StepRow(one, _PROMPT_LEN)])
+            one.num_computed_tokens = _PROMPT_LEN - 1
+            self.sequences.append(one)
+        return first_block
+
+    def step(self) -> None:
+        """One decode step, timed; what is over starts again afterwards."""
+        begun_s = time.perf_counter()
+        tokens = self.engine.step([StepRow(one, 1) for one in self.sequences])
+        for one, token in zip(self.sequences, tokens, strict=True):
+            assert token is not None
+            one.num_computed_tokens += 1
+            one.append(token, _MAX_LEN - 1)
+        self.step_s.append(time.perf_counter() - begun_s)
+        for one in self.sequences:
+            assert one.failure is None, one.failure
+            if one.is_over:
+                one.finish_reason = None
+                del one.token_ids[_PROMPT_LEN:]
+                one.num_computed_tokens = _PROMPT_LEN - 1
+                if self.guide is not None:
+                    one.guide = compiled(self.compiler, one.sampling)
+
+
+def compiled(compiler: XGrammarCompiler, sampling: SamplingParams) -> GuideState:
+    """The guide's state, when it is there."""
+    answers: queue.SimpleQueue[GuideResult] = queue.SimpleQueue()
+    compiler.start(sampling, (), answers.put)
+    result = answers.get(timeout=300)
+    assert not isinstance(result, GuideRefusal), result.detail
+    return result
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", default="demo", show_default=True, help="Model directory, Hugging Face id, or 'demo'.")
+@click.option("--rows", default=16, show_default=True, type=click.IntRange(1, 64))
+@click.option("--rounds", default=150, show_default=True, type=click.IntRange(10))
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
+def main(model: str, rows: int, rounds: int, threads: int) -> None:
+    """Measure and print."""
+    directory = resolve_model(model)
+    options = EngineOptions(directory, directory.name, device="cpu", kv_memory_bytes=2**29, num_threads=threads)
+    engine = TorchEngine.load(options, lambda done, total: None)
+    compiler = XGrammarCompiler(directory, engine.card.vocab_size)
+    try:
+        print("| guide | compiled in |\n| --- | --- |")
+        warm = SamplingParams(max_tokens=1, guide=Guide(kind=GuideKind.REGEX, text="a"))
+        print(f"| the first one, with the process that compiles | {_time_ms(compiler, warm):,.0f} ms |")
+        for name, guide in _GUIDES.items():
+            sampling = SamplingParams(max_tokens=1, guide=guide)
+            print(f"| {name} | {_time_ms(compiler, sampling):.1f} ms, again: {_time_ms(compiler, sampling):.2f} ms |")
+        print(
+            f"\n| {rows} rows, {engine.card.layout.kv_dtype} | free step | guided step | ratio |\n| --- | --- | --- | --- |"
+        )
+        for temperature in (0.0, 0.8):
+            for name in _MEASURED:
+                free = Batch(engine, compiler, None, temperature)
+                guided = Batch(engine, compiler, _GUIDES[name], temperature)
+                guided.fill(rows, free.fill(rows, 0))
+                print(f"| {name}, temperature {temperature:g} {_compare(free, guided, rounds)}", flush=True)
+    finally:
+        compiler.close()
+
+
+def _time_ms(compiler: XGrammarCompiler, sampling: SamplingParams) -> float:
+    begun_s = time.perf_counter()
+    compiled(compiler, sampling)
+    return 1e3 * (time.perf_counter() - begun_s)
+
+
+def _compare(free: Batch, guided: Batch, rounds: int) -> str:
+    for number in range(rounds + 10):
+        for batch in (free, guided) if number % 2 else (guided, free):
+            batch.step()
+    ratios = [after / before for before, after in zip(free.step_s[10:], guided.step_s[10:], strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4)
+    free_ms, guided_ms = (1e3 * statistics.median(batch.step_s[10:]) for batch in (free, guided))
+    return f"| {free_ms:.1f} ms | {guided_ms:.1f} ms | {median:.3f} (half of them {low:.3f} to {high:.3f}) |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

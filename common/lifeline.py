@@ -1,0 +1,22 @@
+"""A process that ends when the one that started it ends, even by SIGKILL, after which nobody is left to stop anybody.
+
+Linux can do that: a process asks for a signal at its parent's death, and the wish survives ``execve``. Elsewhere the wish has no
+effect. The kernel means the *thread* that started the process: it must live as long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent does; exits with code 1 if that is not ``parent_pid`` any more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before we asked
+        sys.exit(1)

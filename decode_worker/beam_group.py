@@ -1,0 +1,116 @@
+"""The sequences of one beam search on a decode worker, which go forward in step.
+
+A group begins with one sequence, the prompt. When every beam has heard what the engine sampled for it, ``advance`` chooses the next
+beams: the first child of a beam goes on in its parent's sequence, further ones are forked from it, beams without children end.
+Blocks are the scheduler's: it shares, copies and releases them as the group says. So is preemption, which takes the group as
+a whole; afterwards the leader, the first beam, is computed again, and the others behind what they share with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from kvrelay.common.sampling import SampledToken
+from kvrelay.decode_worker.beams import FinishedBeam, Search, advance
+from kvrelay.engine.sequence import Sequence, SequenceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Turnover:
+    """How a group's sequences changed in a step."""
+
+    forked: list[tuple[Sequence, Sequence]]  # (parent, child): the child computes on from what the parent has computed
+    ended: list[Sequence]
+
+
+class BeamGroup:
+    """One beam search. Model thread only."""
+
+    def __init__(self, root: Sequence, max_model_len: int, first: SampledToken | None) -> None:
+        """``first``: what the prefill worker sampled behind the prompt, with its candidates; None if that is computed here."""
+        params = root.sampling.beam_search
+        assert params is not None, f"{root.key} asks for no beam search"
+        self.width = params.width
+        self.num_steps = 0 if first is None else -1  # those that were computed here
+        self.beams = [root]  # in the order of the search's live ones
+        self._sampling = root.sampling
+        self._num_return = params.num_return
+        self._max_tokens = max(1, min(root.sampling.max_tokens, max_model_len - root.num_prompt_tokens))
+        self._search = Search()
+        self._heard = {} if first is None else {root: first}
+        self._num_made = 1
+
+    @property
+    def leader(self) -> Sequence:
+        """The sequence that stands for the group: it waits for it, and is computed first after a preemption."""
+        return self.beams[0]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all beams have heard."""
+        return len(self._heard) == len(self.beams)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the search has ended."""
+        return self._search.is_over
+
+    @property
+    def result(self) -> tuple[FinishedBeam, ...]:
+        """The beams to return, best first; those found so far, if it is not over."""
+        return self._search.finished[: self._num_return]
+
+    def hear(self, beam: Sequence, token: SampledToken) -> None:
+        """What the engine sampled for a beam."""
+        self._heard[beam] = token
+
+    def has_heard(self, beam: Sequence) -> bool:
+        """Whether the beam waits for the others."""
+        return beam in self._heard
+
+    def forget(self) -> None:
+        """The group lost its blocks: all that was heard in this step will be computed again."""
+        self._heard.clear()
+
+    def advance(self) -> Turnover:
+        """Choose the next beams; appends their tokens. If the search is over by that, all of them end."""
+        parents, sampled = self.beams, [self._heard[beam] for beam in self.beams]
+        self._heard.clear()
+        self.num_steps += 1
+        self._search = advance(self._search, sampled, self._sampling, self._max_tokens)
+        if self.is_over:
+            return Turnover([], parents)
+        self.beams, forked = [], []
+        for live in self._search.live:
+            parent = parents[live.parent]
+            child = parent
+            if parent in self.beams:
+                child = self._fork(parent)
+                forked.append((parent, child))
+            self.beams.append(child)
+        for beam, live in zip(self.beams, self._search.live, strict=True):
+            beam.token_ids.append(live.tokens[-1].token_id)
+        return Turnover(forked, [parent for parent in parents if parent not in self.beams])
+
+    def _fork(self, parent: Sequence) -> Sequence:
+        beam, self._num_made = self._num_made, self._num_made + 1
+        return dataclasses.replace(
+            parent,
+            beam=beam,
+            status=SequenceStatus.WAITING,
+            token_ids=list(parent.token_ids),
+            block_table=[],
+            block_hashes=[],
+            sampling=parent.sampling.after_prefill(),
+            prompt_logprobs=[],
+        )
+
+
+def num_common(ours: Seq[int], theirs: Seq[int]) -> int:
+    """How many leading tokens are the same."""
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one != other:
+            return index
+    return min(len(ours), len(theirs))

@@ -1,0 +1,34 @@
+"""Whether a request that came for what is cached here finds it: the gateway's map of prefixes is of the past.
+
+Local prefill computes between the steps of running sequences, so only short rests may be computed here. A gateway that counts
+on a cached prefix says how much may be missing; if more is, the request is refused before it computes anything, and goes by a
+prefill worker instead.
+"""
+
+from __future__ import annotations
+
+from kvrelay.common.block_hash import chain_hashes
+from kvrelay.engine.block_manager import BlockManager
+from kvrelay.wire.messages import Failed, FailureCode, Submit
+
+
+def cache_miss(submit: Submit, blocks: BlockManager, root_hash: bytes) -> Failed | None:
+    """Why the request should not be computed here; None if it may be.
+
+    A yes is no promise: what is cached now may be evicted while the request waits for its place.
+    """
+    num_tokens, most = len(submit.token_ids), submit.max_uncached_tokens
+    if most is None or num_tokens <= most:
+        return None
+    # The last token is always computed anew.
+    num_reusable = (num_tokens - 1) // blocks.block_size * blocks.block_size
+    hashes = chain_hashes(root_hash, submit.token_ids[:num_reusable], blocks.block_size)
+    num_uncached = num_tokens - blocks.num_cached_prefix(hashes) * blocks.block_size
+    if num_uncached <= most:
+        return None
+    return Failed(
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        code=FailureCode.NOT_CACHED,
+        detail=f"{num_uncached} of {num_tokens} tokens are not cached here; the limit is {most}",
+    )

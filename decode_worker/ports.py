@@ -1,0 +1,24 @@
+"""What the decode worker's service speaks through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvrelay.decode_worker.model_worker import Command
+from kvrelay.engine.guidance import GuideCompiler, NoGuides
+from kvrelay.engine.loop import ModelLoop
+from kvrelay.wire.leases import LeaseTable
+from kvrelay.wire.messages import Message
+
+
+@dataclass(slots=True)
+class Ports:
+    """Filled once by whoever assembles the worker."""
+
+    send: Callable[[str, Message], bool]
+    loop: ModelLoop[Command]
+    leases: LeaseTable
+    data_address: str
+    data_token: str | None = None  # what the data socket lets connections in by; None: all
+    guides: GuideCompiler = field(default_factory=NoGuides)  # answers on the asyncio loop

@@ -1,0 +1,164 @@
+"""Compiles guides with xgrammar, off the model loop and off the asyncio loop, each once.
+
+A guide's grammar is compiled by a process (:mod:`kvrelay.engine.guide_process`), is read back here, and kept: the least recently
+used go when the memory that is theirs is full. Guides that are equal and in flight are compiled once. A guide that was refused is
+remembered too. The first process starts with the first guide: before that, a worker has none. Import this module on a thread
+where a second does not matter: xgrammar brings transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import LifoQueue
+
+import xgrammar as xgr
+
+from kvrelay.common.sampling import Guide, SamplingParams
+from kvrelay.engine.guidance import GuideRefusal, GuideResult
+from kvrelay.engine.guide_child import GuideLimits, GuideProcess, GuideProcessError
+from kvrelay.engine.guide_process import tokenizer_info
+from kvrelay.engine.guide_state import XGrammarState
+from kvrelay.engine.guide_vocabulary import load_vocabulary
+
+logger = logging.getLogger(__name__)
+
+_NUM_PROCESSES = 2  # so that one bad guide at a time is in nobody's way
+_NUM_MASK_THREADS = 2  # for the masks of slow grammars
+_CACHE_BYTES = 2**28  # of grammars, as xgrammar counts them
+_MAX_DETAIL = 500
+_REFUSAL_BYTES = 1024  # what a remembered refusal counts
+
+Compiled = xgr.CompiledGrammar | GuideRefusal
+
+
+class XGrammarCompiler:
+    """Implements :class:`kvrelay.engine.guidance.GuideCompiler` for one model. ``start`` from any thread."""
+
+    def __init__(
+        self, model_dir: Path, vocab_size: int, *, limits: GuideLimits | None = None, cache_bytes: int = _CACHE_BYTES
+    ) -> None:
+        """``vocab_size``: the width of the model's logits. Raises ModelError if the model's files have no vocabulary."""
+        self._vocab_size = vocab_size
+        self._info = tokenizer_info(*load_vocabulary(model_dir, vocab_size))
+        self._cache = _Cache(cache_bytes)
+        self._lock = threading.Lock()
+        self._in_flight: dict[Guide, Future[Compiled]] = {}
+        self._is_closed = False
+        self._threads = ThreadPoolExecutor(_NUM_PROCESSES, thread_name_prefix="guides")
+        self._mask_threads = ThreadPoolExecutor(_NUM_MASK_THREADS, thread_name_prefix="guide-masks")
+        limits = limits or GuideLimits()
+        self._all = [GuideProcess(model_dir, vocab_size, limits) for _ in range(_NUM_PROCESSES)]
+        self._idle: LifoQueue[GuideProcess] = LifoQueue()  # the last one used first: others need never start
+        for process in self._all:
+            self._idle.put(process)
+
+    def start(self, sampling: SamplingParams, output: Seq[int], done: Callable[[GuideResult], None]) -> None:
+        """See GuideCompiler."""
+        assert sampling.guide is not None, "who has no guide needs no compiler"
+        tokens = list(output)
+
+        def finish(future: Future[Compiled]) -> None:
+            if not future.cancelled():
+                done(self._state(future.result(), sampling, tokens))
+
+        self._compiled(sampling.guide).add_done_callback(finish)
+
+    def close(self) -> None:
+        """See GuideCompiler."""
+        with self._lock:
+            self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._all:
+            process.kill()
+        self._threads.shutdown(wait=True)
+        for process in self._all:
+            process.close()
+        self._mask_threads.shutdown(wait=True)
+
+    def _compiled(self, guide: Guide) -> Future[Compiled]:
+        with self._lock:
+            known = self._cache.get(guide)
+            if known is not None and not self._is_closed:
+                # On a thread, although it is there: a long output is replayed by whoever has it.
+                return self._threads.submit(lambda: known)
+            future = self._in_flight.get(guide)
+            if future is None and not self._is_closed:
+                future = self._in_flight[guide] = self._threads.submit(self._compile, guide)
+            if future is None:
+                future = Future()
+                future.cancel()
+            return future
+
+    def _compile(self, guide: Guide) -> Compiled:
+        process = self._idle.get_nowait()  # there are as many as threads
+        is_known = True
+        try:
+            answer = process.compile(guide)
+            compiled: Compiled
+            if answer.error:
+                compiled = GuideRefusal(_detail(guide, answer.error))
+            else:
+                compiled = xgr.CompiledGrammar.deserialize_json(answer.grammar.decode(), self._info)
+        except Exception as error:
+            is_known = False
+            if not isinstance(error, GuideProcessError):
+                logger.exception("a guide could not be compiled")
+            compiled = GuideRefusal(f"the guide could not be compiled: {error}"[:_MAX_DETAIL], is_invalid=False)
+        finally:
+            self._idle.put(process)
+        with self._lock:
+            if is_known:
+                self._cache.put(guide, compiled)
+            self._in_flight.pop(guide, None)
+        return compiled
+
+    def _state(self, compiled: Compiled, sampling: SamplingParams, output: list[int]) -> GuideResult:
+        if isinstance(compiled, GuideRefusal):
+            return compiled
+        try:
+            state = XGrammarState(compiled, sampling.stop_token_ids, self._vocab_size, self._mask_threads)
+            for position, token_id in enumerate(output):
+                try:
+                    state.accept(token_id)
+                except ValueError as error:
+                    return GuideRefusal(f"the output so far does not match the guide at its token {position}: {error}")
+        except Exception as error:
+            logger.exception("a guide's state could not be made")
+            return GuideRefusal(f"the guide cannot be followed: {error}"[:_MAX_DETAIL], is_invalid=False)
+        return state
+
+
+class _Cache:
+    """Grammars and refusals by guide; the least recently used go first. Not thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._entries: OrderedDict[Guide, tuple[Compiled, int]] = OrderedDict()
+
+    def get(self, guide: Guide) -> Compiled | None:
+        if guide not in self._entries:
+            return None
+        self._entries.move_to_end(guide)
+        return self._entries[guide][0]
+
+    def put(self, guide: Guide, compiled: Compiled) -> None:
+        size = _REFUSAL_BYTES if isinstance(compiled, GuideRefusal) else compiled.memory_size_bytes
+        size += len(guide.text)
+        if guide in self._entries:
+            self._num_bytes -= self._entries.pop(guide)[1]
+        self._entries[guide] = compiled, size
+        self._num_bytes += size
+        while self._num_bytes > self._max_bytes and len(self._entries) > 1:
+            self._num_bytes -= self._entries.popitem(last=False)[1][1]
+
+
+def _detail(guide: Guide, error: str) -> str:
+    detail = f"the guide ({guide.kind}) cannot be followed: {error}"
+    return detail if len(detail) <= _MAX_DETAIL else detail[: _MAX_DETAIL - 1] + "…"

@@ -1,0 +1,250 @@
+"""Sequences whose output must match a guide: local and handed over, waiting for it, preempted, at a dead end, and taken back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from kvrelay.common.sampling import FinishReason, Guide, GuideKind, SampledToken
+from kvrelay.decode_worker.scheduler import DecodeScheduler
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.engine.block_manager import BlockManager
+from kvrelay.wire.lease import VerifiedLease
+from kvrelay.wire.messages import (
+    Cancel,
+    Cancelled,
+    Commit,
+    Failed,
+    FailureCode,
+    Grant,
+    Offer,
+    Reject,
+    Role,
+    Submit,
+    Timings,
+)
+
+from ..guides import PlayedGuides, tokens_guide
+from .test_service import EPOCH, Rig, offer, submit
+
+PROMPT = list(range(6))
+
+
+class GuidedRig(Rig):
+    def __init__(self) -> None:
+        super().__init__()
+        self.guides = PlayedGuides()
+        self.service.ports.guides = self.guides
+        self.num_granted = 0
+
+    def hand_over(self, made: Offer, first: int) -> None:
+        """The offer is granted, and all of it comes and is verified."""
+        self.grant(made)
+        self.verify(made, first)
+
+    def grant(self, made: Offer) -> None:
+        self.ask(made, "prefill", Role.PREFILL)
+        self.granted = self.sent[-1][1]
+        assert isinstance(self.granted, Grant)
+
+    def verify(self, made: Offer, first: int) -> None:
+        assert isinstance(self.granted, Grant)
+        commit = Commit(
+            lease_id=self.granted.lease_id,
+            epoch=EPOCH,
+            chain_hash=b"",
+            first_token=SampledToken(first),
+            num_cached_tokens=0,
+            timings=Timings(),
+        )
+        # As if every block had come: what is looked at is the sequence that is made of it.
+        owner = next(owner for owner in self.blocks.owners() if owner.kind == "lease")
+        lease = (self.granted.lease_id, owner.key, "prefill", made, commit, self.blocks.owned_blocks(owner), 0.1)
+        self.service.on_lease_verified(VerifiedLease(*lease))
+
+    def failed(self) -> list[Failed]:
+        return [message for message in self.told(Failed) if isinstance(message, Failed)]
+
+
+def guided(name: str, *token_ids: int, output: tuple[int, ...] = ()) -> Submit:
+    plain = submit(name, max_tokens=8)
+    sampling = msgspec.structs.replace(plain.sampling, guide=tokens_guide(*token_ids))
+    return msgspec.structs.replace(plain, sampling=sampling, token_ids=[*PROMPT, *output])
+
+
+def guided_offer(name: str, *token_ids: int, output: tuple[int, ...] = ()) -> Offer:
+    plain = offer(name, [*PROMPT, *output], len(PROMPT))
+    return msgspec.structs.replace(
+        plain, sampling=msgspec.structs.replace(plain.sampling, guide=tokens_guide(*token_ids))
+    )
+
+
+def test_a_local_output_follows_its_guide_and_ends_with_it() -> None:
+    rig = GuidedRig()
+    rig.ask(guided("a", 77, 5, 9))
+    rig.finish()
+    assert rig.service.status().num_waiting == 1
+    assert not rig.sent
+    rig.guides.answer()
+    rig.finish()
+    assert rig.output("a") == [77, 5, 9]
+    assert rig.deltas("a")[-1].finish_reason is FinishReason.STOP
+    rig.assert_nothing_left()
+
+
+def test_guided_and_free_rows_share_a_batch() -> None:
+    rig = GuidedRig()
+    rig.ask(guided("a", 77, 5, 9))
+    rig.ask(submit("b"))
+    rig.ask(guided("c", 4, 4))
+    rig.guides.answer()
+    rig.finish()
+    assert (rig.output("a"), len(rig.output("b")), rig.output("c")) == ([77, 5, 9], 3, [4, 4])
+    rig.assert_nothing_left()
+
+
+def test_a_local_attempt_that_replays_a_lost_one_goes_on_in_its_guide() -> None:
+    rig = GuidedRig()
+    rig.ask(guided("a", 77, 5, 9, output=(77, 5)))
+    rig.guides.answer()
+    rig.finish()
+    assert rig.output("a") == [9]
+    rig.ask(guided("b", 77, 5, 9, output=(77, 6)))
+    rig.guides.answer()
+    assert [(one.code, one.detail) for one in rig.failed()] == [(FailureCode.INVALID, "6 came instead of 5")]
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("text", "code"), [("bad", FailureCode.INVALID), ("broken", FailureCode.INTERNAL)])
+def test_a_guide_that_does_not_compile_is_told(text: str, code: FailureCode) -> None:
+    rig = GuidedRig()
+    request = guided("a", 1)
+    guide = Guide(kind=GuideKind.REGEX, text=text)
+    rig.ask(msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, guide=guide)))
+    rig.guides.answer()
+    assert [one.code for one in rig.failed()] == [code]
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "gateway lost"])
+def test_what_ends_while_its_guide_compiles_is_told_once(how: str) -> None:
+    rig = GuidedRig()
+    rig.ask(msgspec.structs.replace(guided("a", 77), timeout_s=5.0))
+    end(rig, how)
+    assert rig.service.num_entries == 0
+    rig.ask(guided("a", 9))
+    rig.guides.answer()
+    rig.finish()
+    assert len(rig.told(Cancelled) + rig.told(Failed)) == 1
+    assert rig.output("a") == [9]
+    rig.assert_nothing_left()
+
+
+def end(rig: GuidedRig, how: str) -> None:
+    if how == "cancel":
+        rig.ask(Cancel(request_id="a", attempt=1))
+    elif how == "deadline":
+        rig.now_s += 6.0
+        rig.service.tick()
+    else:
+        rig.service.on_peer_lost("gateway", Role.GATEWAY)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_sequence_that_is_handed_over_joins_when_its_guide_is_there(is_early: bool) -> None:
+    rig = GuidedRig()
+    made = guided_offer("a", 77, 5, 9, output=(77,))
+    rig.grant(made)
+    if is_early:
+        rig.guides.answer()
+    rig.verify(made, 5)
+    if not is_early:
+        assert not rig.commands
+        assert rig.service.status().num_waiting == 1
+        rig.guides.answer()
+    [command] = rig.commands
+    [sequence] = [command.sequence]  # type: ignore[union-attr]
+    assert sequence.guide is not None
+    assert sequence.guide.left == [9]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "gateway lost", "refused"])
+def test_a_verified_sequence_without_its_guide_gives_its_blocks_back(how: str) -> None:
+    rig = GuidedRig()
+    made = msgspec.structs.replace(guided_offer("a", 77, 5), timeout_s=5.0)
+    if how == "refused":
+        guide = Guide(kind=GuideKind.REGEX, text="bad")
+        made = msgspec.structs.replace(made, sampling=msgspec.structs.replace(made.sampling, guide=guide))
+    rig.hand_over(made, 77)
+    if how == "refused":
+        rig.guides.answer()
+    else:
+        end(rig, how)
+    rig.guides.answer()
+    assert len(rig.told(Cancelled) + rig.told(Failed)) == 1
+    rig.assert_nothing_left()
+
+
+def test_a_guide_that_is_refused_ends_the_lease() -> None:
+    rig = GuidedRig()
+    made = guided_offer("a", 1)
+    guide = Guide(kind=GuideKind.REGEX, text="bad")
+    rig.grant(msgspec.structs.replace(made, sampling=msgspec.structs.replace(made.sampling, guide=guide)))
+    rig.guides.answer()
+    [reject] = rig.told(Reject)
+    assert isinstance(reject, Reject)
+    assert reject.code is FailureCode.INVALID
+    assert [one.code for one in rig.failed()] == [FailureCode.INVALID]
+    rig.assert_nothing_left()
+
+
+def test_a_first_token_that_the_guide_does_not_allow_fails_the_attempt() -> None:
+    rig = GuidedRig()
+    rig.hand_over(guided_offer("a", 77, 5), 78)
+    rig.guides.answer()
+    assert [(one.code, one.detail) for one in rig.failed()] == [
+        (FailureCode.INVALID, "the first token: 78 came instead of 77")
+    ]
+    rig.assert_nothing_left()
+
+
+def test_a_dead_end_fails_its_sequence_alone() -> None:
+    rig = GuidedRig()
+    rig.ask(guided("a", 3, -1))
+    rig.ask(guided("b", 8, 5, 6))
+    rig.guides.answer()
+    rig.finish()
+    assert [(one.request_id, one.code) for one in rig.failed()] == [("a", FailureCode.INVALID)]
+    assert rig.output("a") == [3]
+    assert rig.output("b") == [8, 5, 6]
+    rig.assert_nothing_left()
+
+
+def test_a_preempted_sequence_goes_on_in_its_guide() -> None:
+    rig = GuidedRig()
+    rig.blocks = BlockManager(6, 4)
+    rig.scheduler = DecodeScheduler(DecodeSchedulerSettings(), rig.blocks, rig.service._root_hash, 1000)
+    rig.model._scheduler, rig.service._blocks = rig.scheduler, rig.blocks
+    outputs = {"a": list(range(10, 18)), "b": list(range(20, 28))}
+    for name, output in outputs.items():
+        rig.now_s += 1.0
+        rig.ask(guided(name, *output))
+    rig.guides.answer()
+    rig.finish()
+    assert {name: rig.output(name) for name in outputs} == outputs
+    assert rig.model._metrics.preemptions._value.get() >= 1
+    rig.assert_nothing_left()
+
+
+async def test_a_drain_waits_for_what_compiles() -> None:
+    rig = GuidedRig()
+    rig.ask(guided("a", 77))
+    drain = asyncio.ensure_future(rig.service.drain())
+    await asyncio.sleep(0)
+    assert not drain.done()
+    rig.guides.answer()
+    rig.finish()
+    await drain
+    rig.assert_nothing_left()

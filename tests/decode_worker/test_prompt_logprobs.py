@@ -1,0 +1,88 @@
+"""Prompt log probabilities on a decode worker: of local prefill only, once, whatever is preempted."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.engine.fake import token_digests, with_logprobs
+from kvrelay.wire.lease import VerifiedLease
+from kvrelay.wire.messages import Commit, Grant, Offer, Role, Submit, Timings
+from tests.decode_worker.test_scheduler import Rig as SchedulerRig
+from tests.decode_worker.test_scheduler import sequence
+from tests.decode_worker.test_service import CARD, EPOCH, Rig, offer, submit
+
+ASKS = SamplingParams(max_tokens=4, temperature=0.0, num_prompt_logprobs=1)
+
+
+def asking(message: Submit | Offer) -> Submit | Offer:
+    return msgspec.structs.replace(message, sampling=ASKS)
+
+
+def expected(prompt: list[int]) -> list[SampledToken]:
+    digests = token_digests(prompt)
+    return [
+        with_logprobs(prompt[position], digests[position - 1], 1, CARD.vocab_size) for position in range(1, len(prompt))
+    ]
+
+
+def test_they_come_with_the_first_token_of_local_prefill() -> None:
+    rig = Rig()
+    rig.ask(asking(submit("a", 9)))
+    rig.ask(submit("b", 9))
+    rig.finish()
+    first, *others = rig.deltas("a")
+    assert first.prompt_logprobs == expected(list(range(9)))
+    assert len(others) == 3
+    assert all(delta.prompt_logprobs is None for delta in others + rig.deltas("b"))
+    rig.assert_nothing_left()
+
+
+def test_a_prompt_that_was_handed_over_has_told_them() -> None:
+    rig = Rig()
+    tokens = list(range(5))
+    rig.ask(asking(offer("a", tokens)), "prefill", Role.PREFILL)
+    [grant] = [message for _, message in rig.sent if isinstance(message, Grant)]
+    commit = Commit(
+        lease_id=grant.lease_id,
+        epoch=EPOCH,
+        chain_hash=b"",
+        first_token=SampledToken(7),
+        num_cached_tokens=0,
+        timings=Timings(),
+    )
+    made = asking(offer("a", tokens))
+    assert isinstance(made, Offer)
+    # As if every block had come: what is looked at is the sequence that is made of it.
+    lease_key, block_ids = next(
+        (owner.key, rig.blocks.owned_blocks(owner)) for owner in rig.blocks.owners() if owner.kind == "lease"
+    )
+    rig.service.on_lease_verified(VerifiedLease(grant.lease_id, lease_key, "prefill", made, commit, block_ids, 0.1))
+    rig.handle()
+    [taken] = rig.scheduler.waiting
+    assert taken.sampling == msgspec.structs.replace(ASKS, num_prompt_logprobs=None)
+    assert ASKS.after_prefill().after_prefill() == taken.sampling
+
+
+def test_neither_the_cache_nor_a_preemption_leaves_one_out() -> None:
+    rig = SchedulerRig(num_blocks=64, max_batched_tokens=16)
+    tokens = list(range(40))
+
+    def add(name: str, arrival_s: float, sampling: SamplingParams | None = None) -> None:
+        made = sequence(name, 40, arrival_s, max_tokens=1)
+        made.token_ids = list(tokens)
+        made.sampling = sampling or made.sampling
+        rig.scheduler.add(made)
+
+    add("a", 0.0)
+    assert [rig.step() for _ in range(3)] == [[("a", 16)], [("a", 16)], [("a", 8)]]
+    add("b", 1.0)
+    assert rig.step() == [("b", 4)]  # all but the last block from the cache
+    add("c", 2.0, ASKS)
+    assert rig.step() == [("c", 16)]
+    [asks] = rig.scheduler.running
+    asks.prompt_logprobs += [SampledToken(token) for token in tokens[1:17]]  # as the engine has done
+    rig.scheduler._preempt_youngest(rig.scheduler.schedule())
+    # What was told is there: the cache may give the four blocks before it, and no more.
+    assert rig.step() == [("c", 16)]
+    assert asks.num_computed_tokens == 32

@@ -1,0 +1,182 @@
+"""Filters and draws against slow references in float64, and Hugging Face's warpers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
+
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.draw import draw_tokens
+from kvrelay.engine.filters import filter_typical_rows
+from kvrelay.engine.noise import uniforms
+from kvrelay.engine.sampling_rows import SamplingRows
+from tests.engine.conftest import sequence, tokens
+from tests.engine.sampling import FILTERS, kept_tokens, run
+
+
+def drawn(logits: torch.Tensor, params: SamplingParams, draw: float) -> tuple[int, float]:
+    """The token the inverse CDF gives, and how far the draw is from the boundary."""
+    total, distance = 0.0, 1.0
+    chosen = None
+    for token, probability in sorted(kept_tokens(logits, params).items()):
+        total += probability
+        distance = min(distance, abs(total - draw))
+        if chosen is None and total > draw:
+            chosen = token
+    assert chosen is not None
+    return chosen, distance
+
+
+@pytest.mark.parametrize("vocab", [97, 128, 3001])
+def test_draws_are_the_inverse_cdf_of_what_the_filters_leave(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    # Halves make many ties; the flat rows need more candidates than the first look takes.
+    logits = (
+        torch.randn(4 * len(FILTERS), vocab, generator=generator)
+        * torch.tensor([3.0, 0.1])[torch.arange(4 * len(FILTERS)) % 2, None]
+    )
+    logits[::4] = (logits[::4] * 2).round() / 2
+    sequences = [
+        sequence(tokens(row, 1 + row), [], seed=row * 7919, temperature=0.5 + row % 3, **filters)
+        for row, filters in enumerate(FILTERS * 4)
+    ]
+    results = run(logits, sequences)
+    for row, (result, of) in enumerate(zip(results, sequences, strict=True)):
+        seed, choice, position = (np.array([x], np.uint64) for x in (of.sampling.seed, 0, of.num_tokens))
+        draw = uniforms(seed, choice, position)[0]
+        expected, distance = drawn(logits[row], of.sampling, float(draw))
+        assert result.token_id == expected or distance < 1e-5, (row, of.sampling)
+
+
+def test_the_first_candidates_and_the_whole_vocabulary_agree() -> None:
+    # 0.02 of standard deviation: top_p = 0.9 keeps 2,600 of 3,001 tokens, more than the candidates.
+    logits = torch.randn(1, 3001, generator=torch.Generator().manual_seed(1)) * 0.02
+    of = sequence([1], [], temperature=1.0, top_p=0.9)
+    kept = kept_tokens(logits[0], of.sampling)
+    assert len(kept) > 2000
+    seen = set()
+    for seed in range(300):
+        of = sequence([1], [], temperature=1.0, top_p=0.9, seed=seed)
+        seen.add(run(logits, [of])[0].token_id)
+    assert seen <= set(kept)
+    assert len(seen) > 200
+
+
+def test_filters_keep_what_hugging_faces_keep() -> None:
+    logits = torch.randn(1, 211, generator=torch.Generator().manual_seed(5)) * 2
+    for filters in FILTERS:
+        params = SamplingParams(max_tokens=1, temperature=1.0, **filters)
+        if params.typical_p == 0:
+            continue  # which theirs refuses
+        theirs = logits.clone()
+        if params.top_k:
+            theirs = TopKLogitsWarper(params.top_k)(None, theirs)
+        if params.top_p < 1:
+            theirs = TopPLogitsWarper(params.top_p)(None, theirs)
+        if params.min_p:
+            theirs = MinPLogitsWarper(params.min_p)(None, theirs)
+        if params.typical_p < 1:
+            theirs = TypicalLogitsWarper(params.typical_p)(None, theirs)
+        assert set(kept_tokens(logits[0], params)) == set(torch.isfinite(theirs[0]).nonzero()[:, 0].tolist())
+
+
+def test_rows_of_minus_infinity_and_extreme_draws_take_a_possible_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.full((1, 300), -torch.inf)
+    logits[0, [3, 130, 131]] = 0.0
+    for draw, expected in ((0.0, 3), (0.34, 130), (1 - 2**-53, 131)):
+        monkeypatch.setattr("kvrelay.engine.sampling_rows.uniforms", lambda *key, draw=draw: np.array([draw]))
+        assert run(logits, [sequence([0], [], temperature=1.0)])[0].token_id == expected
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-39, 1e-45, 1e-60])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.randn(len(FILTERS), 300, generator=torch.Generator().manual_seed(8)) * 30
+    results = run(logits, [sequence([0], [], temperature=temperature, seed=7, **filters) for filters in FILTERS])
+    assert [token.token_id for token in results] == logits.argmax(-1).tolist()
+
+
+def test_a_row_of_nan_does_not_disturb_the_others() -> None:
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(10))
+    broken = logits.clone()
+    broken[2] = torch.nan
+    for filters in FILTERS:
+        sequences = [sequence([0], [], temperature=1.0, seed=seed, **filters) for seed in range(4)]
+        results = run(broken, sequences)
+        assert 0 <= results[2].token_id < 300
+        expected = run(logits, sequences)
+        assert [results[row] for row in (0, 1, 3)] == [expected[row] for row in (0, 1, 3)]
+
+
+def test_top_k_keeps_all_of_a_tie() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0, 2.0]])
+    sampling = {"temperature": 1.0, "top_k": 2}
+    seen = {run(logits, [sequence([0], [], seed=seed, **sampling)])[0].token_id for seed in range(200)}
+    assert seen == {1, 2, 3, 5}
+
+
+@pytest.mark.parametrize("vocab", [300, 3001])
+def test_typical_rows_filtered_beforehand_draw_the_same(vocab: int) -> None:
+    logits = torch.randn(4 * len(FILTERS), vocab, generator=torch.Generator().manual_seed(12)) * 2
+    sequences = [
+        sequence(tokens(row, 1 + row), [], seed=row, temperature=(row % 4) / 2, **filters)
+        for row, filters in enumerate(FILTERS * 4)
+    ]
+    rows = SamplingRows.of(sequences)
+    filtered = logits.clone()
+    left = filter_typical_rows(filtered, rows)
+    assert (left.typical_p[left.temperature > 0] == 1).all()
+    assert draw_tokens(filtered, left).tolist() == draw_tokens(logits.clone(), rows).tolist()
+    plain = [row for row, of in enumerate(sequences) if of.sampling.typical_p == 1 or of.sampling.temperature == 0]
+    assert torch.equal(filtered[plain], logits[plain])
+    assert filter_typical_rows(filtered, left) is left
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.3},
+        {"temperature": 1.7},
+        {"temperature": 0.7, "top_k": 9},
+        {"temperature": 1.0, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 1.0, "typical_p": 0.6},
+        {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.8},
+    ],
+)
+def test_draws_pass_a_chi_square_test(filters: dict[str, Any]) -> None:
+    """25,000 draws of 50 positions, 100 seeds and 5 choices; all are fixed, so this never flakes."""
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(11)) * 1.5
+    kept = kept_tokens(logits[0], SamplingParams(max_tokens=1, **filters))
+    sequences = [
+        sequence([0] * length, [], seed=seed, choice=choice, **filters)
+        for length in range(1, 51)
+        for seed in range(100)
+        for choice in range(5)
+    ]
+    drawn = [token.token_id for token in run(logits.repeat(len(sequences), 1), sequences)]
+    assert set(drawn) <= set(kept)
+    assert p_value(np.bincount(drawn, minlength=50), kept) > 0.01
+
+
+def p_value(counts: Any, probabilities: dict[int, float]) -> float:
+    """Of Pearson's test; what is expected less than five times counts as one class."""
+    expected = {token: counts.sum() * p for token, p in probabilities.items()}
+    rare = [token for token, count in expected.items() if count < 5]
+    classes = [[token] for token in expected if token not in rare] + ([rare] if rare else [])
+    statistic = 0.0
+    for members in classes:
+        wanted = sum(expected[token] for token in members)
+        statistic += (sum(counts[token] for token in members) - wanted) ** 2 / wanted
+    half_freedom = torch.tensor((len(classes) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
+
+
+def test_the_chi_square_test_finds_a_wrong_distribution() -> None:
+    counts = np.array([5000, 5300, 4700])
+    assert p_value(counts, dict.fromkeys(range(3), 1 / 3)) < 1e-6
+    assert p_value(np.array([5000, 5040, 4960]), dict.fromkeys(range(3), 1 / 3)) > 0.5

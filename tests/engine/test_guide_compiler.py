@@ -1,0 +1,288 @@
+"""Guides of every kind with the demo model's tokenizer and random logits; what is refused, bounded, cached and closed."""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.common.errors import ModelError
+from kvrelay.common.sampling import FinishReason, Guide, GuideKind, SampledToken, SamplingParams
+from kvrelay.engine.guidance import DeferredGuides, GuideCompiler, GuideRefusal, GuideResult, NoGuides
+from kvrelay.engine.guide_child import GuideLimits, GuideProcess
+from kvrelay.engine.guide_compiler import XGrammarCompiler
+from kvrelay.engine.guide_state import XGrammarState
+from kvrelay.engine.sequence import GuideState, Sequence
+
+from .conftest import DEMO_VOCAB
+from .guided import RandomModel, compiled, refusal, sampling_of
+
+EOS = 2
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<tool_call>\n",
+        "content": {
+            "type": "json_schema",
+            "json_schema": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 200}, "days": {"type": "integer"}},
+                "required": ["city", "days"],
+            },
+        },
+        "end": "\n</tool_call>",
+    },
+}
+
+
+def state_of(result: GuideResult) -> GuideState:
+    assert not isinstance(result, GuideRefusal), result.detail
+    return result
+
+
+def texts(
+    compiler: GuideCompiler, vocabulary: list[bytes], kind: GuideKind, text: str = "", stop: tuple[int, ...] = (EOS,)
+) -> list[str]:
+    """Some outputs, all of them at their end."""
+    found = []
+    for seed in range(8):
+        model = RandomModel(vocabulary, seed)
+        output, is_over = model.generate(state_of(compiled(compiler, kind, text, stop)), stop)
+        assert is_over
+        found.append(model.text(output))
+    return found
+
+
+def test_json_objects(guide_compiler: XGrammarCompiler, vocabulary: list[bytes]) -> None:
+    for text in texts(guide_compiler, vocabulary, GuideKind.JSON_OBJECT):
+        assert isinstance(json.loads(text), dict)
+
+
+def test_regular_expressions(guide_compiler: XGrammarCompiler, vocabulary: list[bytes]) -> None:
+    for pattern in (r"[a-c]{3}-\d+", r"(yes|no), .{2,9}!", r"\S{1,5}@example\.(com|org)", "größe: [0-9]"):
+        for text in texts(guide_compiler, vocabulary, GuideKind.REGEX, pattern):
+            assert re.fullmatch(pattern, text), text
+
+
+def test_grammars(guide_compiler: XGrammarCompiler, vocabulary: list[bytes]) -> None:
+    grammar = 'root ::= term ("+" term)*\nterm ::= [0-9] | "(" root ")"'
+    for text in texts(guide_compiler, vocabulary, GuideKind.GRAMMAR, grammar):
+        assert isinstance(eval(text), int)  # of digits, plus signs and parentheses
+
+
+def test_choices(guide_compiler: XGrammarCompiler, vocabulary: list[bytes]) -> None:
+    choices = ['say "hi"', "back\\slash", "line\nbreak", "größe 😀", "a", "ab", '" | "x']
+    found = texts(guide_compiler, vocabulary, GuideKind.CHOICE, json.dumps(choices))
+    assert set(found) <= set(choices)
+    assert len(set(found)) > 1
+
+
+def test_structural_tags(guide_compiler: XGrammarCompiler, vocabulary: list[bytes]) -> None:
+    for text in texts(guide_compiler, vocabulary, GuideKind.STRUCTURAL_TAG, json.dumps(TAG)):
+        inner = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+        assert set(json.loads(inner)) == {"city", "days"}
+
+
+def test_without_stop_tokens_the_output_ends_where_nothing_may_follow(
+    guide_compiler: XGrammarCompiler, vocabulary: list[bytes]
+) -> None:
+    for text in texts(guide_compiler, vocabulary, GuideKind.CHOICE, '["yes", "no"]', stop=()):
+        assert text in {"yes", "no"}
+
+
+def test_a_grammar_that_may_end_and_go_on_allows_stop_tokens_and_is_not_complete(
+    guide_compiler: XGrammarCompiler, vocabulary: list[bytes]
+) -> None:
+    model = RandomModel(vocabulary, 0)
+    state = state_of(compiled(guide_compiler, GuideKind.REGEX, "a+", stop=(5, 7)))
+    assert not {5, 7, EOS} & set(model.allowed(state).tolist())
+    state.accept(vocabulary.index(b"a"))
+    assert {5, 7} <= set(model.allowed(state).tolist())
+    assert EOS not in model.allowed(state)
+    assert not state.is_complete
+    forever = state_of(compiled(guide_compiler, GuideKind.REGEX, "a+", stop=()))
+    forever.accept(vocabulary.index(b"a"))
+    assert not forever.is_complete
+    assert EOS not in model.allowed(forever)
+
+
+def test_special_tokens_are_no_text(guide_compiler: XGrammarCompiler, vocabulary: list[bytes]) -> None:
+    state = state_of(compiled(guide_compiler, GuideKind.REGEX, "(<|im_start|>|[<>|_a-z])+"))
+    assert not vocabulary[1]
+    assert 1 not in RandomModel(vocabulary, 0).allowed(state)
+
+
+def test_an_output_is_replayed_and_goes_on_as_it_would_have(
+    guide_compiler: XGrammarCompiler, vocabulary: list[bytes]
+) -> None:
+    schema = '{"type": "object", "properties": {"a": {"type": "string", "minLength": 5}}, "required": ["a"]}'
+    model = RandomModel(vocabulary, 3)
+    first = state_of(compiled(guide_compiler, GuideKind.JSON_SCHEMA, schema))
+    output, _ = model.generate(first, max_tokens=4)
+    second = state_of(compiled(guide_compiler, GuideKind.JSON_SCHEMA, schema, output=output))
+    assert model.allowed(first).tolist() == model.allowed(second).tolist()
+
+
+def test_an_output_that_does_not_match_is_refused(guide_compiler: XGrammarCompiler, vocabulary: list[bytes]) -> None:
+    output = [vocabulary.index(b"a"), vocabulary.index(b"x")]
+    result = compiled(guide_compiler, GuideKind.REGEX, "a+", output=output)
+    assert isinstance(result, GuideRefusal)
+    assert "does not match the guide at its token 1" in result.detail
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        (GuideKind.REGEX, "(a", "parenthesis is not closed"),
+        (GuideKind.REGEX, "a(?=b)", "Lookahead is not supported"),
+        (GuideKind.REGEX, "a^b", "found in the middle"),
+        (GuideKind.GRAMMAR, "root ::= other", "other"),
+        (GuideKind.GRAMMAR, "root ::= root", "nothing can match it"),
+        (GuideKind.CHOICE, "[]", "at least one string"),
+        (GuideKind.CHOICE, "nope", "not JSON"),
+        (GuideKind.JSON_SCHEMA, "[1, 2", "not JSON"),
+        (GuideKind.JSON_SCHEMA, "false", "cannot accept any value"),
+        (GuideKind.JSON_SCHEMA, '{"type": "strin"}', "strin"),
+        (GuideKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "'uniqueItems'"),
+        (GuideKind.JSON_SCHEMA, '{"type": "number", "multipleOf": 0.5}', "multipleOf"),
+        (GuideKind.JSON_SCHEMA, '{"$ref": "#"}', "nothing can match it"),
+        (GuideKind.STRUCTURAL_TAG, '{"type": "structural_tag", "format": {"type": "nothing"}}', "nothing"),
+        (
+            GuideKind.STRUCTURAL_TAG,
+            json.dumps(TAG).replace('"maxLength": 200', '"not": {}'),
+            "'not' at properties.city",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_reason(
+    guide_compiler: XGrammarCompiler, kind: GuideKind, text: str, reason: str
+) -> None:
+    detail = refusal(guide_compiler, kind, text)
+    assert reason in detail
+    assert detail.startswith(f"the guide ({kind}) cannot be followed: ")
+    assert "/project/" not in detail
+    assert len(detail) <= 500
+
+
+def test_a_long_reason_is_cut(guide_compiler: XGrammarCompiler) -> None:
+    assert len(refusal(guide_compiler, GuideKind.JSON_SCHEMA, json.dumps({"type": "x" * 5000}))) == 500
+
+
+@pytest.fixture
+def strict_compiler(demo_directory: Path) -> Iterator[XGrammarCompiler]:
+    compiler = XGrammarCompiler(demo_directory, DEMO_VOCAB, limits=GuideLimits(cpu_s=1.0, grammar_bytes=2**20))
+    yield compiler
+    compiler.close()
+
+
+def test_what_takes_too_much_is_refused_and_the_next_guide_compiles(strict_compiler: XGrammarCompiler) -> None:
+    endless = json.dumps({"type": "string", "pattern": "(abc|[d-z]{3,7})+" * 3500})
+    assert "more than 1 s to compile" in refusal(strict_compiler, GuideKind.JSON_SCHEMA, endless)
+    assert "make it simpler" in refusal(strict_compiler, GuideKind.REGEX, "((a|b|c)*(d|e)*)*" * 100)
+    large = json.dumps(
+        {"type": "object", "properties": {f"p{i}": {"type": "string", "pattern": "[a-z]{1,50}"} for i in range(9)}}
+    )
+    assert "more than 1048576: make it simpler" in refusal(strict_compiler, GuideKind.JSON_SCHEMA, large)
+    state_of(compiled(strict_compiler, GuideKind.REGEX, "a"))
+
+
+def test_each_guide_is_compiled_once(demo_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    compile_ = GuideProcess.compile
+
+    def counting(process: GuideProcess, guide: Guide) -> Any:
+        seen.append(guide.text)
+        return compile_(process, guide)
+
+    monkeypatch.setattr(GuideProcess, "compile", counting)
+    compiler = XGrammarCompiler(demo_directory, DEMO_VOCAB)
+    try:
+        answers: queue.SimpleQueue[GuideResult] = queue.SimpleQueue()
+        for _ in range(5):  # in flight together
+            for text in ("a+", "(b"):
+                compiler.start(sampling_of(GuideKind.REGEX, text), (), answers.put)
+        found = [answers.get(timeout=120) for _ in range(10)]
+        assert sum(isinstance(one, XGrammarState) for one in found) == 5
+        compiled(compiler, GuideKind.REGEX, "a+")
+        refusal(compiler, GuideKind.REGEX, "(b")
+        assert sorted(seen) == ["(b", "a+"]
+    finally:
+        compiler.close()
+
+
+def test_the_least_recently_used_grammar_goes_first(demo_directory: Path) -> None:
+    compiler = XGrammarCompiler(demo_directory, DEMO_VOCAB, cache_bytes=1)
+    try:
+        for text in ("a", "b", "a"):
+            state_of(compiled(compiler, GuideKind.REGEX, text))
+        assert [guide.text for guide in compiler._cache._entries] == ["a"]
+    finally:
+        compiler.close()
+
+
+def test_close_ends_what_compiles(demo_directory: Path) -> None:
+    compiler = XGrammarCompiler(demo_directory, DEMO_VOCAB)
+    state_of(compiled(compiler, GuideKind.REGEX, "a"))
+    (process,) = [one._process for one in compiler._all if one._process is not None]
+    compiler.start(sampling_of(GuideKind.REGEX, "(abc|[d-z]{3,7})+" * 3500), (), lambda result: None)
+    compiler.close()
+    assert process.poll() is not None
+    assert all(one._process is None for one in compiler._all)
+    compiler.start(sampling_of(GuideKind.REGEX, "b"), (), lambda result: pytest.fail("closed"))
+
+
+def test_a_model_without_a_tokenizer_has_no_compiler(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        XGrammarCompiler(tmp_path, 100)
+    deferred = DeferredGuides(lambda: XGrammarCompiler(tmp_path, 100))
+    assert "follows no guides" in refusal(deferred, GuideKind.REGEX, "a")
+    deferred.close()
+
+
+def test_a_compiler_made_when_it_is_needed() -> None:
+    made = []
+
+    def make() -> GuideCompiler:
+        made.append(NoGuides("of a test"))
+        return made[0]
+
+    deferred = DeferredGuides(make)
+    assert not made
+    for _ in range(2):
+        assert refusal(deferred, GuideKind.REGEX, "a") == "this worker follows no guides: of a test"
+    assert len(made) == 1
+    deferred.close()
+
+
+def sequence_with(state: GuideState, max_tokens: int = 100) -> Sequence:
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(EOS,))
+    return Sequence("request", 1, [1, 2, 3], 3, sampling, 0.0, guide=state)
+
+
+def test_a_sequence_ends_with_its_grammar(guide_compiler: XGrammarCompiler, vocabulary: list[bytes]) -> None:
+    sequence = sequence_with(state_of(compiled(guide_compiler, GuideKind.CHOICE, '["ab"]')))
+    assert sequence.append(SampledToken(vocabulary.index(b"a")), 1000) is None
+    assert sequence.append(SampledToken(vocabulary.index(b"b")), 1000) is FinishReason.STOP
+
+
+def test_a_token_that_may_not_come_ends_the_sequence_and_raises_nothing(
+    guide_compiler: XGrammarCompiler, vocabulary: list[bytes]
+) -> None:
+    sequence = sequence_with(state_of(compiled(guide_compiler, GuideKind.CHOICE, '["ab"]')))
+    assert sequence.append(SampledToken(vocabulary.index(b"x")), 1000) is None
+    assert sequence.is_over
+    assert "where the guide does not allow it" in (sequence.failure or "")
+
+
+def test_a_dead_end_is_told_by_the_next_token(guide_compiler: XGrammarCompiler, vocabulary: list[bytes]) -> None:
+    state = state_of(compiled(guide_compiler, GuideKind.GRAMMAR, 'root ::= "b" | "a" x\nx ::= x'))
+    state.accept(vocabulary.index(b"a"))
+    assert not len(RandomModel(vocabulary, 0).allowed(state))
+    with pytest.raises(ValueError, match="no token at all"):
+        state.accept(vocabulary.index(b"b"))

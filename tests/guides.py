@@ -1,0 +1,77 @@
+"""Guides for tests of everything around them: a guide's text is the tokens of the only output that matches, as ``"5 7 9"``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.common.sampling import Guide, GuideKind, SamplingParams
+from kvrelay.engine.guidance import GuideRefusal, GuideResult
+
+
+def tokens_guide(*token_ids: int) -> Guide:
+    """A guide to this output; a -1 in it is a place where nothing may come."""
+    return Guide(kind=GuideKind.REGEX, text=" ".join(map(str, token_ids)))
+
+
+class TokensState:
+    """Implements GuideState."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.left = token_ids
+
+    def fill(self, bitmask: npt.NDArray[np.int32]) -> None:
+        bitmask[:] = 0
+        if self.left[0] >= 0:
+            bitmask.view(np.uint32)[self.left[0] // 32] = 1 << self.left[0] % 32
+
+    def accept(self, token_id: int) -> None:
+        if token_id != self.left[0]:
+            raise ValueError(f"{token_id} came instead of {self.left[0]}")
+        self.left = self.left[1:]
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.left
+
+
+class PlayedGuides:
+    """Implements GuideCompiler; answers when the test says so, or at once."""
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self._at_once = at_once
+        self._open: list[Callable[[], None]] = []
+        self.is_closed = False
+
+    def start(self, sampling: SamplingParams, output: Seq[int], done: Callable[[GuideResult], None]) -> None:
+        assert sampling.guide is not None
+        text = sampling.guide.text
+        self._open.append(lambda: done(_state(text, output)))
+        if self._at_once:
+            self.answer()
+
+    def answer(self) -> None:
+        """All that were asked for are there."""
+        for tell in self._open:
+            tell()
+        self._open.clear()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def _state(text: str, output: Seq[int]) -> GuideResult:
+    if text == "bad":
+        return GuideRefusal("'bad' is not a guide")
+    if text == "broken":
+        return GuideRefusal("the compiler is out of order", is_invalid=False)
+    state = TokensState([int(one) for one in text.split()])
+    try:
+        for token_id in output:
+            state.accept(token_id)
+    except ValueError as error:
+        return GuideRefusal(str(error))
+    return state
