@@ -1,4 +1,6 @@
-"""Who gets a place on the workers, and when: one line of waiting requests, first come first served, bounded three ways.
+"""Who gets a place on the workers, and when: one line of waiting requests, bounded three ways.
+
+First come, first served, among those of one priority; a request of a better one (a smaller number) passes the others.
 
 A request that finds a place does not wait. One that does not stands in line, unless the line is full, or the work ahead of it would
 take longer than it may wait, or than leaves it time to be answered (:mod:`kvrelay.gateway.pace` estimates both): then it is refused
@@ -12,14 +14,14 @@ Lives on the gateway's asyncio loop.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvrelay.gateway.errors import RequestTimeoutError, UnavailableError
+from kvrelay.gateway.errors import OverloadedError, RequestTimeoutError
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.pace import Pace
 
@@ -33,7 +35,8 @@ _MAX_RETRY_S = 60.0
 @dataclass(slots=True, eq=False)
 class _Waiting:
     work: float
-    is_first: asyncio.Event = field(default_factory=asyncio.Event)
+    priority: int
+    is_first: asyncio.Event = field(default_factory=asyncio.Event)  # cleared when somebody of a better priority comes
 
 
 class Admission:
@@ -46,33 +49,42 @@ class Admission:
         self._room_timeout_s = room_timeout_s
         self._changed = changed
         self._metrics = metrics
-        self._line: deque[_Waiting] = deque()
+        self._line: list[_Waiting] = []
         self._work = 0.0  # of the line
         self._advanced_s = 0.0  # when somebody last got a place, or began to wait in an empty line
         metrics.queued.set_function(lambda: len(self._line))
 
     def check_not_full(self) -> None:
-        """Raises UnavailableError if a request could only be refused, before any work goes into it."""
+        """Raises OverloadedError if a request could only be refused, before any work goes into it."""
         if len(self._line) >= self._max_queued:
             raise self._refusal(
                 "queue_full", f"{len(self._line)} requests wait already, which is the limit", self._work
             )
 
-    async def place(self, find: Callable[[], T | None], work: float, timeout_s: float, why: Callable[[], str]) -> T:
+    async def place(
+        self, find: Callable[[], T | None], work: float, timeout_s: float, why: Callable[[], str], priority: int = 0
+    ) -> T:
         """What ``find`` gives, at once or when its turn has come; ``work`` in tokens, ``timeout_s`` of the whole request.
 
-        Raises UnavailableError, with what ``why`` says if there was no place for too long, and RequestTimeoutError.
+        Of those that wait the ones with the smallest ``priority`` come first.
+
+        Raises OverloadedError, with what ``why`` says if there was no place for too long, and RequestTimeoutError.
         """
         if not self._line and (found := find()) is not None:
             return found
         self.check_not_full()
         begun_s = time.monotonic()
-        self._check_in_time(work, timeout_s, begun_s)
-        me = _Waiting(work)
+        me = _Waiting(work, priority)
+        index = bisect.bisect_right(self._line, priority, key=lambda waiting: waiting.priority)
+        ahead = self._work if index == len(self._line) else sum(waiting.work for waiting in self._line[:index])
+        self._check_in_time(ahead, work, timeout_s, begun_s)
         if not self._line:
             self._advanced_s = begun_s
+        elif index == 0:
+            self._line[0].is_first.clear()
+        if index == 0:
             me.is_first.set()
-        self._line.append(me)
+        self._line.insert(index, me)
         self._work += work
         try:
             found = await self._turn(me, find, timeout_s, why)
@@ -90,11 +102,13 @@ class Admission:
     async def _turn(self, me: _Waiting, find: Callable[[], T | None], timeout_s: float, why: Callable[[], str]) -> T:
         begun_s = time.monotonic()
         until_s = begun_s + min(timeout_s, self._room_timeout_s)
-        # Not wait_for: up to Python 3.11 it swallows a cancellation that comes with the event.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(until_s - begun_s):
-                await me.is_first.wait()
         while (now_s := time.monotonic()) < until_s:
+            if not me.is_first.is_set():
+                # Not wait_for: up to Python 3.11 it swallows a cancellation that comes with the event.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(until_s - now_s):
+                        await me.is_first.wait()
+                continue
             if (found := find()) is not None:
                 left_s = timeout_s - (now_s - begun_s)
                 if (needed_s := _MARGIN * self.pace.service_s(me.work, now_s)) > left_s:
@@ -110,8 +124,8 @@ class Admission:
             raise RequestTimeoutError(f"no worker had a place within the request's {timeout_s:g} s; give it more time")
         raise self._refusal("no_place", why(), self._work)
 
-    def _check_in_time(self, work: float, timeout_s: float, now_s: float) -> None:
-        wait_s = self.pace.wait_s(self._work + work, now_s)
+    def _check_in_time(self, ahead: float, work: float, timeout_s: float, now_s: float) -> None:
+        wait_s = self.pace.wait_s(ahead + work, now_s)
         if wait_s > self._room_timeout_s:
             detail = f"some {wait_s:.0f} s of work wait ahead; the limit is {self._room_timeout_s:g} s"
             raise self._refusal("would_wait", detail, self._work)
@@ -120,7 +134,7 @@ class Admission:
             detail = f"waiting and answering take some {needed_s:.1f} s, the request has {timeout_s:g} s"
             raise self._refusal("would_be_late", detail, self._work)
 
-    def _refusal(self, reason: str, detail: str, work_ahead: float) -> UnavailableError:
+    def _refusal(self, reason: str, detail: str, work_ahead: float) -> OverloadedError:
         self._metrics.refused.labels(reason).inc()
         wait_s = self.pace.wait_s(work_ahead, time.monotonic())
-        return UnavailableError(f"{detail}; try again later", retry_after_s=min(max(1.0, wait_s), _MAX_RETRY_S))
+        return OverloadedError(f"{detail}; try again later", retry_after_s=min(max(1.0, wait_s), _MAX_RETRY_S))

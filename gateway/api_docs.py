@@ -55,11 +55,29 @@ class Usage(BaseModel):
     total_tokens: int = Field(ge=1)
 
 
+class CalledFunction(BaseModel):
+    """What is to be called, and with what."""
+
+    name: str = Field(min_length=1)
+    arguments: str  # JSON
+
+
+class ToolCall(BaseModel):
+    """A call that the model asks for."""
+
+    id: str = Field(min_length=1)
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AnswerMessage(BaseModel):
-    """What the model said."""
+    """What the model said, thought, and asks to be called."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -67,7 +85,8 @@ class ChatChoice(BaseModel):
 
     index: int = Field(ge=0)
     message: AnswerMessage
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: int | str | None = None
     logprobs: dict[str, Any] | None
     token_ids: list[int] | None = None
 
@@ -78,7 +97,9 @@ class TextChoice(BaseModel):
     index: int = Field(ge=0)
     text: str
     finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None = None
     logprobs: dict[str, Any] | None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
     token_ids: list[int] | None = None
 
 
@@ -89,8 +110,10 @@ class ChatAnswer(BaseModel):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[ChatChoice] = Field(min_length=1)
     usage: Usage
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class TextAnswer(BaseModel):
@@ -100,8 +123,29 @@ class TextAnswer(BaseModel):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[TextChoice] = Field(min_length=1)
     usage: Usage
+
+
+class ResponseUsage(BaseModel):
+    """Tokens of a response."""
+
+    input_tokens: int = Field(ge=1)
+    output_tokens: int = Field(ge=0)
+    total_tokens: int = Field(ge=1)
+
+
+class ResponseAnswer(BaseModel):
+    """Of ``/v1/responses`` without ``stream``."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: ResponseUsage
 
 
 class ServedModel(BaseModel):

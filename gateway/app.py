@@ -20,24 +20,40 @@ from kvrelay.gateway.api import OpenAIRoutes
 from kvrelay.gateway.api_docs import HEALTHY, METRICS, READY
 from kvrelay.gateway.api_keys import ApiKeys
 from kvrelay.gateway.chat_template import ChatTemplate
+from kvrelay.gateway.chats import ChatReader
+from kvrelay.gateway.dialect import Dialect
 from kvrelay.gateway.discovery import Discovery, KubernetesPods, PodApi
 from kvrelay.gateway.generation import Generator
 from kvrelay.gateway.http import Edge, install_error_handlers
+from kvrelay.gateway.intake import Intake
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay import Relay
+from kvrelay.gateway.responses_api import ResponsesRoutes
 from kvrelay.gateway.settings import GatewaySettings
+from kvrelay.gateway.siblings import Siblings
 from kvrelay.gateway.streaming import Responder
+from kvrelay.gateway.tgi.api import EndpointLimits, TgiRoutes
+from kvrelay.gateway.tokenize_api import TokenizeRoutes
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import FoundWorker, WorkerPool, static_workers
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import Role
 from kvrelay.wire.settings import LinkSettings
 
+_CONNECT_S = 3.0  # how long one of several processes waits for its workers before it takes requests
+
 
 def create_app(
-    settings: GatewaySettings, *, link_settings: LinkSettings | None = None, metrics: GatewayMetrics | None = None
+    settings: GatewaySettings,
+    *,
+    link_settings: LinkSettings | None = None,
+    metrics: GatewayMetrics | None = None,
+    siblings: Siblings | None = None,
 ) -> ASGIApp:
-    """The application; its lifespan connects to the workers. Raises ModelError if the tokenizer cannot be loaded."""
+    """The application; its lifespan connects to the workers. Raises ModelError if the tokenizer cannot be loaded.
+
+    ``siblings``: the other processes of the same gateway, if there are any.
+    """
     directory = Path(settings.model)
     tokenizer = Tokenizer.load(directory)
     template = ChatTemplate.load(directory, tokenizer.special_tokens)
@@ -61,6 +77,9 @@ def create_app(
         if pods is None:
             pool.update(static_workers(workers.prefill_workers, workers.decode_workers))
         discovery = None if pods is None else _discovery(pods, pool)
+        if siblings is not None:
+            # This process may be new among others that are connected: it takes their requests when it can serve them.
+            await pool.until_ready(_CONNECT_S)
         yield
         if discovery is not None:
             discovery.stop()
@@ -69,11 +88,21 @@ def create_app(
     app = FastAPI(title="kvrelay", version=__version__, lifespan=lifespan)
     install_error_handlers(app)
     model_name = settings.served_model_name or directory.name
-    routes = OpenAIRoutes(model_name, tokenizer, template, pool, relay.admission, responder)
-    app.include_router(routes.router)
-    _add_operations(app, pool, metrics)
-    api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys))
-    return Edge(app, routes.endpoints, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys)
+    dialect = Dialect.of(template.source, settings.tool_parser, settings.reasoning_parser)
+    intake = Intake(model_name, tokenizer, pool, relay.admission)
+    chats = ChatReader(template, dialect)
+    routes = OpenAIRoutes(intake, chats, responder)
+    limits = EndpointLimits(settings.relay.max_queued, settings.processes.workers)
+    tgi = TgiRoutes(intake, responder, routes.endpoints, limits)
+    tokens = TokenizeRoutes(intake, chats)
+    newer = ResponsesRoutes(intake, chats, responder)
+    for router in (routes.router, newer.router, tgi.router, tokens.router):
+        app.include_router(router)
+    endpoints = {**routes.endpoints, **newer.endpoints, **tgi.endpoints, **tokens.endpoints}
+    _add_operations(app, pool, metrics, siblings)
+    counts_of = None if siblings is None else siblings.key_counts
+    api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys), counts_of=counts_of)
+    return Edge(app, endpoints, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys)
 
 
 def _discovery(pods: PodApi, pool: WorkerPool) -> Discovery:
@@ -89,7 +118,7 @@ def _discovery(pods: PodApi, pool: WorkerPool) -> Discovery:
     return discovery
 
 
-def _add_operations(app: FastAPI, pool: WorkerPool, metrics: GatewayMetrics) -> None:
+def _add_operations(app: FastAPI, pool: WorkerPool, metrics: GatewayMetrics, siblings: Siblings | None) -> None:
     @app.get("/health/live", tags=["operations"], responses=HEALTHY)
     async def live() -> Response:
         """The process answers."""
@@ -105,5 +134,6 @@ def _add_operations(app: FastAPI, pool: WorkerPool, metrics: GatewayMetrics) -> 
 
     @app.get("/metrics", tags=["operations"], response_class=PlainTextResponse, responses=METRICS)
     async def prometheus() -> Response:
-        """Prometheus metrics."""
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        """Prometheus metrics, of all processes of this gateway together."""
+        text = generate_latest(metrics.registry) if siblings is None else await siblings.exposition()
+        return Response(text, media_type=CONTENT_TYPE_LATEST)

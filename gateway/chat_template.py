@@ -18,7 +18,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from kvrelay.common.errors import ModelError
-from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.errors import ChatTemplateError, InvalidRequestError
 from kvrelay.gateway.tokenizer import read_json
 
 
@@ -38,6 +38,7 @@ class ChatTemplate:
     """A compiled template; None-like models (no template) refuse chat with a clear error."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        self.source = source or ""  # what a model can do is read off it, too
         self._special_tokens = dict(special_tokens)
         self._template: jinja2.Template | None = None
         if source is None:
@@ -64,24 +65,56 @@ class ChatTemplate:
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         return cls(source, special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt, ready for the assistant's answer. Raises InvalidRequestError quoting the template's complaint."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continues: bool = False,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt, ready for the assistant's answer.
+
+        ``continues``: the last message is the answer's beginning, and left open. ``variables``: more names for the template, as
+        ``enable_thinking``; they cannot hide its own. Raises ChatTemplateError quoting the template's complaint.
+        """
         if self._template is None:
-            raise InvalidRequestError(
+            raise ChatTemplateError(
                 "the model has no chat template; use /v1/completions, or add a chat_template.jinja to its directory",
                 param="messages",
             )
+        # Templates ask whether tools are none: undefined would not be.
+        names = {
+            **(variables or {}),
+            **self._special_tokens,
+            "messages": messages,
+            "tools": tools or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt and not continues,
+        }
         try:
-            # Templates ask whether tools are none: undefined would not be.
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-            )
+            text = self._template.render(names)
         except jinja2.TemplateError as error:
-            raise InvalidRequestError(f"the chat template refuses these messages: {error}", param="messages") from error
+            raise ChatTemplateError(f"the chat template refuses these messages: {error}", param="messages") from error
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise InvalidRequestError(
+            raise ChatTemplateError(
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
+        return _left_open(text, messages[-1]) if continues else text
+
+
+def _left_open(text: str, last: Mapping[str, Any]) -> str:
+    """``text`` up to where the last message's content ends. Templates may strip what is around it."""
+    content = str(last.get("content") or "")
+    start = text.rfind(content.strip())
+    if start < 0 or not content.strip():
+        raise InvalidRequestError(
+            "continue_final_message needs a last message with text that the chat template shows as it is",
+            param="continue_final_message",
+        )
+    whole = text.rfind(content)
+    return text[: whole + len(content)] if whole >= 0 else text[: start + len(content.strip())]
 
 
 def _tojson(

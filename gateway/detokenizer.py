@@ -7,48 +7,36 @@ but only as long as a character can be: bytes that never become one are sent as 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 4  # a character has at most four bytes, and a token at least one
 
 
-class Decoder(Protocol):
-    """What turns ids into text (kvrelay.gateway.tokenizer.Tokenizer)."""
-
-    @property
-    def skipped_ids(self) -> frozenset[int]:
-        """Ids that ``decode`` leaves out."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ``token_ids``."""
-
-
 class Detokenizer:
-    """One sequence's output as text. ``silent_ids`` have none, whatever the decoder makes of them."""
+    """One sequence's output as text. ``decode`` turns ids into text; ``silent_ids`` have none, whatever it makes of them."""
 
-    def __init__(self, decoder: Decoder, silent_ids: Collection[int] = ()) -> None:
-        self._decoder = decoder
-        self._skipped_ids = decoder.skipped_ids.union(silent_ids)
+    def __init__(self, decode: Callable[[Sequence[int]], str], silent_ids: Collection[int] = ()) -> None:
+        self._decode = decode
+        self._silent_ids = frozenset(silent_ids)
         self._window: list[int] = []  # what the next piece's text depends on
         self._num_sent_chars = 0  # of the window's text
         self._num_held = 0  # tokens since the last piece that ended in a whole character
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that ``token_ids`` add, as far as it is certain."""
-        return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._skipped_ids])
+        return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._silent_ids])
 
     def finish(self) -> str:
         """What is left at the end; a character that stayed unfinished is dropped."""
-        text = self._decoder.decode(self._window).rstrip(_REPLACEMENT)[self._num_sent_chars :]
+        text = self._decode(self._window).rstrip(_REPLACEMENT)[self._num_sent_chars :]
         self._window, self._num_sent_chars, self._num_held = [], 0, 0
         return text
 
     def _push_one(self, token_id: int) -> str:
         self._window.append(token_id)
         self._num_held += 1
-        text = self._decoder.decode(self._window)
+        text = self._decode(self._window)
         is_unfinished = text.endswith(_REPLACEMENT)
         if is_unfinished:
             text = text[:-1]
@@ -58,7 +46,7 @@ class Detokenizer:
         piece = text[self._num_sent_chars :]
         # The tokens behind this piece are context for the next one; older ones no longer matter.
         del self._window[: -min(self._num_held, _MAX_HELD_TOKENS)]
-        self._num_sent_chars = len(self._decoder.decode(self._window)) - is_unfinished
+        self._num_sent_chars = len(self._decode(self._window)) - is_unfinished
         if not is_unfinished:
             self._num_held = 0
         return piece

@@ -4,6 +4,7 @@ KvrelayError
 └── ApiError                     status, type, code, param
     ├── InvalidRequestError      400  a field is wrong: names it, its value and the limit
     │   ├── ContextLengthError   400  prompt and output do not fit the model
+    │   ├── ChatTemplateError    400  the model's chat template is missing, or does not take the messages
     │   └── InvalidHttpError     400  what came is not HTTP; the connection is closed
     ├── UnauthorizedError        401  no API key, or one that is not known
     ├── ModelNotFoundError       404
@@ -12,6 +13,7 @@ KvrelayError
     ├── TooManyRequestsError 429  from this API key; carries Retry-After
     ├── HeadersTooLargeError     431  request line and headers; the connection is closed
     ├── UnavailableError         503  no worker, or no room; carries Retry-After
+    │   ├── OverloadedError      503  no room now; carries Retry-After
     │   ├── ConnectionsError     503  more connections than are served; carries Retry-After
     │   └── ShuttingDownError    503  this gateway ends, and could not wait for the request
     ├── RequestTimeoutError      504  the request's time ran out
@@ -61,6 +63,10 @@ class ContextLengthError(InvalidRequestError):
     """Prompt and output do not fit the model."""
 
     code = "context_length_exceeded"
+
+
+class ChatTemplateError(InvalidRequestError):
+    """The model's chat template is missing, or does not take the messages."""
 
 
 class InvalidHttpError(InvalidRequestError):
@@ -123,6 +129,10 @@ class UnavailableError(ApiError):
     status = 503
     type = "server_error"
     code = "unavailable"
+
+
+class OverloadedError(UnavailableError):
+    """No worker has room for the request now, or not in time."""
 
 
 class ConnectionsError(UnavailableError):

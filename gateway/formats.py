@@ -1,147 +1,130 @@
-"""The bodies of OpenAI's answers: chat completions and text completions, whole and in chunks."""
+"""The bodies of OpenAI's text completions, whole and in chunks; and what they share with chat completions."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.gateway.generation import TextDelta
+from kvrelay.gateway.errors import ApiError
+from kvrelay.gateway.generation import TextDelta, Usage
+from kvrelay.gateway.jobs import Choice
+from kvrelay.gateway.logprob_bodies import prompt_logprobs, text_logprobs
+from kvrelay.gateway.sse import DONE, sse
 from kvrelay.gateway.tokenizer import Tokenizer
 
-_IMPOSSIBLE = -9999.0
 
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every chunk of an answer begins with."""
 
-class ChatFormat:
-    """Answers of ``/v1/chat/completions``. Implements :class:`kvrelay.gateway.streaming.Format`."""
+    request_id: str
+    model: str
+    system_fingerprint: str | None  # of model, weights and KV layout
+    created_s: int = field(default_factory=lambda: int(time.time()))
 
-    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> None:
-        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
-        self._tokenizer = tokenizer
-        self._logprobs = logprobs
-        self._token_ids = token_ids
-
-    def opening(self) -> list[dict[str, Any]]:
-        """The chunk that says who speaks."""
-        return [self._chunk([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])]
-
-    def chunk(self, index: int, delta: TextDelta) -> dict[str, Any]:
-        """One chunk of a stream."""
-        choice: dict[str, Any] = {
-            "index": index,
-            "delta": {"content": delta.text} if delta.text else {},
-            "finish_reason": delta.finish_reason,
-        }
-        if self._logprobs:
-            choice["logprobs"] = self._logprobs_body(delta.tokens)
-        if self._token_ids:
-            choice["token_ids"] = [token.token_id for token in delta.tokens]
-        return self._chunk([choice])
-
-    def usage_chunk(self, usage: dict[str, object]) -> dict[str, Any]:
-        """The last chunk, with usage and no choice."""
-        return {**self._chunk([]), "usage": usage}
-
-    def whole(self, choices: Sequence[Sequence[TextDelta]], usage: dict[str, object]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        bodies: list[dict[str, Any]] = []
-        for index, deltas in enumerate(choices):
-            tokens = [token for delta in deltas for token in delta.tokens]
-            body: dict[str, Any] = {
-                "index": index,
-                "message": {"role": "assistant", "content": "".join(delta.text for delta in deltas)},
-                "finish_reason": deltas[-1].finish_reason,
-                "logprobs": self._logprobs_body(tokens) if self._logprobs else None,
-            }
-            if self._token_ids:
-                body["token_ids"] = [token.token_id for token in tokens]
-            bodies.append(body)
-        return {**self._head, "object": "chat.completion", "choices": bodies, "usage": usage}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk", "choices": choices}
-
-    def _logprobs_body(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
-        def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
-            text = self._tokenizer.token_text(token_id)
-            return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
-
+    def body(self, prefix: str, kind: str) -> dict[str, Any]:
+        """``prefix`` of the id, ``kind`` of object."""
         return {
-            "content": [
-                {
-                    **entry(token.token_id, token.logprob),
-                    "top_logprobs": [entry(token_id, logprob) for token_id, logprob in token.top_logprobs],
-                }
-                for token in tokens
-            ]
+            "id": f"{prefix}-{self.request_id}",
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the client asked to see beside the text."""
+
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    token_ids: bool = False
+    ids_as_tokens: bool = False  # in log probabilities, ``token_id:17`` instead of a token's text
+    usage: bool = False  # at a stream's end; whole answers always have it
+    usage_always: bool = False  # with every chunk
 
 
 class CompletionFormat:
-    """Answers of ``/v1/completions``. Implements :class:`kvrelay.gateway.streaming.Format`."""
+    """Answers of ``/v1/completions``. Implements :class:`kvrelay.gateway.jobs.Format`."""
 
-    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool) -> None:
-        self._head = {
-            "id": f"cmpl-{request_id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
+    def __init__(
+        self,
+        head: AnswerHead,
+        tokenizer: Tokenizer,
+        shown: Shown,
+        *,
+        num_per_prompt: int = 1,
+        echoed: Sequence[tuple[str, Sequence[int]]] = (),
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """``echoed``: text and token ids of each prompt, if choices begin with them; ``num_per_prompt`` choices have the same.
+
+        ``prompts``: the token ids of each prompt, to be told with each choice's first tokens if token ids are shown.
+        """
+        self._head = head.body("cmpl", "text_completion")
         self._tokenizer = tokenizer
-        self._logprobs = logprobs
-        self._token_ids = token_ids
-        self._offsets: dict[int, int] = {}  # by choice: characters sent so far
+        self._shown = shown
+        self._num_per_prompt = num_per_prompt
+        self._echoed = echoed
+        self._prompts = prompts
+        self._offsets: dict[int, int] = {}  # by choice: characters sent so far; there from its first delta on
+        self._prompt_logprobs: dict[int, list[SampledToken]] = {}  # by prompt
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> bytes:
         """Nothing comes before the text."""
-        return []
+        return b""
 
-    def chunk(self, index: int, delta: TextDelta) -> dict[str, Any]:
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
         """One chunk of a stream."""
-        return {**self._head, "choices": [self._choice(index, [delta])]}
+        return sse({**self._head, "choices": [self._choice(index, [delta])]})
 
-    def usage_chunk(self, usage: dict[str, object]) -> dict[str, Any]:
-        """The last chunk, with usage and no choice."""
-        return {**self._head, "choices": [], "usage": usage}
+    def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
+        """Usage, if asked for, and the end."""
+        last = {**self._head, "choices": [], "usage": usage.body(), **extras}
+        return (sse(last) if self._shown.usage else b"") + DONE
 
-    def whole(self, choices: Sequence[Sequence[TextDelta]], usage: dict[str, object]) -> dict[str, Any]:
+    def failed(self, error: ApiError) -> bytes:
+        """The error, and the end."""
+        return sse(error.body()) + DONE
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        bodies = [self._choice(index, deltas) for index, deltas in enumerate(choices)]
-        return {**self._head, "choices": bodies, "usage": usage}
+        bodies = [self._choice(choice.index, choice.deltas) for choice in choices]
+        return {**self._head, "choices": bodies, "usage": usage.body()}
 
     def _choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]:
         tokens = [token for delta in deltas for token in delta.tokens]
+        text = "".join(delta.text for delta in deltas)
+        prompt = index // self._num_per_prompt
+        of_prompt = next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None)
+        if of_prompt is not None:
+            self._prompt_logprobs[prompt] = of_prompt
+        if self._echoed and index not in self._offsets:
+            prompt_text, prompt_ids = self._echoed[prompt]
+            text = prompt_text + text
+            if self._shown.logprobs:
+                known = self._prompt_logprobs.get(prompt) or [SampledToken(token_id) for token_id in prompt_ids[1:]]
+                tokens = [SampledToken(prompt_ids[0]), *known, *tokens]
         choice: dict[str, Any] = {
             "index": index,
-            "text": "".join(delta.text for delta in deltas),
+            "text": text,
             "finish_reason": deltas[-1].finish_reason,
-            "logprobs": self._logprobs_body(index, tokens) if self._logprobs else None,
+            "stop_reason": deltas[-1].stop_reason,
+            "logprobs": None,
         }
-        if self._token_ids:
-            choice["token_ids"] = [token.token_id for token in tokens]
+        if self._shown.token_ids and self._prompts and index not in self._offsets:
+            choice["prompt_token_ids"] = self._prompts[prompt]
+        offset = self._offsets.setdefault(index, 0)
+        if self._shown.logprobs:
+            body = text_logprobs(self._tokenizer, tokens, offset, ids_as_tokens=self._shown.ids_as_tokens)
+            choice["logprobs"] = body
+            self._offsets[index] = offset + sum(len(token) for token in body["tokens"])
+        if self._shown.prompt_logprobs and of_prompt is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, of_prompt)
+        if self._shown.token_ids:
+            choice["token_ids"] = [token.token_id for delta in deltas for token in delta.tokens]
         return choice
-
-    def _logprobs_body(self, index: int, tokens: Sequence[SampledToken]) -> dict[str, Any]:
-        texts = [self._tokenizer.token_text(token.token_id) for token in tokens]
-        offset = self._offsets.get(index, 0)
-        offsets: list[int] = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        self._offsets[index] = offset
-        return {
-            "tokens": texts,
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [
-                {self._tokenizer.token_text(token_id): _finite(logprob) for token_id, logprob in token.top_logprobs}
-                for token in tokens
-            ],
-            "text_offset": offsets,
-        }
-
-
-def _finite(logprob: float | None) -> float | None:
-    """JSON has no infinity, and clients expect a number: OpenAI and vLLM write -9999.0 for a token that cannot be."""
-    return logprob if logprob is None or math.isfinite(logprob) else _IMPOSSIBLE

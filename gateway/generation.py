@@ -6,19 +6,22 @@ Sits between :mod:`kvrelay.gateway.relay`, which knows tokens only, and the HTTP
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import msgspec
 
+from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
-from kvrelay.gateway.detokenizer import Detokenizer
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.relay import GenerationRequest, OutputDelta, Relay
-from kvrelay.gateway.stop import StopMatcher
+from kvrelay.gateway.output_text import OutputText, StopReason, TextOptions
+from kvrelay.gateway.progress import GenerationRequest, OutputDelta
+from kvrelay.gateway.prompt_share import PromptShare
+from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
+from kvrelay.wire.messages import Beam
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,18 @@ class Generation:
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    stops: tuple[str, ...] = ()
+    text: TextOptions = field(default_factory=TextOptions)
     timings: RequestTimings = field(default_factory=RequestTimings)  # filled while it runs
     timeout_s: float | None = None  # the client's own
+    share: PromptShare | None = None  # with the prompt's other choices
+    is_silent: bool = False  # no output is wanted: the one token that is generated is left out
+    priority: int = 0  # in the line for a place; the smaller, the earlier
+    retention: Retention | None = None  # how long its KV should stay cached
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the choice that the prompt is computed, and counted, for."""
+        return self.sampling.choice == 0
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):  # one per token, as OutputDelta
@@ -39,6 +51,9 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):  # one per token, as Out
     text: str
     tokens: list[SampledToken]
     finish_reason: FinishReason | None
+    stop_reason: StopReason = None  # with the finish reason
+    prompt_logprobs: list[SampledToken] | None = None  # with the first delta, if asked for
+    beam: int = 0  # of a beam search: which of its results this is, whole
 
 
 @dataclass(slots=True)
@@ -70,7 +85,8 @@ class Generator:
     async def run(self, generation: Generation, usage: Usage) -> AsyncGenerator[TextDelta]:
         """The text of ``generation``, its last delta with a finish reason; fills ``usage``. Raises ApiError.
 
-        Close the iterator (``aclosing``) to cancel. A stop string ends the text in front of it, and the request.
+        Close the iterator (``aclosing``) to cancel. A stop string ends the text in front of it, and the request. A beam search
+        gives one delta for each of its results.
         """
         request = GenerationRequest(
             generation.request_id,
@@ -78,34 +94,53 @@ class Generator:
             generation.sampling,
             generation.timings,
             generation.timeout_s,
+            generation.share,
+            generation.priority,
+            generation.retention,
         )
-        # A tokenizer need not call a model's end tokens special; no client wants to read them.
-        detokenizer = Detokenizer(self.tokenizer, generation.sampling.stop_token_ids)
-        stop = StopMatcher(generation.stops)
+        output = OutputText(self.tokenizer, generation.text, generation.sampling)
         timings = generation.timings
-        self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
+        if generation.is_first:
+            self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
         async with aclosing(self._relay.generate(request)) as deltas:
             async for delta in deltas:
                 self._observe(delta, timings)
-                if delta.num_cached_tokens is not None:
+                if delta.num_cached_tokens is not None and generation.is_first:
                     usage.num_cached_tokens = max(usage.num_cached_tokens, delta.num_cached_tokens)
-                text, num_taken = _until_stop(delta.tokens, detokenizer, stop)
-                usage.num_output_tokens += num_taken
-                tokens = delta.tokens[:num_taken]
-                if stop.matched is not None:
-                    self._metrics.e2e_s.observe(time.monotonic() - timings.received_s)
+                if delta.beams is not None:
+                    self._observe_end(timings)
+                    for index, beam in enumerate(delta.beams):
+                        usage.num_output_tokens += len(beam.tokens)
+                        yield self._beam(generation, index, beam)
+                    return
+                tokens, text = delta.tokens, ""
+                if generation.is_silent:
+                    tokens = []
+                else:
+                    text, num_taken = output.push(tokens)
+                    usage.num_output_tokens += num_taken
+                    tokens = tokens[:num_taken]
+                if output.is_stopped:
+                    self._observe_end(timings)
                     self._metrics.stop_strings.inc()
-                    yield TextDelta(text, tokens, FinishReason.STOP)
+                    yield TextDelta(text, tokens, FinishReason.STOP, output.stop_reason, delta.prompt_logprobs)
                     return
                 if delta.finish_reason is not None:
-                    text += stop.push(detokenizer.finish())
-                    text += stop.finish()
-                    reason = FinishReason.STOP if stop.matched is not None else delta.finish_reason
-                    self._metrics.e2e_s.observe(time.monotonic() - timings.received_s)
-                    yield TextDelta(text, tokens, reason)
+                    text += output.finish(tokens[-1].token_id if tokens else None)
+                    reason = FinishReason.STOP if output.is_stopped else delta.finish_reason
+                    if generation.is_silent:
+                        reason = FinishReason.LENGTH
+                    self._observe_end(timings)
+                    yield TextDelta(text, tokens, reason, output.stop_reason, delta.prompt_logprobs)
                     return
-                if text or tokens:
-                    yield TextDelta(text, tokens, None)
+                if text or tokens or delta.prompt_logprobs is not None:
+                    yield TextDelta(text, tokens, None, None, delta.prompt_logprobs)
+
+    def _beam(self, generation: Generation, index: int, beam: Beam) -> TextDelta:
+        output = OutputText(self.tokenizer, generation.text, generation.sampling)
+        text, _ = output.push(beam.tokens)
+        text += output.finish(beam.tokens[-1].token_id if beam.tokens else None)
+        return TextDelta(text, beam.tokens, beam.finish_reason, output.stop_reason, beam=index)
 
     def _observe(self, delta: OutputDelta, timings: RequestTimings) -> None:
         if delta.timings is not None:
@@ -122,12 +157,5 @@ class Generator:
             self._metrics.itl_s.observe(timings.last_token_s - before_s)
         self._metrics.output_tokens.inc(len(delta.tokens))
 
-
-def _until_stop(tokens: Sequence[SampledToken], detokenizer: Detokenizer, stop: StopMatcher) -> tuple[str, int]:
-    """The text of ``tokens`` and how many of them count: up to the one that completes a stop string."""
-    pieces: list[str] = []
-    for index, token in enumerate(tokens):
-        pieces.append(stop.push(detokenizer.push([token.token_id])))
-        if stop.matched is not None:
-            return "".join(pieces), index + 1
-    return "".join(pieces), len(tokens)
+    def _observe_end(self, timings: RequestTimings) -> None:
+        self._metrics.e2e_s.observe(time.monotonic() - timings.received_s)

@@ -1,4 +1,4 @@
-"""What every HTTP request passes: API keys and their limits, bounds on its body, a request id, OpenAI error objects, counting."""
+"""What every HTTP request passes: API keys and their limits, bounds on its body, a request id, errors as objects, counting."""
 
 from __future__ import annotations
 
@@ -28,11 +28,17 @@ from kvrelay.gateway.errors import (
 from kvrelay.gateway.key_limits import KeyUse
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.refusals import Reason
-from kvrelay.gateway.streaming import ClientLeftError
+from kvrelay.gateway.sse import ClientLeftError
+from kvrelay.gateway.tgi.errors import PATHS as TGI_PATHS
+from kvrelay.gateway.tgi.errors import tgi_error
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# What probes and Prometheus ask for, and what only describes the API.
+_OPEN_PATHS = frozenset(
+    {"/health", "/health/live", "/health/ready", "/ping", "/metrics", "/docs", "/redoc", "/openapi.json"}
+)
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -54,7 +60,7 @@ class Edge:
         metrics: GatewayMetrics,
         api_keys: ApiKeys | None = None,
     ) -> None:
-        """``api_keys``: who may ask for anything below ``/v1/``; None: everybody."""
+        """``api_keys``: who may ask for anything but health, metrics and the API's description; None: everybody."""
         self._api_keys = api_keys
         self._app = app
         self._endpoints = endpoints
@@ -75,6 +81,7 @@ class Edge:
         state = scope.setdefault("state", {})
         state["request_id"], state["is_id_given"] = request_id, is_given
         state["received_s"] = time.monotonic()
+        state["internal_id"] = None
         status = 0
         endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
 
@@ -89,11 +96,11 @@ class Edge:
         use: KeyUse | None = None
         try:
             try:
-                if self._api_keys is not None and scope["path"].startswith("/v1/"):
+                if self._api_keys is not None and scope["path"] not in _OPEN_PATHS:
                     use = self._api_keys.enter(request.headers.get("authorization"))
                 receive = await self._read_body(request)
             except (BodyTooLargeError, SlowClientError, UnauthorizedError, TooManyRequestsError) as error:
-                await error_response(error)(scope, receive, send_named)
+                await error_response(error, scope["path"])(scope, receive, send_named)
                 return
             if endpoint is None:
                 await self._app(scope, receive, send_named)
@@ -148,14 +155,15 @@ class Edge:
 
 
 async def _answer(endpoint: Endpoint, request: Request, send: Send) -> None:
+    path = request.scope["path"]
     try:
         response = await endpoint(request)
     except ApiError as error:
-        response = error_response(error)
+        response = error_response(error, path)
     except ClientLeftError:
         raise
     except asyncio.CancelledError:
-        response = error_response(ShuttingDownError())  # nobody else cancels a request
+        response = error_response(ShuttingDownError(), path)  # nobody else cancels a request
     except Exception as error:
         response = _unexpected(request, error)
     await response(request.scope, request.receive, send)
@@ -163,32 +171,33 @@ async def _answer(endpoint: Endpoint, request: Request, send: Send) -> None:
 
 def _unexpected(request: Request, error: Exception) -> Response:
     logger.error("a request failed", exc_info=error, extra={"request_id": request.state.request_id})
-    return error_response(ApiError("the server failed on this request; its log has the reason"))
+    return error_response(ApiError("the server failed on this request; its log has the reason"), request.scope["path"])
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    """An error as an HTTP response."""
+def error_response(error: ApiError, path: str | None = None) -> JSONResponse:
+    """An error as an HTTP response, in the shape that the API at ``path`` has; None: OpenAI's."""
     headers = {} if error.retry_after is None else {"retry-after": error.retry_after}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, SlowClientError):
         headers["connection"] = "close"  # what still comes of the body is not waited for
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+    status, body = tgi_error(error) if path in TGI_PATHS else (error.status, error.body())
+    return JSONResponse(body, status_code=status, headers=headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every error of ``app``, also an unknown path, an OpenAI error object."""
+    """Make every error of ``app``, also an unknown path, an error object."""
 
-    async def on_api_error(_: Request, error: Exception) -> Response:
+    async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error_response(error)
+        return error_response(error, request.scope["path"])
 
-    async def on_http_error(_: Request, error: Exception) -> Response:
+    async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         api_error = InvalidRequestError(str(error.detail))
         api_error.status = error.status_code
         api_error.code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-        response = error_response(api_error)
+        response = error_response(api_error, request.scope["path"])
         response.headers.update(error.headers or {})  # such as Allow
         return response
 

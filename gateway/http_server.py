@@ -1,6 +1,9 @@
 """uvicorn's server behind an accept loop of our own: connections are counted, and encrypted, before there is any HTTP.
 
 asyncio's servers accept whatever comes, bring TLS handshakes to their end unseen, and take one certificate for all their life.
+
+Several processes may serve one listening socket; each has a :class:`Door` then. Whichever looks first could take all that waits: so
+each takes one connection at a time, and one that has more than another first leaves that a millisecond to take it.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -30,6 +33,23 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 _ACCEPTS_AT_ONCE = 64
 _ACCEPT_AGAIN_S = 1.0
+_OTHERS_FIRST_S = 0.001
+
+
+class Door(Protocol):
+    """The other processes that serve the same sockets."""
+
+    def on_open(self) -> None:
+        """This process accepts connections from now on."""
+
+    def on_connections(self, number: int) -> None:
+        """It has so many now."""
+
+    def on_closed(self) -> None:
+        """It accepts none any more."""
+
+    def others_have_fewer(self, number: int) -> bool:
+        """Whether another process that accepts connections has fewer than ``number``."""
 
 
 class HttpServer(uvicorn.Server):
@@ -46,11 +66,15 @@ class HttpServer(uvicorn.Server):
         *,
         certificate: Certificate | None = None,
         drain_s: float,
+        door: Door | None = None,
     ) -> None:
-        """``certificate``: None means plain HTTP. ``drain_s``: how long running requests may take after a signal."""
+        """``certificate``: None means plain HTTP. ``drain_s``: how long running requests may take after a signal.
+
+        ``door``: None means that no other process serves the same sockets.
+        """
         # From being accepted on: uvicorn counts them after the TLS handshake.
         self._connections: set[HttpProtocol] = set()
-        protocol = functools.partial(HttpProtocol, limits=limits, refusals=refusals, on_lost=self._connections.discard)
+        protocol = functools.partial(HttpProtocol, limits=limits, refusals=refusals, on_lost=self._forget)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -66,6 +90,7 @@ class HttpServer(uvicorn.Server):
         self._limits = limits
         self._refusals = refusals
         self._certificate = certificate
+        self._door = door
         self._listeners: Sequence[socket.socket] = ()
         self._opening: set[asyncio.Task[None]] = set()  # connections until their handshake is over
 
@@ -92,6 +117,8 @@ class HttpServer(uvicorn.Server):
             listener.setblocking(False)
             listener.listen(_BACKLOG)
             self._watch(listener)
+        if self._door is not None:
+            self._door.on_open()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing more, let requests end, stop the application."""
@@ -99,6 +126,8 @@ class HttpServer(uvicorn.Server):
         for listener in self._listeners:
             loop.remove_reader(listener)
         self._listeners = ()
+        if self._door is not None:
+            self._door.on_closed()
         for task in self._opening:
             task.cancel()
         await super().shutdown(sockets)
@@ -109,16 +138,26 @@ class HttpServer(uvicorn.Server):
 
     def _accept(self, listener: socket.socket) -> None:
         """Take what waits, but not for so long that running requests do."""
-        for _ in range(_ACCEPTS_AT_ONCE):
+        if self._door is not None and self._door.others_have_fewer(len(self._connections)):
+            self._pause(listener, _OTHERS_FIRST_S, self._accept_left)
+            return
+        self._accept_now(listener)
+
+    def _accept_left(self, listener: socket.socket) -> None:
+        """Take what others might have taken, and did not."""
+        if listener in self._listeners:
+            self._watch(listener)
+            self._accept_now(listener)
+
+    def _accept_now(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTS_AT_ONCE if self._door is None else 1):
             try:
                 connection, address = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
                 self._refusals.count(Reason.TOO_MANY_CONNECTIONS, f"accept failed: {error}", "somebody")
-                loop = asyncio.get_running_loop()
-                loop.remove_reader(listener)
-                loop.call_later(_ACCEPT_AGAIN_S, self._watch, listener)
+                self._pause(listener, _ACCEPT_AGAIN_S, self._watch)
                 return
             connection.setblocking(False)
             if len(self._connections) >= self._limits.max_connections:
@@ -126,9 +165,23 @@ class HttpServer(uvicorn.Server):
                 continue
             protocol = self._protocol()
             self._connections.add(protocol)
+            self._tell_connections()
             task = asyncio.create_task(self._open(protocol, connection, address))
             self._opening.add(task)
             task.add_done_callback(functools.partial(self._opened, protocol, connection))
+
+    def _pause(self, listener: socket.socket, pause_s: float, then: Callable[[socket.socket], None]) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener)
+        loop.call_later(pause_s, then, listener)
+
+    def _forget(self, protocol: HttpProtocol) -> None:
+        self._connections.discard(protocol)
+        self._tell_connections()
+
+    def _tell_connections(self) -> None:
+        if self._door is not None and self._listeners:
+            self._door.on_connections(len(self._connections))
 
     def _turn_away(self, connection: socket.socket, address: Any) -> None:
         text = f"the server has {self._limits.max_connections} connections, which is its limit; try again in a moment"
@@ -159,12 +212,12 @@ class HttpServer(uvicorn.Server):
             self._refusals.count(Reason.TLS_HANDSHAKE, f"no TLS handshake: {what}", address)
         finally:
             if not is_open:
-                self._connections.discard(protocol)
+                self._forget(protocol)
 
     def _opened(self, protocol: HttpProtocol, connection: socket.socket, task: asyncio.Task[None]) -> None:
         self._opening.discard(task)
         if task.cancelled():  # perhaps before it began
-            self._connections.discard(protocol)
+            self._forget(protocol)
             connection.close()
 
     def _protocol(self) -> HttpProtocol:

@@ -1,13 +1,17 @@
 """What one API key may ask for: requests a second, and requests at a time. Pure state; the caller brings the time.
 
 Requests a second are counted by a token bucket: ``burst`` requests may come at once, and the bucket fills at ``requests_per_s``.
+The counts of one process are its own; those of several are in memory that they share (:mod:`kvrelay.gateway.shared_memory`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvrelay.gateway.errors import TooManyRequestsError
 
@@ -44,32 +48,80 @@ class KeyLimits:
         return cls(**values)
 
 
-class KeyUse:
-    """How much of its limits one key uses now."""
+class KeyCounts(Protocol):
+    """What of a key's limits is used. All of it is read and written within ``locked``; only less may run without."""
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Nobody else changes the counts meanwhile."""
+
+    def num_running(self) -> int:
+        """Requests of this key that run, wherever."""
+
+    def add_running(self, change: int) -> None:
+        """So many more run here, or fewer."""
+
+    def bucket(self) -> tuple[float, float]:
+        """How much was in the bucket, and when (seconds)."""
+
+    def set_bucket(self, filling: float, filled_s: float) -> None:
+        """So much is in it now."""
+
+
+class OwnCounts:
+    """The counts of a process that shares them with nobody. Implements KeyCounts."""
 
     def __init__(self) -> None:
         self._num_running = 0
-        self._filling = math.inf  # of the bucket: it starts full
-        self._filled_s = 0.0
+        self._bucket = (math.inf, 0.0)  # it starts full
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Nobody else is there."""
+        return contextlib.nullcontext()
+
+    def num_running(self) -> int:
+        """Of this process."""
+        return self._num_running
+
+    def add_running(self, change: int) -> None:
+        """One more, or one less."""
+        self._num_running += change
+
+    def bucket(self) -> tuple[float, float]:
+        """As it was set."""
+        return self._bucket
+
+    def set_bucket(self, filling: float, filled_s: float) -> None:
+        """Kept."""
+        self._bucket = (filling, filled_s)
+
+
+class KeyUse:
+    """How much of its limits one key uses now."""
+
+    def __init__(self, counts: KeyCounts | None = None) -> None:
+        """``counts``: None means that this process shares them with nobody."""
+        self._counts = counts or OwnCounts()
 
     def enter(self, limits: KeyLimits, now_s: float) -> None:
         """A request begins; ``leave`` must follow. Raises TooManyRequestsError if it may not."""
-        if self._num_running >= limits.concurrency:
-            raise TooManyRequestsError(
-                f"this API key has {self._num_running} requests running, which is its limit",
-                retry_after_s=_BUSY_RETRY_S,
-            )
-        if not math.isinf(limits.requests_per_s):
-            gained = (now_s - self._filled_s) * limits.requests_per_s
-            self._filling, self._filled_s = min(limits.burst, self._filling + gained), now_s
-            if self._filling < 1:
+        with self._counts.locked():
+            num_running = self._counts.num_running()
+            if num_running >= limits.concurrency:
                 raise TooManyRequestsError(
-                    f"this API key may ask {limits.requests_per_s:g} times a second, {limits.burst:g} at once",
-                    retry_after_s=(1 - self._filling) / limits.requests_per_s,
+                    f"this API key has {num_running} requests running, which is its limit", retry_after_s=_BUSY_RETRY_S
                 )
-            self._filling -= 1
-        self._num_running += 1
+            if not math.isinf(limits.requests_per_s):
+                filling, filled_s = self._counts.bucket()
+                filling = min(limits.burst, filling + (now_s - filled_s) * limits.requests_per_s)
+                if filling < 1:
+                    self._counts.set_bucket(filling, now_s)
+                    raise TooManyRequestsError(
+                        f"this API key may ask {limits.requests_per_s:g} times a second, {limits.burst:g} at once",
+                        retry_after_s=(1 - filling) / limits.requests_per_s,
+                    )
+                self._counts.set_bucket(filling - 1, now_s)
+            self._counts.add_running(1)
 
     def leave(self) -> None:
         """A request is over."""
-        self._num_running -= 1
+        self._counts.add_running(-1)

@@ -21,6 +21,7 @@ _ON_THE_WAY_S = 0.05
 class _Attempt:
     num_tokens: int  # whose KV it needs, so far
     known_s: float | None  # since when the worker knows of it; None while it is on its way through another worker
+    num_cached: int = 0  # of its tokens, that the worker need not compute
     is_computed: bool = False  # its prompt is: the first token has come
     is_reported: bool = False  # the last report counts it
 
@@ -36,9 +37,9 @@ class Load:
         self._reported_free_blocks: int | None = None
         self._num_given_back = 0  # blocks of attempts that the last report counts and that are over
 
-    def open(self, key: Key, num_tokens: int, now_s: float, *, is_sent: bool) -> None:
+    def open(self, key: Key, num_tokens: int, now_s: float, *, is_sent: bool, num_cached: int = 0) -> None:
         """An attempt begins. ``is_sent``: to this worker, which else hears of it from another one (and we with ``on_token``)."""
-        self._attempts[key] = _Attempt(num_tokens, now_s if is_sent else None)
+        self._attempts[key] = _Attempt(num_tokens, now_s if is_sent else None, num_cached)
 
     def on_first_token(self, key: Key, now_s: float) -> None:
         """The attempt's prompt is computed: whoever takes part in it knows of it by now."""
@@ -86,4 +87,4 @@ class Load:
 
 
 def _uncomputed(attempts: Iterable[_Attempt]) -> int:
-    return sum(attempt.num_tokens for attempt in attempts if not attempt.is_computed)
+    return sum(attempt.num_tokens - attempt.num_cached for attempt in attempts if not attempt.is_computed)

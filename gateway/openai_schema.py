@@ -1,8 +1,4 @@
-"""Bodies of the OpenAI routes. Types are checked strictly; ranges live here, what depends on the model does not.
-
-Fields that nobody knows are ignored, as OpenAI-compatible servers do. Fields that we know but do not serve are refused by name as
-soon as they ask for something: silence would change the meaning of a request.
-"""
+"""Bodies of the OpenAI routes, less what they share (:mod:`kvrelay.gateway.sampling_schema`)."""
 
 from __future__ import annotations
 
@@ -10,84 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvrelay.gateway.errors import InvalidRequestError
-
-MAX_STOPS = 16
-MAX_LOGPROBS = 20
-
-# Lists fail at their first bad item: a complaint about each of a million would keep the loop busy for seconds.
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
-
-
-class StreamOptions(BaseModel):
-    """What a stream carries beside tokens."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    include_usage: bool | None = None
-
-
-class SamplingBody(BaseModel):
-    """What both routes share."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    ignore_eos: bool | None = None
-    return_token_ids: bool | None = None
-
-    def refuse_unsupported(self) -> None:
-        """Raises InvalidRequestError naming the first field that asks for something we do not serve."""
-        harmless: dict[str, tuple[Any, ...]] = {
-            "n": (1,),
-            "best_of": (1,),
-            "echo": (False,),
-            "suffix": ("",),
-            "logit_bias": ({},),
-            "tools": ([],),
-            "functions": ([],),
-            "tool_choice": ("none", "auto"),
-            "response_format": ({"type": "text"},),
-            "use_beam_search": (False,),
-            "min_tokens": (0,),
-            "audio": (),
-            "prompt_logprobs": (),
-            "stop_token_ids": ([],),
-            "bad_words": ([],),
-            "allowed_token_ids": (),
-            "include_stop_str_in_output": (False,),
-            "truncate_prompt_tokens": (),
-            "structured_outputs": (),
-            "guided_json": (),
-            "guided_regex": (),
-            "guided_choice": (),
-            "guided_grammar": (),
-            "chat_template": (),
-            "chat_template_kwargs": ({},),
-            "add_generation_prompt": (True,),
-            "continue_final_message": (False,),
-        }
-        for name, value in (self.model_extra or {}).items():
-            if name in harmless and value is not None and value not in harmless[name]:
-                raise InvalidRequestError(f"{name}={str(value)[:80]!r} is not supported; leave it out", param=name)
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings; empty ones are dropped."""
-        stops = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
-        return tuple(stop for stop in stops if stop)
+from kvrelay.gateway.chats import ChatRequest
+from kvrelay.gateway.sampling_schema import MAX_LOGPROBS, SamplingBody, TokenId, TokenIds
 
 
 class TextPart(BaseModel):
@@ -107,21 +27,46 @@ class ChatMessage(BaseModel):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: text in one piece."""
+    def body(self) -> dict[str, Any]:
+        """The message, text in one piece."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+        return {**(self.model_extra or {}), "role": self.role, "content": content}
 
 
 class ChatBody(SamplingBody):
     """``POST /v1/chat/completions``"""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=16)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+
+    def chat(self) -> ChatRequest:
+        """The conversation, and how to go on with it."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        return ChatRequest(
+            [message.body() for message in self.messages],
+            self.tools,
+            self.tool_choice,
+            allows_parallel=self.parallel_tool_calls is not False,
+            continues=bool(self.continue_final_message),
+            echoes=bool(self.echo),
+            add_generation_prompt=self.add_generation_prompt is not False,
+            variables=variables,
+        )
 
 
 class CompletionBody(SamplingBody):
@@ -134,3 +79,30 @@ class CompletionBody(SamplingBody):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=128, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeBody(BaseModel):
+    """``POST /tokenize``, as vLLM's: a text, or a chat."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """``POST /detokenize``, as vLLM's."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=1_000_000, fail_fast=True)]

@@ -1,70 +1,166 @@
-"""From a validated body to sampling parameters: defaults, the model's limits, and a seed for every request."""
+"""From what a client asks for to sampling parameters: the model's limits, what contradicts what, a seed for every request."""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from kvrelay.common.model_card import ModelCard
-from kvrelay.common.sampling import SamplingParams
+from kvrelay.common.sampling import SamplingParams, Watermark
 from kvrelay.gateway.errors import ContextLengthError, InvalidRequestError
-from kvrelay.gateway.openai_schema import SamplingBody
+from kvrelay.gateway.spec import GenerationSpec
+from kvrelay.gateway.tokenizer import Tokenizer
+from kvrelay.wire.sampling_check import MAX_PROMPT_LOGPROBS
+
+_NOT_WITH_BEAMS = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "stops", "logit_bias", "allowed_token_ids", "bad_words", "guide", "has_watermark", "processors", "min_tokens",
+    "num_prompt_logprobs", "ignore_eos",
+)  # fmt: skip
+_DEFAULT_BEAM_TOKENS = 256  # room for that is kept for every beam, from the start
+_PUBLIC_NAMES = {"stops": "stop", "has_watermark": "watermark", "num_prompt_logprobs": "prompt_logprobs"}
 
 
 def sampling_params(
-    body: SamplingBody,
+    spec: GenerationSpec,
     *,
-    max_tokens: int | None,
-    num_logprobs: int | None,
     num_prompt_tokens: int,
-    limit_tokens: int,
-    eos_ids: tuple[int, ...],
+    cards: Sequence[ModelCard],
+    tokenizer: Tokenizer,
     prompt_param: str,
-) -> SamplingParams:
-    """The parameters of one choice; ``max_tokens`` None means as much as fits. ``prompt_param``: where its prompt came from.
+) -> list[SamplingParams]:
+    """The parameters of every choice of one prompt. ``prompt_param``: where the prompt came from.
 
-    Raises ContextLengthError naming tokens and limit if prompt and output cannot fit ``limit_tokens``.
+    Raises ContextLengthError naming tokens and limit if prompt and output cannot fit, InvalidRequestError on what the model
+    cannot do, or on fields that contradict each other.
     """
-    room = limit_tokens - num_prompt_tokens
+    _check_together(spec)
+    limit, vocab_size = limit_tokens(cards), min(card.vocab_size for card in cards)
+    room = limit - num_prompt_tokens
     if room < 1:
         raise ContextLengthError(
-            f"the prompt has {num_prompt_tokens} tokens; at most {limit_tokens - 1} leave room for an answer within "
-            f"this deployment's {limit_tokens} tokens of prompt and output: shorten the prompt",
+            f"the prompt has {num_prompt_tokens} tokens; at most {limit - 1} leave room for an answer within "
+            f"this deployment's {limit} tokens of prompt and output: shorten the prompt",
             param=prompt_param,
         )
-    if max_tokens is not None and max_tokens > room:
+    if spec.max_tokens is not None and spec.max_tokens > room:
         raise ContextLengthError(
-            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: together more than this "
-            f"deployment's {limit_tokens} tokens; lower max_tokens to {room}, or shorten the prompt",
-            param="max_tokens",
+            f"the prompt has {num_prompt_tokens} tokens and {spec.max_tokens_param} is {spec.max_tokens}: together more than this "
+            f"deployment's {limit} tokens; lower {spec.max_tokens_param} to {room}, or shorten the prompt",
+            param=spec.max_tokens_param,
         )
-    top_k = body.top_k if body.top_k is not None and body.top_k > 0 else 0
-    temperature = 1.0 if body.temperature is None else body.temperature
-    drawn = secrets.randbits(63) if temperature and body.seed is None else 0  # greedy sampling draws nothing
-    seed = drawn if body.seed is None else body.seed % 2**64
-    return SamplingParams(
-        max_tokens=room if max_tokens is None else max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        min_p=0.0 if body.min_p is None else body.min_p,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        presence_penalty=0.0 if body.presence_penalty is None else body.presence_penalty,
-        frequency_penalty=0.0 if body.frequency_penalty is None else body.frequency_penalty,
-        seed=seed,
-        stop_token_ids=() if body.ignore_eos else eos_ids,
-        num_logprobs=num_logprobs,
+    most = room if spec.beam_search is None else min(room, _DEFAULT_BEAM_TOKENS)
+    max_tokens = most if spec.max_tokens is None else max(1, spec.max_tokens)
+    if spec.min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens is {spec.min_tokens}, more than the {max_tokens} tokens that may come", param="min_tokens"
+        )
+    for param, ids in (
+        ("logit_bias", [token_id for token_id, _ in spec.logit_bias]),
+        ("allowed_token_ids", spec.allowed_token_ids),
+        ("stop_token_ids", spec.stop_token_ids),
+    ):
+        check_token_ids(ids, vocab_size, param)
+    _check_workers_limits(spec, num_prompt_tokens, cards)
+    drawn = secrets.randbits(63) if spec.temperature and spec.seed is None else 0  # greedy sampling draws nothing
+    needs_logprobs = spec.best_of > spec.num_choices
+    first = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0 if spec.beam_search is not None else spec.temperature,
+        top_k=spec.top_k,
+        top_p=spec.top_p,
+        min_p=spec.min_p,
+        repetition_penalty=spec.repetition_penalty,
+        presence_penalty=spec.presence_penalty,
+        frequency_penalty=spec.frequency_penalty,
+        seed=drawn if spec.seed is None else spec.seed % 2**64,
+        stop_token_ids=_unique((() if spec.ignore_eos else tokenizer.eos_ids) + spec.stop_token_ids),
+        num_logprobs=0 if needs_logprobs and spec.num_logprobs is None else spec.num_logprobs,
+        typical_p=spec.typical_p,
+        min_tokens=spec.min_tokens,
+        logit_bias=spec.logit_bias,
+        allowed_token_ids=spec.allowed_token_ids,
+        bad_words=_word_ids(spec.bad_words, tokenizer),
+        num_prompt_logprobs=spec.num_prompt_logprobs,
+        guide=spec.guide,
+        watermark=Watermark() if spec.has_watermark else None,
+        processors=spec.processors,
+        beam_search=spec.beam_search,
     )
+    if spec.beam_search is not None:
+        return [first]
+    # Only the first choice computes the whole prompt, so only it can tell the prompt's log probabilities.
+    others = [
+        msgspec.structs.replace(first, choice=choice, num_prompt_logprobs=None)
+        for choice in range(1, max(spec.best_of, spec.num_choices))
+    ]
+    return [first, *others]
 
 
-def limit_tokens(cards: list[ModelCard]) -> int:
+def limit_tokens(cards: Iterable[ModelCard]) -> int:
     """What every worker that is up can hold of one request."""
     return min(card.max_model_len for card in cards)
 
 
-def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raises InvalidRequestError on an id that the model does not have."""
-    largest = max(token_ids)
+    largest = max(token_ids, default=0)
     if largest >= vocab_size:
         raise InvalidRequestError(
-            f"prompt holds token id {largest}; this model's ids are 0 to {vocab_size - 1}", param="prompt"
+            f"{param} holds token id {largest}; this model's ids are 0 to {vocab_size - 1}", param=param
         )
+
+
+def _check_together(spec: GenerationSpec) -> None:
+    if spec.beam_search is not None:
+        plain = GenerationSpec()
+        for name in _NOT_WITH_BEAMS:
+            value, default = getattr(spec, name), getattr(plain, name)
+            if value != default and not (name == "temperature" and value == 0):
+                public = _PUBLIC_NAMES.get(name, name)
+                raise InvalidRequestError(f"{public} and beam search are given together; leave one out", param=public)
+    elif spec.best_of not in (1, spec.num_choices) and spec.best_of < spec.num_choices:
+        raise InvalidRequestError(
+            f"best_of is {spec.best_of}, less than n, which is {spec.num_choices}", param="best_of"
+        )
+    if spec.max_tokens == 0 and (spec.guide is not None or spec.beam_search is not None or spec.best_of > 1):
+        raise InvalidRequestError(
+            f"{spec.max_tokens_param} is 0; without any output there is nothing to choose from",
+            param=spec.max_tokens_param,
+        )
+
+
+def _check_workers_limits(spec: GenerationSpec, num_prompt_tokens: int, cards: Sequence[ModelCard]) -> None:
+    """What a worker would refuse is refused here, before it costs anything, and by its field's name."""
+    served = [set(card.processors) for card in cards]
+    for name in spec.processors:
+        if not all(name in names for names in served):
+            known = ", ".join(sorted(set.intersection(*served))) or "there are none"
+            raise InvalidRequestError(
+                f"logits_processors holds {name!r}; this deployment's processors: {known}", param="logits_processors"
+            )
+    if spec.num_prompt_logprobs is None:
+        return
+    num_entries = (spec.num_prompt_logprobs + 1) * num_prompt_tokens
+    if num_entries > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"prompt_logprobs of {num_prompt_tokens} tokens with {spec.num_prompt_logprobs} others each are {num_entries} "
+            f"log probabilities; at most {MAX_PROMPT_LOGPROBS} are told: ask for fewer, or shorten the prompt",
+            param="prompt_logprobs",
+        )
+
+
+def _unique(token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(token_ids))
+
+
+def _word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that spell ``words``, at the beginning of a text and behind a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for spelled in (word, f" {word.lstrip(' ')}"):
+            if ids := tuple(tokenizer.encode(spelled, add_special_tokens=False)):
+                found[ids] = None
+    return tuple(found)

@@ -11,32 +11,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
-import msgspec
-
-from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.common.sampling import FinishReason
 from kvrelay.gateway.admission import Admission
 from kvrelay.gateway.errors import (
-    ApiError,
     AttemptsFailedError,
     InvalidRequestError,
-    RequestTimeoutError,
-    UnavailableError,
+    OverloadedError,
 )
-from kvrelay.gateway.failover import Avoidance, blamed_roles
+from kvrelay.gateway.failover import blamed_roles
 from kvrelay.gateway.load import Key
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.routing import POLICIES, WorkerView
+from kvrelay.gateway.placement import Pair, Placement, views
+from kvrelay.gateway.progress import GenerationRequest, OutputDelta, Progress
 from kvrelay.gateway.settings import RelaySettings
-from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.worker import AttemptEvent, DeadlinePassed, GaveUp, Inbox, Worker, WorkerLost
 from kvrelay.gateway.workers import WorkerPool, decode_target
-from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode, HandedOver, Role, Submit, Timings, TokenDelta
+from kvrelay.wire.messages import (
+    Cancel,
+    Cancelled,
+    Failed,
+    FailureCode,
+    HandedOver,
+    Role,
+    Submit,
+    TokenDelta,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,50 +47,7 @@ _AVOID_S = 2.0  # how long a request avoids what failed it, unless that comes up
 _DEFAULT_RETRY_S = 0.5
 _RETRY_AFTER_S = 1.0
 _SHORTAGES = (FailureCode.NO_ROOM, FailureCode.QUEUE_FULL, FailureCode.DRAINING)  # waiting helps; nothing is broken
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """A validated request."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    timings: RequestTimings = field(default_factory=RequestTimings)  # filled while it runs
-    timeout_s: float | None = None  # the client's own; no longer than that of the settings counts
-
-    @property
-    def max_len(self) -> int:
-        """Tokens of prompt and output, if all of it is generated."""
-        return len(self.prompt_token_ids) + self.sampling.max_tokens
-
-
-class OutputDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: half a dataclass's cost, nothing to collect
-    """New tokens for the client. ``num_cached_tokens`` and ``timings`` come with the tokens that first know them."""
-
-    tokens: list[SampledToken]
-    finish_reason: FinishReason | None
-    num_cached_tokens: int | None
-    timings: Timings | None
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What a request has achieved over all its attempts."""
-
-    request: GenerationRequest
-    timeout_s: float  # of all of it
-    deadline_s: float
-    place: tuple[Worker | None, Worker] | None = None  # for the next attempt, if it has one already
-    output: list[int] = field(default_factory=list)
-    attempt: int = 0
-    num_failures: int = 0
-    avoidance: Avoidance = field(default_factory=Avoidance)
-    waits_since_s: float | None = None  # when room was first missing; None once an attempt gets further than that
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.output) >= self.request.sampling.max_tokens
+_EXPECTED = (*_SHORTAGES, FailureCode.NOT_CACHED)
 
 
 class _AttemptFailedError(Exception):
@@ -109,8 +69,7 @@ class Relay:
         self._pool = pool
         self._settings = settings
         self._metrics = metrics
-        self._policy = POLICIES[settings.policy]
-        self._sequence_number = 0
+        self._placement = Placement(pool, settings)
         self.admission = Admission(settings.max_queued, settings.room_timeout_s, pool.changed, metrics)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[OutputDelta]:
@@ -118,7 +77,11 @@ class Relay:
 
         Close the iterator (``aclosing``) to cancel.
         """
-        progress = await self._admitted(request)
+        try:
+            progress = await self._admitted(request)
+        except BaseException:
+            self._settle(request, None)
+            raise
         placed_s = time.monotonic()
         try:
             while True:
@@ -143,33 +106,73 @@ class Relay:
                 yield OutputDelta([], FinishReason.STOP if is_stopped else FinishReason.LENGTH, None, None)
                 return
         finally:
+            self._settle(request, None)
             now_s = time.monotonic()
             if progress.output:  # also if a stop string, or its client, ended it: so much it has cost
                 num_prompt_tokens, num_output_tokens = len(request.prompt_token_ids), len(progress.output)
                 self.admission.pace.on_finished(num_prompt_tokens, num_output_tokens, now_s - placed_s, now_s)
 
-    async def _admitted(self, request: GenerationRequest) -> _Progress:
+    async def _admitted(self, request: GenerationRequest) -> Progress:
         """The request with its place on workers. Raises ApiError if it gets none."""
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if request.timeout_s is None else min(request.timeout_s, limit_s)
-        progress = _Progress(request, timeout_s, asyncio.get_running_loop().time() + timeout_s)
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        progress = Progress(request, timeout_s, deadline_s, self._placement.prefix_of(request))
+        if request.share is not None and request.follows:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await request.share.settled()
+            except TimeoutError as error:
+                raise progress.timed_out() from error
+            timeout_left_s = progress.deadline_s - asyncio.get_running_loop().time()
+        else:
+            timeout_left_s = timeout_s
         work = self.admission.pace.work_of(len(request.prompt_token_ids), request.sampling.max_tokens)
         progress.place = await self.admission.place(
-            lambda: self._place(progress, work), work, timeout_s, lambda: self._no_room(request.max_len)
+            lambda: self._placement.place(progress, work),
+            work,
+            timeout_left_s,
+            lambda: self._placement.no_room(request.max_len),
+            request.priority,
         )
         return progress
 
-    def _on_failure(self, progress: _Progress, failure: _AttemptFailedError) -> None:
+    def _on_first_token(
+        self, progress: Progress, key: Key, involved: Sequence[Worker], *, is_handed_over: bool
+    ) -> None:
+        """A worker computed the prompt, or the decode worker's own stream begins."""
+        self._pool.on_first_token(key, involved)
+        for view in views(involved[:1], 0):
+            progress.prefix.on_cached(progress.output, view)
+        if is_handed_over or len(involved) == 1:
+            self._on_verified(progress, involved[-1])
+
+    def _on_verified(self, progress: Progress, decode: Worker) -> None:
+        """The K/V of prompt and output lie on a decode worker."""
+        self._settle(progress.request, decode.address)
+        for view in views([decode], 0):
+            progress.prefix.on_cached(progress.output, view)
+
+    def _settle(self, request: GenerationRequest, decode_address: str | None) -> None:
+        """Tell the prompt's other choices where its K/V lie, or that they must not wait for that any more."""
+        if request.share is not None and not request.follows:
+            request.share.settle(decode_address)
+
+    def _on_failure(self, progress: Progress, failure: _AttemptFailedError) -> None:
         self._metrics.attempts.labels(failure.code.value).inc()
         extra = {"request_id": progress.request.request_id, "attempt": progress.attempt}
         # Refused for want of room, many requests ask again twice a second: the counter tells that better than a log.
-        level = logging.DEBUG if failure.code in _SHORTAGES else logging.WARNING
+        level = logging.DEBUG if failure.code in _EXPECTED else logging.WARNING
         logger.log(level, "an attempt failed (%s): %s", failure.code.value, failure, extra=extra)
         match failure.code:
             case FailureCode.INVALID:
                 raise InvalidRequestError(str(failure)) from failure
             case FailureCode.DEADLINE:
-                raise _timed_out(progress) from failure
+                raise progress.timed_out() from failure
+            case FailureCode.NOT_CACHED:
+                for view in views((w for w in self._pool.workers if w.address in failure.blamed), 0):
+                    progress.prefix.on_miss(view)
+                return  # the worker is as good as any; the next attempt goes by a prefill worker
             case _:
                 pass  # another attempt may succeed, also after a cancellation: it was not ours
         pause_s = _AVOID_S if failure.retry_after_s is None else failure.retry_after_s
@@ -188,23 +191,23 @@ class Relay:
 
     # -- routing ---------------------------------------------------------------------------------------------------
 
-    async def _find_workers(self, progress: _Progress) -> tuple[Worker | None, Worker]:
-        """A pair of workers, waiting for one if need be. Raises UnavailableError when that takes too long.
+    async def _find_workers(self, progress: Progress) -> Pair:
+        """A pair of workers, waiting for one if need be. Raises OverloadedError when that takes too long.
 
         Waits add up over attempts that are refused one after the other.
         """
         loop = asyncio.get_running_loop()
         while True:
             if loop.time() >= progress.deadline_s:
-                raise _timed_out(progress)
+                raise progress.timed_out()
             give_up_s = progress.deadline_s
             if progress.waits_since_s is not None:
                 give_up_s = min(give_up_s, progress.waits_since_s + self._settings.room_timeout_s)
             remaining_s = give_up_s - loop.time()
             if remaining_s <= 0:
-                text = self._no_room(progress.request.max_len)
-                raise UnavailableError(f"{text}; try again later", retry_after_s=_RETRY_AFTER_S)
-            route = self._route(progress)
+                text = self._placement.no_room(progress.request.max_len)
+                raise OverloadedError(f"{text}; try again later", retry_after_s=_RETRY_AFTER_S)
+            route = self._placement.route(progress)
             if route is not None:
                 return route
             if progress.waits_since_s is None:
@@ -220,61 +223,15 @@ class Relay:
                 async with asyncio.timeout(wait_s):
                     await self._pool.changed.wait()
 
-    def _no_room(self, max_len: int) -> str:
-        reasons = self._pool.absent() + [reason.split(" (")[0] for reason in self._pool.not_ready()]
-        for role, workers in (("prefill", self._pool.prefills), ("decode", self._pool.decodes)):
-            if not reasons and workers and not any(worker.holds(max_len) for worker in workers.values()):
-                reasons.append(f"no {role} worker that is up holds the {max_len} tokens of prompt and output any more")
-        return "; ".join(reasons) or "no worker has room"
-
-    def _place(self, progress: _Progress, work: float) -> tuple[Worker | None, Worker] | None:
-        """A pair of workers that would compute the request before long; None while there is none.
-
-        ``work``: the tokens that it will hold, as far as one can know.
-        """
-        return self._route(progress, backlog_s=self._settings.prefill_backlog_s, num_tokens_to_hold=math.ceil(work))
-
-    def _route(
-        self, progress: _Progress, *, backlog_s: float = math.inf, num_tokens_to_hold: int = 0
-    ) -> tuple[Worker | None, Worker] | None:
-        """A pair of workers; with a bound on what waits there, or blocks to be free, only such as keep it."""
-        now_s = time.monotonic()
-        num_tokens = len(progress.request.prompt_token_ids) + len(progress.output)
-        is_local = self._pool.is_local_only or num_tokens <= self._settings.local_prefill_max_tokens
-        prefills = [] if is_local else _views(self._pool.prefills.values(), progress.request.max_len)
-        decodes = _views(self._pool.decodes.values(), progress.request.max_len)
-        if not math.isinf(backlog_s):
-            prefills = [view for view in prefills if view.takes_prompt(backlog_s)]
-            decodes = [view for view in decodes if view.takes_sequence(num_tokens_to_hold)]
-        if not is_local and not prefills:
-            return None
-        for worker in self._pool.workers:
-            progress.avoidance.forgive(worker.address, worker.up_since_s)
-        self._sequence_number += 1
-        addresses = [[view.address for view in views] for views in (prefills, decodes)]
-        for allowed_prefills, allowed_decodes in progress.avoidance.choices(addresses[0], addresses[1], now_s):
-            route = self._policy(
-                [view for view in prefills if view.address in allowed_prefills],
-                [view for view in decodes if view.address in allowed_decodes],
-                num_tokens + 1,
-                self._sequence_number,
-            )
-            if route is not None:
-                prefill = None if route.prefill is None else self._pool.prefills[route.prefill]
-                return prefill, self._pool.decodes[route.decode]
-        return None
-
     # -- one attempt -----------------------------------------------------------------------------------------------
 
-    async def _attempt(
-        self, progress: _Progress, prefill: Worker | None, decode: Worker
-    ) -> AsyncGenerator[OutputDelta]:
+    async def _attempt(self, progress: Progress, prefill: Worker | None, decode: Worker) -> AsyncGenerator[OutputDelta]:
         request = progress.request
         key = (request.request_id, progress.attempt)
         first = decode if prefill is None else prefill
         involved = [decode] if prefill is None else [prefill, decode]
         token_ids = request.prompt_token_ids + progress.output
-        inbox = self._pool.open_attempt(key, involved, len(token_ids) + 1)
+        inbox = self._pool.open_attempt(key, involved, len(token_ids) + 1, progress.prefix.cached)
         timer = asyncio.get_running_loop().call_at(progress.deadline_s, inbox.put_nowait, DeadlinePassed())
         is_over = False
         try:
@@ -283,9 +240,13 @@ class Relay:
                 attempt=progress.attempt,
                 token_ids=token_ids,
                 num_prompt_tokens=len(request.prompt_token_ids),
-                sampling=request.sampling,
+                sampling=progress.sampling,
                 decode=None if prefill is None else decode_target(decode),
                 timeout_s=progress.deadline_s - asyncio.get_running_loop().time(),
+                retention=request.retention,
+                max_uncached_tokens=None
+                if prefill is not None
+                else self._placement.max_uncached_tokens(request, len(token_ids)),
             )
             if (accept_s := request.timings.on_submit()) is not None:
                 self._metrics.part_s.labels("accept").observe(accept_s)
@@ -297,37 +258,51 @@ class Relay:
                     yield delta
         finally:
             timer.cancel()
+            for view in views([decode], 0):  # the K/V of the last token is not computed
+                progress.prefix.on_end(progress.output[:-1], view)
             self._pool.close_attempt(key, involved, len(request.prompt_token_ids) + len(progress.output))
             if not is_over:
                 for worker in involved:
                     worker.client.send(Cancel(request_id=key[0], attempt=key[1]))
 
     async def _take_tokens(
-        self, progress: _Progress, key: Key, inbox: Inbox, involved: Sequence[Worker]
+        self, progress: Progress, key: Key, inbox: Inbox, involved: Sequence[Worker]
     ) -> AsyncGenerator[OutputDelta]:
         is_handed_over = False
+        last: OutputDelta | None = (
+            None  # held back until the prompt's log probabilities are here, which come another way
+        )
         while True:
             event = await inbox.get()
             match event:
                 case TokenDelta():
                     if event.timings is not None:
-                        self._pool.on_first_token(key, involved)
                         is_handed_over |= event.timings.transfer_s is not None  # only a decode worker that verified it
+                        self._on_first_token(progress, key, involved, is_handed_over=is_handed_over)
                     delta = self._accept(progress, event)
-                    if delta is not None:
-                        yield delta
                     if event.finish_reason is not None:
+                        last = delta
+                    elif delta is not None:
+                        yield delta
+                    if last is not None and not progress.lacks_prompt_logprobs:
+                        yield last
                         return
                 case HandedOver():
                     is_handed_over = True
+                    self._on_verified(progress, involved[-1])
                 case DeadlinePassed():
-                    raise _timed_out(progress)
+                    raise progress.timed_out()
+                case WorkerLost() | GaveUp() if last is not None:
+                    raise AttemptsFailedError(
+                        "the prompt's log probabilities were lost with a worker; ask again",
+                        retry_after_s=_RETRY_AFTER_S,
+                    )
                 case WorkerLost(role=Role.PREFILL) if is_handed_over:
                     pass  # the decode worker owns the request; the prefill worker's death does not concern it
                 case _:
                     raise _failure(event, involved)
 
-    def _accept(self, progress: _Progress, item: TokenDelta) -> OutputDelta | None:
+    def _accept(self, progress: Progress, item: TokenDelta) -> OutputDelta | None:
         """The part of ``item`` that is new; None if nothing is."""
         num_known = len(progress.output)
         if item.index > num_known:
@@ -340,18 +315,16 @@ class Relay:
             progress.waits_since_s = None
         if not tokens and item.finish_reason is None and item.timings is None:
             return None
-        return OutputDelta(tokens, item.finish_reason, item.num_cached_tokens, item.timings)
-
-
-def _timed_out(progress: _Progress) -> ApiError:
-    return RequestTimeoutError(
-        f"the request took longer than {progress.timeout_s:g} s; ask for fewer tokens, or give it more time"
-    )
-
-
-def _views(workers: Iterable[Worker], num_tokens: int) -> list[WorkerView]:
-    """The usable workers that hold a request of ``num_tokens``."""
-    return [view for worker in workers if worker.holds(num_tokens) and (view := worker.view())]
+        if item.num_cached_tokens is not None:
+            # What an earlier attempt computed is cached for a later one; for this request it was computed all the same.
+            known = progress.num_cached_tokens
+            progress.num_cached_tokens = item.num_cached_tokens if known is None else min(known, item.num_cached_tokens)
+        num_cached_tokens = None if item.num_cached_tokens is None else progress.num_cached_tokens
+        prompt_logprobs = None if progress.has_prompt_logprobs else item.prompt_logprobs
+        # Who computed the prompt tells them with the first token, or, being of an older version, never.
+        is_from_prefill = item.timings is not None and item.timings.prefill_s is not None
+        progress.has_prompt_logprobs |= prompt_logprobs is not None or is_from_prefill
+        return OutputDelta(tokens, item.finish_reason, num_cached_tokens, item.timings, prompt_logprobs, item.beams)
 
 
 def _failure(event: AttemptEvent, involved: Sequence[Worker]) -> _AttemptFailedError:

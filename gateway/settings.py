@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import setting
+from kvrelay.gateway.dialect import REASONING_PARSERS, TOOL_PARSERS
 from kvrelay.wire.settings import KEYS_HELP
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})|(ipc|inproc)://\S+")
@@ -16,10 +17,21 @@ _ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{
 class RelaySettings:
     """How requests are routed and how hard they are tried."""
 
-    policy: str = setting("least_loaded", "how workers are picked", choices=("least_loaded", "round_robin"))
+    policy: str = setting(
+        "prefix",
+        "how workers are picked: who has the longest prefix of the prompt and is not clearly more loaded, the least loaded, or "
+        "everybody in turn",
+        choices=("prefix", "least_loaded", "round_robin"),
+    )
+    prefix_weight: float = setting(
+        1.0, "policy prefix: how much a cached token of the prompt counts, against load", minimum=0, maximum=100
+    )
+    prefix_map_blocks: int = setting(
+        65536, "policy prefix: KV blocks of which the gateway remembers who has them; some 150 bytes each", minimum=1
+    )
     local_prefill_max_tokens: int = setting(
         16,
-        "prompts up to this length are prefilled by their decode worker, without a hand-off",
+        "prompts up to this length, or of which no more is uncached, are prefilled by their decode worker, without a hand-off",
         unit="tokens",
         minimum=0,
     )
@@ -112,6 +124,19 @@ class TlsSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class HttpProcesses:
+    """How many cores the gateway may use: a process uses one."""
+
+    workers: int = setting(
+        1,
+        "processes that serve the HTTP API together, on one port; each uses at most one core (prefill and decode workers "
+        "are other processes)",
+        minimum=1,
+        maximum=256,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class GatewaySettings:
     """The gateway's settings."""
 
@@ -119,8 +144,19 @@ class GatewaySettings:
     workers: DiscoverySettings
     http: HttpLimits = field(default_factory=HttpLimits)
     tls: TlsSettings = field(default_factory=TlsSettings)
+    processes: HttpProcesses = field(default_factory=HttpProcesses)
     model: str = setting("demo", "model directory, Hugging Face id, or 'demo'; only its tokenizer is loaded")
     served_model_name: str | None = setting(None, "model name in the API; default: the model directory's name")
+    tool_parser: str = setting(
+        "auto",
+        "how the model writes calls of functions: a family of models, what its chat template shows, or not at all",
+        choices=TOOL_PARSERS,
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "how the model marks its thoughts: a family of models, what its chat template shows, or not at all",
+        choices=REASONING_PARSERS,
+    )
     host: str = setting("127.0.0.1", "address that the HTTP API listens on")
     port: int = setting(8000, "port of the HTTP API", minimum=0, maximum=65535)
     keys: str | None = setting(None, KEYS_HELP)

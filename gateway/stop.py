@@ -12,8 +12,10 @@ class StopMatcher:
     outcome depends on the text only and not on the pieces it came in.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
+        """``includes_stop``: the stop string itself is part of the text."""
         self._stops = tuple(stop for stop in stops if stop)
+        self._includes_stop = includes_stop
         self._held = ""
         self.matched: str | None = None  # the stop string that ended the text
 
@@ -26,8 +28,8 @@ class StopMatcher:
         self._held += text
         found = [(place + len(stop), place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
-            _, place, self.matched = min(found)
-            safe, self._held = self._held[:place], ""
+            end, place, self.matched = min(found)
+            safe, self._held = self._held[: end if self._includes_stop else place], ""
             return safe
         keep = max(self._overlap(stop) for stop in self._stops)
         safe = self._held[: len(self._held) - keep]

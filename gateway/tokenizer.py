@@ -61,9 +61,26 @@ class Tokenizer:
         """Token ids of ``text``. Releases the GIL; long texts belong on a thread."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def spans(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, int, int]]:
+        """As ``encode``: of each token its id, and where in ``text`` it begins and ends (in characters)."""
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return [(token_id, *span) for token_id, span in zip(encoding.ids, encoding.offsets, strict=True)]
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``, special tokens left out."""
         return self._backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``, special tokens included."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name in the vocabulary, such as ``<tool_call>``; None if there is none."""
+        return self._backend.token_to_id(token)
+
+    def token_name(self, token_id: int) -> str:
+        """How the vocabulary writes a token, such as ``Ġthe``; empty if it has none of this id."""
+        return self._backend.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
         """One token's text on its own, special tokens included; for log probabilities."""

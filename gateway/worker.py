@@ -174,11 +174,14 @@ class Worker:
         for key in list(self.attempts):
             self._owner.deliver(key, WorkerLost(self.role, self.address, reason))
 
-    def open(self, key: Key, num_tokens: int, *, is_sent: bool) -> None:
-        """An attempt begins. ``is_sent``: it is sent to this worker, which else hears of it from another one."""
+    def open(self, key: Key, num_tokens: int, *, is_sent: bool, num_cached: int = 0) -> None:
+        """An attempt begins. ``is_sent``: it is sent to this worker, which else hears of it from another one.
+
+        ``num_cached``: of its tokens, that the worker has in its cache, as far as one knows.
+        """
         self.attempts.add(key)
         if self.load is not None:
-            self.load.open(key, num_tokens, time.monotonic(), is_sent=is_sent)
+            self.load.open(key, num_tokens, time.monotonic(), is_sent=is_sent, num_cached=num_cached)
 
     def on_first_token(self, key: Key) -> None:
         """An attempt that it has a part in has its first token."""
@@ -204,6 +207,7 @@ class Worker:
         return WorkerView(
             address=self.address,
             fingerprint=card.layout.fingerprint(),
+            epoch=self.welcome.epoch,
             num_requests=self.load.num_requests,
             num_waiting_tokens=self.load.num_waiting_tokens,
             num_free_blocks=self.load.num_free_blocks(card.num_blocks),

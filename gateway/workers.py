@@ -7,9 +7,11 @@ gateway serves one model: workers whose KV layout is not that of the others are 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 
@@ -19,11 +21,13 @@ from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.routing import choose_fingerprint
 from kvrelay.gateway.worker import AttemptEvent, Inbox, Worker
 from kvrelay.wire.keys import WireKeys
-from kvrelay.wire.messages import DecodeTarget, Hello, Role
+from kvrelay.wire.messages import DecodeTarget, Hello, Role, Status
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
 
 logger = logging.getLogger(__name__)
+
+_NOTHING: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,14 @@ class WorkerPool:
         self._inboxes: dict[Key, Inbox] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self.changed = asyncio.Event()  # set when a worker came, went or reported; waiters clear it
+        for gauge, state, read in (
+            (metrics.worker_requests, "running", lambda status: status.num_running),
+            (metrics.worker_requests, "waiting", lambda status: status.num_waiting),
+            (metrics.worker_kv_blocks, "free", lambda status: status.num_free_blocks),
+            (metrics.worker_kv_blocks, "used", lambda status: status.num_blocks - status.num_free_blocks),
+        ):
+            for role in (Role.PREFILL, Role.DECODE):
+                gauge.labels(role.value, state).set_function(partial(self._reported, role, read))
 
     @property
     def workers(self) -> list[Worker]:
@@ -97,12 +109,18 @@ class WorkerPool:
         """The cards of the workers that are up."""
         return [worker.welcome.card for worker in self.workers if worker.welcome is not None and not worker.misfit]
 
-    def open_attempt(self, key: Key, workers: Sequence[Worker], num_tokens: int) -> Inbox:
-        """Register an attempt, sent to the first worker; what they all say of it lands in the inbox from now on."""
+    def open_attempt(
+        self, key: Key, workers: Sequence[Worker], num_tokens: int, cached: Mapping[str, int] = _NOTHING
+    ) -> Inbox:
+        """Register an attempt, sent to the first worker; what they all say of it lands in the inbox from now on.
+
+        ``cached``: so many of its tokens the worker at an address has already, as far as one knows.
+        """
         inbox: Inbox = asyncio.Queue()
         self._inboxes[key] = inbox
         for worker in workers:
-            worker.open(key, num_tokens, is_sent=worker is workers[0])
+            num_cached = cached.get(worker.address, 0)
+            worker.open(key, num_tokens, is_sent=worker is workers[0], num_cached=num_cached)
         return inbox
 
     def on_first_token(self, key: Key, workers: Sequence[Worker]) -> None:
@@ -144,10 +162,22 @@ class WorkerPool:
                 reasons.append(f"no {role} worker is up ({problems})")
         return reasons
 
+    async def until_ready(self, timeout_s: float) -> None:
+        """Wait until ``not_ready`` has no reasons any more, or the time is up. For a gateway that serves nothing yet."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.not_ready():
+                    self.changed.clear()
+                    await self.changed.wait()
+
     def absent(self) -> list[str]:
         """Why no gateway can serve requests: a role that is needed and that nobody has. Empty if somebody has each."""
         needed = [Role.PREFILL] if self._needs_prefill_workers else []
         return [f"there is no {role} worker" for role in (*needed, Role.DECODE) if not self._staying(role)]
+
+    def _reported(self, role: Role, read: Callable[[Status], int]) -> int:
+        """The sum over all workers of the role that have reported."""
+        return sum(read(worker.status) for worker in self._of(role).values() if worker.status is not None)
 
     def _staying(self, role: Role) -> list[Worker]:
         """Those that are not on their way out."""

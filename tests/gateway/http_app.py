@@ -14,6 +14,7 @@ import httpx
 import zmq
 from starlette.types import ASGIApp, Message
 
+from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.engine.fake import fake_card
 from kvrelay.gateway.app import create_app
@@ -59,10 +60,12 @@ class App:
 
 
 @asynccontextmanager
-async def app_for(directory: Path, script: Script, **settings: Any) -> AsyncIterator[App]:
-    """The app in front of one decode player; connected."""
+async def app_for(
+    directory: Path, script: Script, *, num_blocks: int = 128, card: ModelCard | None = None, **settings: Any
+) -> AsyncIterator[App]:
+    """The app in front of one decode player, whose pool has blocks of four tokens; connected."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    player = Player(Role.DECODE, script, context, fake_card(vocab_size=300, num_blocks=128))
+    player = Player(Role.DECODE, script, context, card or fake_card(vocab_size=300, num_blocks=num_blocks))
     player.address = await player.server.start()
     relay = RelaySettings(**{"room_timeout_s": 0.2, **settings.pop("relay", {})})
     chosen = GatewaySettings(

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrelay.gateway.http_server import HttpServer
+from kvrelay.gateway.http_server import Door, HttpServer
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.refusals import Reason, Refusals
 from kvrelay.gateway.settings import HttpLimits
@@ -179,17 +179,20 @@ async def serving(
     certificate: Certificate | None = None,
     keep_alive_s: float = 20,
     send_buffer_bytes: int | None = None,
+    door: Door | None = None,
+    listener: socket.socket | None = None,
     **limits: Any,
 ) -> AsyncIterator[Port]:
-    """``app`` on a port of its own; stopped, and its end checked, afterwards."""
+    """``app`` on a port of its own, or on that of ``listener``; stopped, and its end checked, afterwards."""
     registry = CollectorRegistry()
     refusals = Refusals(GatewayMetrics(registry).refused_connections)
-    server = HttpServer(app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=5)
+    server = HttpServer(app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=5, door=door)
     server.config.timeout_keep_alive = keep_alive_s  # type: ignore[assignment]
-    listener = socket.socket()
+    if listener is None:
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-    listener.bind(("127.0.0.1", 0))
     task = asyncio.create_task(server._serve(sockets=[listener]))
     try:
         await until(lambda: server.started or task.done())

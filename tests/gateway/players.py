@@ -13,7 +13,8 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.engine.fake import fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.relay import GenerationRequest, Relay
+from kvrelay.gateway.progress import GenerationRequest
+from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.wire.control_server import ControlServer

@@ -40,8 +40,8 @@ class Office:
         self.num_places += 1
         self.changed.set()
 
-    async def ask(self, name: str, work: float = 100.0, timeout_s: float = 600.0) -> str:
-        await self.admission.place(self.find, work, timeout_s, lambda: "no worker has room")
+    async def ask(self, name: str, work: float = 100.0, timeout_s: float = 600.0, priority: int = 0) -> str:
+        await self.admission.place(self.find, work, timeout_s, lambda: "no worker has room", priority)
         self.served.append(name)
         return name
 
@@ -233,3 +233,38 @@ def test_errors_of_who_looks_for_a_place_leave_the_line_in_order(loop: SimLoop) 
         assert await waiting == "a"
 
     run(loop, story())
+
+
+# -- priorities ----------------------------------------------------------------------------------------------------
+
+
+def test_a_better_priority_passes_the_line_and_equal_ones_keep_their_order(loop: SimLoop) -> None:
+    async def story() -> list[str]:
+        office = Office(loop, num_places=0)
+        tasks: list[asyncio.Task[str]] = []
+        for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -1), ("e", 5), ("f", -1)):
+            tasks.append(asyncio.ensure_future(office.ask(name, priority=priority)))
+            await asyncio.sleep(0.1)
+        for _ in tasks:
+            office.free()
+            await asyncio.sleep(1)
+        await asyncio.gather(*tasks)
+        return office.served
+
+    assert loop.run_until_complete(story()) == ["d", "f", "a", "c", "b", "e"]
+
+
+def test_who_is_passed_may_run_out_of_time_and_the_line_goes_on(loop: SimLoop) -> None:
+    async def story() -> list[str]:
+        office = Office(loop, num_places=0)
+        late = asyncio.ensure_future(office.ask("late", timeout_s=2.0))
+        await asyncio.sleep(0.5)
+        first = asyncio.ensure_future(office.ask("first", priority=-1))
+        await asyncio.sleep(3)
+        with pytest.raises(RequestTimeoutError):
+            await late
+        office.free()
+        await first
+        return office.served
+
+    assert loop.run_until_complete(story()) == ["first"]

@@ -1,4 +1,4 @@
-"""API keys: known by hash, read again when their file changes, asked for below /v1/ and nowhere else."""
+"""API keys: known by hash, read again when their file changes, asked for everywhere but by probes and Prometheus."""
 
 from __future__ import annotations
 

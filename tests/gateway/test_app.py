@@ -38,7 +38,7 @@ async def test_text_is_whole_and_the_same_however_it_comes(
         num_tokens = len(app.tokenizer.encode(SAID, add_special_tokens=False))
         whole = await app.post(CHAT, messages=USER)
         assert whole["object"] == "chat.completion"
-        assert whole["choices"][0]["message"] == {"role": "assistant", "content": SAID}
+        assert whole["choices"][0]["message"] == {"role": "assistant", "content": SAID, "refusal": None}
         assert whole["choices"][0]["finish_reason"] == "stop"
         assert whole["usage"]["completion_tokens"] == num_tokens
         assert whole["usage"]["prompt_tokens"] == len(app.player.submits[0].token_ids)
@@ -142,16 +142,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     **{
         name: (TEXT, {"prompt": "x", name: value}, name, "not supported")
         for name, value in {
-            "n": 2,
-            "best_of": 2,
-            "echo": True,
             "suffix": "x",
-            "logit_bias": {"5": 1},
-            "tools": [{}],
-            "response_format": {"type": "json_object"},
-            "stop_token_ids": [3],
-            "structured_outputs": {"json": {}},
-            "include_stop_str_in_output": True,
+            "functions": [{"name": "f"}],
+            "audio": {"voice": "x"},
+            "chat_template": "{{ messages }}",
+            "web_search_options": {},
         }.items()
     },
 }

@@ -16,7 +16,8 @@ from starlette.types import Message
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import TextDelta
-from kvrelay.gateway.streaming import ClientLeftError, EndAtDisconnect, EventStream, merged
+from kvrelay.gateway.sse import ClientLeftError, EndAtDisconnect, EventStream
+from kvrelay.gateway.streaming import merged
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool
 from kvrelay.wire.messages import FailureCode, Submit
@@ -180,7 +181,7 @@ async def test_a_stream_that_never_began_is_closed_all_the_same() -> None:
 
     deltas: Any = source()
     assert await anext(deltas) == 1
-    stream = EventStream(events(), deltas, lambda: None)  # type: ignore[arg-type]
+    stream = EventStream(events(), deltas, lambda error: b"", lambda: None)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="gone"):
         await stream({"type": "http"}, receive, send)
     assert closed == ["source"]

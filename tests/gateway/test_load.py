@@ -72,3 +72,9 @@ def test_what_is_unknown_is_no_trouble() -> None:
     load.on_first_token(("r", 1), 0.0)
     load.close(("r", 1), 5)
     assert load.num_free_blocks(100) == 100
+
+
+def test_what_is_cached_need_not_be_computed_but_needs_its_blocks() -> None:
+    load = Load(16)
+    load.open(("a", 1), 160, 0.0, is_sent=True, num_cached=128)
+    assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (1, 32, 90)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 
 import pytest
 
-from kvrelay.common.sampling import FinishReason, SamplingParams
+from kvrelay.common.retention import Retention
+from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.gateway.errors import (
     ApiError,
     AttemptsFailedError,
@@ -14,8 +16,17 @@ from kvrelay.gateway.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from kvrelay.gateway.relay import GenerationRequest
-from kvrelay.wire.messages import Cancelled, FailureCode, HandedOver, Submit, Timings, WorkerState
+from kvrelay.gateway.progress import GenerationRequest
+from kvrelay.wire.messages import (
+    Cancelled,
+    FailureCode,
+    HandedOver,
+    Submit,
+    Timings,
+    TokenDelta,
+    Tokens,
+    WorkerState,
+)
 
 from .players import ALL, PROMPT, Player, failing, good, stage
 
@@ -246,3 +257,38 @@ async def test_the_last_attempts_last_token_is_enough_too() -> None:
     async with stage(failing(FailureCode.INTERNAL, after=4), max_attempts=1) as s:
         assert await s.run() == ALL
         assert s.attempts("finished") == 1
+
+
+async def test_what_an_earlier_attempt_computed_was_computed() -> None:
+    """The second attempt finds the prompt cached, by the first one's doing: the client's count is the first one's."""
+    counts = iter([1, 3])
+
+    def script(player: Player, submit: Submit) -> None:
+        done = len(submit.token_ids) - submit.num_prompt_tokens
+        item = TokenDelta(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            index=done,
+            tokens=[SampledToken(100 + done)],
+            num_cached_tokens=next(counts),
+        )
+        player.say(Tokens(items=[item]))
+        if done:
+            player.tokens(submit, done + 1, [102, 103], FinishReason.LENGTH)
+        else:
+            player.fail(submit, FailureCode.INTERNAL)
+
+    async with stage(script) as s:
+        request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4, temperature=0.0))
+        async with aclosing(s.relay.generate(request)) as deltas:
+            seen = [delta.num_cached_tokens async for delta in deltas]
+        assert seen == [1, 1, None]
+
+
+async def test_a_request_s_retention_travels_with_every_attempt() -> None:
+    async with stage(failing(FailureCode.INTERNAL, times=1)) as s:
+        wish = Retention(priority=80, ttl_s=60.0)
+        sampling = SamplingParams(max_tokens=4, temperature=0.0)
+        async with aclosing(s.relay.generate(GenerationRequest("r", PROMPT, sampling, retention=wish))) as deltas:
+            assert [delta async for delta in deltas]
+        assert [submit.retention for submit in s.players[0].submits] == [wish, wish]

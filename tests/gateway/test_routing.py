@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 
-from kvrelay.gateway.routing import POLICIES, Route, WorkerView, choose_fingerprint, least_loaded, round_robin
+from kvrelay.gateway.routing import (
+    POLICIES,
+    CachedPrefix,
+    Route,
+    WorkerView,
+    choose_fingerprint,
+    least_loaded,
+    prefix,
+    round_robin,
+)
 
 
 def view(address: str, **changes: object) -> WorkerView:
@@ -104,3 +114,84 @@ def test_a_sequence_is_taken_where_it_has_blocks_and_a_place_before_long() -> No
     assert not view("d", num_requests=84, max_running=64).takes_sequence(160)
     assert not view("d", num_requests=1, num_free_blocks=9).takes_sequence(160)
     assert view("d", num_requests=0, num_free_blocks=9).takes_sequence(160), "what nobody else holds is cache"
+
+
+def test_without_a_cached_prefix_nothing_differs_from_least_loaded() -> None:
+    draw = random.Random(1)
+    for turn in range(300):
+        prefills, decodes = (
+            [
+                view(
+                    f"{role}{index}",
+                    num_requests=draw.randrange(9),
+                    num_waiting_tokens=draw.choice([0, 0, 100, draw.randrange(5000)]),
+                    num_free_blocks=draw.randrange(-2, 101),
+                    max_running=draw.choice([0, 4]),
+                )
+                for index in range(draw.randrange(4))
+            ]
+            for role in "pd"
+        )
+        num_tokens = draw.randrange(1, 2000)
+        nothing = CachedPrefix(local_prefill_max_tokens=0)
+        expected = least_loaded(prefills, decodes, num_tokens, turn)
+        assert prefix(prefills, decodes, num_tokens, turn, nothing) == expected
+
+
+def test_a_prefix_is_worth_as_many_waiting_tokens_as_it_spares() -> None:
+    idle, busy = view("p1"), view("p2", num_waiting_tokens=300)
+    assert prefix([idle, busy], [view("d")], 501, 0, CachedPrefix({"p2": 320})) == Route("p2", "d")
+    assert prefix([idle, busy], [view("d")], 501, 0, CachedPrefix({"p2": 288})) == Route("p1", "d")
+    assert prefix([idle, busy], [view("d")], 501, 0, CachedPrefix({"p2": 288}, weight=2.0)) == Route("p2", "d")
+    assert prefix([idle, busy], [view("d")], 501, 0, CachedPrefix({"p2": 320}, weight=0.0)) == Route("p1", "d")
+
+
+@pytest.mark.parametrize(
+    ("num_used", "other_used", "chosen"),
+    [
+        (0, 0, "d2"),
+        (49, 0, "d2"),  # 10 cached blocks are worth 40, and a quarter more
+        (51, 0, "d1"),
+        (90, 40, "d2"),
+        (95, 35, "d1"),
+        (0, 99, "d2"),
+    ],
+)
+def test_a_decode_worker_may_have_more_in_use_and_still_get_its_chat_back(
+    num_used: int, other_used: int, chosen: str
+) -> None:
+    def using(address: str, num_blocks: int) -> WorkerView:
+        return view(address, num_blocks=1000, num_free_blocks=1000 - num_blocks)
+
+    decodes = [using("d1", other_used), using("d2", num_used)]
+    assert prefix([view("p")], decodes, 162, 0, CachedPrefix({"d2": 160})) == Route("p", chosen)
+
+
+def test_a_prefix_gives_no_room() -> None:
+    cached = CachedPrefix({"d2": 480})
+    decodes = [view("d1", num_free_blocks=40), view("d2", num_free_blocks=30)]
+    assert prefix([view("p")], decodes, 501, 0, cached) == Route("p", "d1")
+    decodes = [view("d1", num_requests=3, max_running=4), view("d2", num_requests=4, max_running=4)]
+    assert prefix([view("p")], decodes, 501, 0, cached) == Route("p", "d1"), "it would wait for a place in the batch"
+
+
+def test_where_nearly_all_is_cached_no_prefill_worker_is_needed() -> None:
+    decodes = [view("d1"), view("d2")]
+    assert prefix([view("p")], decodes, 501, 0, CachedPrefix({"d2": 484}, 1.0, 16)) == Route(None, "d2")
+    assert prefix([view("p")], decodes, 502, 0, CachedPrefix({"d2": 484}, 1.0, 16)) == Route("p", "d2")
+    assert prefix([view("p")], decodes, 501, 0, CachedPrefix({"p": 484}, 1.0, 16)).prefill == "p"  # type: ignore[union-attr]
+    assert least_loaded([view("p")], decodes[1:], 501, 0, CachedPrefix({"d2": 484}, 1.0, 16)) == Route("p", "d2")
+
+
+def test_a_shared_prompt_does_not_fill_one_worker() -> None:
+    """A thousand requests with a system prompt of 512 tokens in common; who was sent one has it."""
+    views = {address: view(address, num_blocks=10_000, num_free_blocks=10_000) for address in ("d1", "d2", "d3")}
+    holders: dict[str, int] = {}
+    for turn in range(1000):
+        route = prefix([view("p")], list(views.values()), 641, turn, CachedPrefix(holders))
+        assert route is not None
+        one = views[route.decode]
+        views[route.decode] = dataclasses.replace(one, num_free_blocks=one.num_free_blocks - 10)
+        holders[route.decode] = 512
+        in_use = [one.num_blocks - one.num_free_blocks for one in views.values()]
+        assert max(in_use) <= 1.25 * (min(in_use) + 4 * 32) + 10

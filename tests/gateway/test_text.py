@@ -35,7 +35,7 @@ BYTES = byte_tokenizer()
 
 
 def pieces_of(token_ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
-    detokenizer = Detokenizer(BYTES)
+    detokenizer = Detokenizer(BYTES.decode_all)
     pieces: list[str] = []
     start = 0
     for length in [*cuts, len(token_ids)]:
@@ -73,7 +73,7 @@ def test_bytes_that_are_no_text_come_out_as_the_whole_decodes_them(token_ids: li
 
 def test_an_end_token_that_the_tokenizer_does_not_call_special_stays_silent() -> None:
     ids = BYTES.encode("ab", add_special_tokens=False)
-    detokenizer = Detokenizer(BYTES, silent_ids=(ids[1],))
+    detokenizer = Detokenizer(BYTES.decode_all, silent_ids=(ids[1],))
     assert detokenizer.push(ids) + detokenizer.push(ids[:1]) + detokenizer.finish() == "aa"
 
 
@@ -81,14 +81,11 @@ def test_no_window_grows_with_the_text() -> None:
     """Neither by tokens without text, nor by bytes that never become a character."""
     seen: list[int] = []
 
-    class Counting:
-        skipped_ids = frozenset({999})
+    def counting(token_ids: Sequence[int]) -> str:
+        seen.append(len(token_ids))
+        return BYTES.decode(token_ids)
 
-        def decode(self, token_ids: Sequence[int]) -> str:
-            seen.append(len(token_ids))
-            return BYTES.decode(token_ids)
-
-    detokenizer = Detokenizer(Counting())
+    detokenizer = Detokenizer(counting, silent_ids={999})
     continuation = BYTES.encode("é", add_special_tokens=False)[1]
     pieces = [detokenizer.push([token_id]) for token_id in [999] * 100 + [continuation] * 100]
     assert max(seen) <= 8

@@ -12,7 +12,7 @@ from kvrelay.common.errors import KvrelayError
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.fake import fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.relay import GenerationRequest
+from kvrelay.gateway.progress import GenerationRequest
 from kvrelay.gateway.worker import first_tokens_first
 from kvrelay.gateway.workers import FoundWorker, WorkerPool
 from kvrelay.wire.messages import Role, Submit, TokenDelta

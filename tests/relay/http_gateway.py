@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake import FakeEngine, fake_card
+from kvrelay.engine.interface import StepRow
 from kvrelay.gateway.app import create_app
 from kvrelay.gateway.http_server import HttpServer
 from kvrelay.gateway.metrics import GatewayMetrics
@@ -30,7 +31,7 @@ from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.settings import LinkSettings
 
-from .gate import Gate
+OnStep = Callable[[Sequence[StepRow]], None]
 
 LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=5.0)
 VOCAB = 320
@@ -88,12 +89,14 @@ async def deployment(
     directory: Path,
     *,
     relay: RelaySettings | None = None,
-    gate: Gate | None = None,
+    gate: OnStep | None = None,
+    prefill_gate: OnStep | None = None,
     http: HttpLimits | None = None,
     send_buffer_bytes: int | None = None,
     drain_s: float = 2,
 ) -> AsyncIterator[Deployment]:
-    """Everything up and ready; stopped afterwards. ``send_buffer_bytes``: what the kernel may hold of an answer."""
+    """Everything up and ready; stopped afterwards. ``gate`` (of the decode worker) and ``prefill_gate`` see every step's rows;
+    ``send_buffer_bytes``: what the kernel may hold of an answer."""
     card = fake_card(vocab_size=VOCAB, num_blocks=128)
     decode = DecodeWorker(
         FakeEngine(card, gate or (lambda rows: None)),
@@ -105,7 +108,7 @@ async def deployment(
         link_settings=LINKS,
     )
     prefill = PrefillWorker(
-        FakeEngine(card),
+        FakeEngine(card, prefill_gate or (lambda rows: None)),
         PrefillSchedulerSettings(),
         "tcp://127.0.0.1:*",
         "prefill",

@@ -19,7 +19,8 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.relay import GenerationRequest, Relay
+from kvrelay.gateway.progress import GenerationRequest
+from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
@@ -154,6 +155,12 @@ async def gateway(
             assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger
 
 
+def four_prompts(seed: int) -> dict[str, list[int]]:
+    """Prompts by name that have nothing in common: no worker is preferred for what it has cached."""
+    source = random.Random(seed)
+    return {name: source.choices(range(VOCAB), k=30) for name in "abcd"}
+
+
 async def generate(relay: Relay, name: str, tokens: list[int], max_tokens: int) -> list[int]:
     request = GenerationRequest(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0))
     output: list[int] = []
@@ -260,14 +267,14 @@ async def test_a_worker_with_the_other_seal_is_refused_by_name(
     prefill_seals: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The request ends well on the decode worker that agrees, and the log says what differs."""
-    prompt = random.Random(5).choices(range(VOCAB), k=30)
+    prompts = four_prompts(5)
     registries = [CollectorRegistry() for _ in range(3)]
     decodes = [
         decode_worker(registries[0], seal_kv=not prefill_seals),
         decode_worker(registries[1], seal_kv=prefill_seals),
     ]
     async with gateway([prefill_worker(registries[2], seal_kv=prefill_seals)], decodes) as relay:
-        for name in "abcd":
+        for name, prompt in prompts.items():
             assert await generate(relay, name, prompt, 6) == expected_output(prompt, 6, VOCAB)
     decode, prefill = ("false", "true") if prefill_seals else ("true", "false")
     assert f"--seal-kv differs (decode / prefill): {decode} / {prefill}" in caplog.text
@@ -279,7 +286,7 @@ async def test_an_older_decode_worker_counts_as_plain(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It knows nothing of seals, so it welcomes everybody; a prefill worker that seals does not send it blocks in the open."""
-    prompt = random.Random(6).choices(range(VOCAB), k=30)
+    prompts = four_prompts(6)
     registries = [CollectorRegistry() for _ in range(3)]
     decodes = [decode_worker(registries[0]), decode_worker(registries[1], seal_kv=True)]
     welcome = decodes[0].service.welcome
@@ -287,7 +294,7 @@ async def test_an_older_decode_worker_counts_as_plain(
         decodes[0].service, "welcome", lambda hello: welcome(msgspec.structs.replace(hello, seals_kv=False))
     )
     async with gateway([prefill_worker(registries[2], seal_kv=True)], decodes) as relay:
-        for name in "abcd":
+        for name, prompt in prompts.items():
             assert await generate(relay, name, prompt, 6) == expected_output(prompt, 6, VOCAB)
     assert "--seal-kv differs (decode / prefill): false / true" in caplog.text
     assert registries[0].get_sample_value("kvrelay_sampled_tokens_total") == 0
@@ -305,12 +312,12 @@ async def test_a_worker_of_another_layout_is_not_used() -> None:
 
 async def test_an_offer_with_a_wrong_fingerprint_is_refused_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker of another layout is found out by its offer even if it got past Hello and routing."""
-    prompt = random.Random(3).choices(range(VOCAB), k=30)
+    prompts = four_prompts(3)
     registries = [CollectorRegistry() for _ in range(3)]
     decodes = [decode_worker(registries[0]), decode_worker(registries[1])]
     monkeypatch.setattr(decodes[0].leases, "_settings", replace(decodes[0].leases._settings, fingerprint=b"y" * 16))
     async with gateway([prefill_worker(registries[2])], decodes) as relay:
-        for name in "abcd":
+        for name, prompt in prompts.items():
             assert await generate(relay, name, prompt, 6) == expected_output(prompt, 6, VOCAB)
     labels = {"outcome": "refused_fingerprint"}
     assert (registries[0].get_sample_value("kvrelay_handoffs_total", labels) or 0) > 0

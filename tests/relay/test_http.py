@@ -220,19 +220,18 @@ BAD = {
     "presence_penalty too high": (CHAT, {"messages": USER, "presence_penalty": 3}, 400, "presence_penalty", "2"),
     "frequency_penalty too low": (CHAT, {"messages": USER, "frequency_penalty": -3}, 400, "frequency_penalty", "-2"),
     "seed too large": (CHAT, {"messages": USER, "seed": 2**63}, 400, "seed", "less than"),
-    "max_tokens of zero": (CHAT, {"messages": USER, "max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+    "max_tokens below zero": (CHAT, {"messages": USER, "max_tokens": -1}, 400, "max_tokens", "or equal to 0"),
     "max_tokens beyond the model": (CHAT, {"messages": USER, "max_tokens": 5000}, 400, "max_tokens", "512"),
     "too many stops": (CHAT, {"messages": USER, "stop": ["x"] * 17}, 400, "stop", "16"),
     "too many logprobs": (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
-    "two choices": (CHAT, {"messages": USER, "n": 2}, 400, "n", "not supported"),
-    "tools": (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    "no choices": (CHAT, {"messages": USER, "n": 0}, 400, "n", "greater than or equal to 1"),
     "an unknown model": (CHAT, {"messages": USER, "model": "gpt-9"}, 404, "model", "'tiny'"),
     "a prompt that is too long": (TEXT, {"prompt": [5] * 600}, 400, "prompt", "600"),
     "an empty list as prompt": (TEXT, {"prompt": []}, 400, "prompt", ""),
     "a token id out of range": (TEXT, {"prompt": [5, 320]}, 400, "prompt", "0 to 319"),
     "a negative token id": (TEXT, {"prompt": [-1]}, 400, "prompt", ""),
     "a prompt of the wrong type": (TEXT, {"prompt": {"a": 1}}, 400, "prompt", ""),
-    "echo": (TEXT, {"prompt": "x", "echo": True}, 400, "echo", "not supported"),
+    "a suffix": (TEXT, {"prompt": "x", "suffix": "y"}, 400, "suffix", "not supported"),
 }
 
 

@@ -1,0 +1,184 @@
+"""What every API does with a request before it runs: is the model here, is there room; text to tokens; wishes to parameters.
+
+All APIs come together here. What goes in is a :class:`GenerationSpec` and a prompt, what comes out are generations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from kvrelay.common.model_card import ModelCard
+from kvrelay.gateway.admission import Admission
+from kvrelay.gateway.api_docs import SECONDS, TIMEOUT_HEADER
+from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
+from kvrelay.gateway.generation import Generation
+from kvrelay.gateway.output_text import TextOptions
+from kvrelay.gateway.params import check_token_ids, sampling_params
+from kvrelay.gateway.prompt_share import PromptShare
+from kvrelay.gateway.spec import GenerationSpec
+from kvrelay.gateway.timings import RequestTimings
+from kvrelay.gateway.tokenizer import Tokenizer
+from kvrelay.gateway.workers import WorkerPool
+
+T = TypeVar("T")
+
+_SECONDS = re.compile(SECONDS)
+_LONG_TEXT = 4_000  # characters (about 1 ms) from which encoding goes to a thread, so that no stream waits for it
+_NO_NAMES = ("tgi", "dummy")  # what Hugging Face's clients send when nobody named a model
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What is known of a request beside what it asks for. Over HTTP, :func:`arrival_of` tells it."""
+
+    request_id: str  # nobody else's: workers go by ids
+    received_s: float  # monotonic
+    timeout_s: float | None = None  # what its client gives it
+
+
+class Intake:
+    """One model's, shared by all routes of a gateway, or by all requests of an executor."""
+
+    def __init__(self, model_name: str, tokenizer: Tokenizer, pool: WorkerPool, admission: Admission) -> None:
+        self.model_name = model_name
+        self.tokenizer = tokenizer
+        self._pool = pool
+        self._admission = admission
+
+    def check(self, model: str | None) -> None:
+        """Raises ModelNotFoundError on another model's name, UnavailableError if a request could only be refused.
+
+        To be called before any work goes into a request.
+        """
+        self.check_name(model)
+        self.cards()
+        self._admission.check_not_full()
+
+    def check_name(self, model: str | None) -> None:
+        """Raises ModelNotFoundError on another model's name."""
+        if model is not None and model != self.model_name and model not in _NO_NAMES:
+            raise ModelNotFoundError(
+                f"model {model[:200]!r} is not served here; this deployment serves {self.model_name!r}", param="model"
+            )
+
+    def known_cards(self) -> list[ModelCard]:
+        """The cards of the workers that are up, maybe none."""
+        return self._pool.cards()
+
+    def cards(self) -> list[ModelCard]:
+        """The cards of the workers that are up.
+
+        Raises UnavailableError if none is, or if nobody is there who could serve: to wait for room then, as for a worker that
+        is busy or lost, might be to wait for ever. So it may be after every await.
+        """
+        cards, absent = self._pool.cards(), self._pool.absent()
+        if absent or not cards:
+            reasons = absent or [reason.split(" (")[0] for reason in self._pool.not_ready()]
+            raise UnavailableError(f"{'; '.join(reasons)}; try again later", retry_after_s=1.0)
+        return cards
+
+    def system_fingerprint(self) -> str | None:
+        """Equal as long as model, weights and number format are; None while no worker is up."""
+        return next((f"fp_{card.layout.fingerprint().hex()[:12]}" for card in self._pool.cards()), None)
+
+    async def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """The tokens of a client's ``text``, at least one. Raises InvalidRequestError naming ``param``."""
+        ids = await self.encode_any(text, param, add_special_tokens=add_special_tokens)
+        # A model cannot continue nothing; like other servers we let it continue an end of text.
+        if not ids and not self.tokenizer.eos_ids:
+            raise InvalidRequestError(f"{param} is empty: give at least one character", param=param)
+        return ids or list(self.tokenizer.eos_ids[:1])
+
+    async def encode_any(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """The tokens of a client's ``text``, maybe none. Raises InvalidRequestError naming ``param``."""
+        return await self.with_text(
+            lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens), text, param
+        )
+
+    async def with_text(self, work: Callable[[], T], text: str, param: str) -> T:
+        """What ``work`` makes of a client's ``text``, on a thread if it is long. Raises InvalidRequestError naming ``param``."""
+        if not text.isascii():
+            _check_text(text, param)
+        return work() if len(text) < _LONG_TEXT else await asyncio.to_thread(work)
+
+    def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Raises InvalidRequestError on an id that the model does not have."""
+        check_token_ids(token_ids, min(card.vocab_size for card in self.cards()), param)
+
+    def generations(
+        self, arrival: Arrival, prompts: Sequence[Sequence[int]], spec: GenerationSpec, *, prompt_param: str
+    ) -> list[Generation]:
+        """All choices of all prompts, prompt by prompt. Raises InvalidRequestError, or ContextLengthError, naming the field."""
+        name = arrival.request_id
+        kept = [token_id for token in spec.kept_tokens if (token_id := self.tokenizer.token_id(token)) is not None]
+        text = TextOptions(spec.stops, spec.includes_stop, spec.keeps_special, frozenset(kept))
+        generations: list[Generation] = []
+        for given in prompts:
+            prompt = list(given if spec.truncate is None else given[-spec.truncate :])
+            sampling = sampling_params(
+                spec,
+                num_prompt_tokens=len(prompt),
+                cards=self.cards(),
+                tokenizer=self.tokenizer,
+                prompt_param=prompt_param,
+            )
+            share = PromptShare() if len(sampling) > 1 else None
+            for params in sampling:
+                generations.append(
+                    Generation(
+                        request_id=f"{name}-{len(generations)}" if generations else name,
+                        prompt_token_ids=prompt,
+                        sampling=params,
+                        text=text,
+                        timings=RequestTimings(arrival.received_s),
+                        timeout_s=arrival.timeout_s,
+                        share=share,
+                        is_silent=spec.max_tokens == 0,
+                        priority=spec.priority,
+                        retention=spec.retention,
+                    )
+                )
+        return generations
+
+
+def arrival_of(request: Request) -> Arrival:
+    """Of an HTTP request. Raises InvalidRequestError if its client's own timeout is none."""
+    return Arrival(internal_id(request), request.state.received_s, client_timeout_s(request))
+
+
+def internal_id(request: Request) -> str:
+    """The request's id, with something of its own if it came from outside: the same may come twice at a time, workers go by ids."""
+    request_id: str = request.state.request_id
+    if request.state.is_id_given and request.state.internal_id is None:
+        request.state.internal_id = f"{request_id}.{secrets.token_hex(4)}"
+    return request.state.internal_id or request_id
+
+
+def client_timeout_s(request: Request) -> float | None:
+    """What the client gives the request, in seconds, by its header; None without. Raises InvalidRequestError."""
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return None
+    if _SECONDS.fullmatch(given.strip()) is None or float(given) <= 0:
+        raise InvalidRequestError(
+            f"{TIMEOUT_HEADER} is {given[:80]!r}; it must be a number of seconds above 0, such as 30 or 2.5",
+            param=TIMEOUT_HEADER,
+        )
+    return float(given)
+
+
+def _check_text(text: str, param: str) -> None:
+    """Raises InvalidRequestError on text that is no text: JSON escapes can spell half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{param} holds half of a surrogate pair (character {error.start}): not valid Unicode", param=param
+        ) from error

@@ -1,0 +1,117 @@
+"""What one HTTP request asks for: what to generate, how many of it to return, and in which format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from kvrelay.common.sampling import SampledToken
+from kvrelay.gateway.errors import ApiError
+from kvrelay.gateway.generation import Generation, TextDelta, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer of several, complete."""
+
+    index: int
+    deltas: list[TextDelta]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join([delta.text for delta in self.deltas])
+
+    @property
+    def tokens(self) -> list[SampledToken]:
+        """All of them."""
+        return [token for delta in self.deltas for token in delta.tokens]
+
+    @property
+    def prompt_logprobs(self) -> list[SampledToken] | None:
+        """Of the prompt that this choice continues, if it has them."""
+        return next((delta.prompt_logprobs for delta in self.deltas if delta.prompt_logprobs is not None), None)
+
+
+class Format(Protocol):
+    """How one route writes one answer. Choices are numbered by ``index``. Methods that write events give bytes, maybe none."""
+
+    def opening(self) -> bytes:
+        """Events before the first text."""
+
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
+        """Events for what is new of one choice."""
+
+    def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
+        """Events behind the last text. ``extras``: what only kvrelay's clients ask for, beside the usage."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Events that end a stream that cannot go on."""
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any] | list[Any]:
+        """The body of an answer that is not streamed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One HTTP request, ready to run.
+
+    ``generations`` holds for each prompt, one behind the other, as many as are generated of it; the ``num_returned`` best of
+    them, by log probability per token, are the answer. (All of them, unless that is less: then the answer is not streamed.)
+    """
+
+    route: str
+    generations: list[Generation]
+    format: Format
+    is_stream: bool
+    num_per_prompt: int = 1
+    num_returned: int = 1  # of each prompt
+    includes_timings: bool = False  # beside the usage, for the first choice
+
+    def extras(self) -> dict[str, object]:
+        """What only kvrelay's clients ask for, once the answer is complete."""
+        return {"kvrelay": self.generations[0].timings.body()} if self.includes_timings else {}
+
+    def usages(self) -> list[Usage]:
+        """One for each generation; a prompt counts once."""
+        return [Usage(len(one.prompt_token_ids) if one.is_first else 0) for one in self.generations]
+
+    def choices(self, deltas: Sequence[Sequence[TextDelta]]) -> list[Choice]:
+        """What was generated, as the answer has it."""
+        return choose(self.generations, deltas, num_per_prompt=self.num_per_prompt, num_returned=self.num_returned)
+
+
+def choose(
+    generations: Sequence[Generation], deltas: Sequence[Sequence[TextDelta]], *, num_per_prompt: int, num_returned: int
+) -> list[Choice]:
+    """The answer among what was generated: beams apart, the best of each prompt only, numbered."""
+    chosen: list[list[TextDelta]] = []
+    for first in range(0, len(deltas), num_per_prompt):
+        group = [list(one) for one in deltas[first : first + num_per_prompt]]
+        if generations[first].sampling.beam_search is not None:
+            chosen += [[beam] for one in group for beam in sorted(one, key=lambda delta: delta.beam)]
+            continue
+        prompt_logprobs = group[0][0].prompt_logprobs
+        if num_returned < len(group):
+            group.sort(key=_mean_logprob, reverse=True)
+        for one in group[:num_returned]:
+            one[0] = msgspec.structs.replace(one[0], prompt_logprobs=prompt_logprobs)
+            chosen.append(one)
+    return [Choice(index, list(one)) for index, one in enumerate(chosen)]
+
+
+def total(usages: Sequence[Usage]) -> Usage:
+    """The usage of all choices together."""
+    return Usage(
+        num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
+        num_output_tokens=sum(usage.num_output_tokens for usage in usages),
+        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+    )
+
+
+def _mean_logprob(deltas: Sequence[TextDelta]) -> float:
+    logprobs = [token.logprob or 0.0 for delta in deltas for token in delta.tokens]
+    return sum(logprobs) / max(1, len(logprobs))

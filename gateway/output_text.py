@@ -1,0 +1,68 @@
+"""One sequence's tokens as the client's text: special tokens left out, stop strings found, nothing cut in half."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.gateway.detokenizer import Detokenizer
+from kvrelay.gateway.stop import StopMatcher
+from kvrelay.gateway.tokenizer import Tokenizer
+
+StopReason = str | int | None  # the stop string, or the client's stop token; None for a model's own end
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """What a client wants to see of its output."""
+
+    stops: tuple[str, ...] = ()
+    includes_stop: bool = False  # what ended the text is part of it
+    keeps_special: bool = False  # special tokens are part of the text
+    kept_ids: frozenset[int] = frozenset()  # special tokens that are, even so: what marks a tool call, for instance
+
+
+class OutputText:
+    """Takes tokens, gives text. After a stop string, ``is_stopped``, it takes no more."""
+
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions, sampling: SamplingParams) -> None:
+        silent = set() if options.keeps_special else set(tokenizer.skipped_ids - options.kept_ids)
+        if not options.includes_stop:
+            # A tokenizer need not call a model's end tokens special; no client wants to read them.
+            silent.update(sampling.stop_token_ids)
+        self._detokenizer = Detokenizer(tokenizer.decode_all, silent)
+        self._stop = StopMatcher(options.stops, includes_stop=options.includes_stop)
+        self._min_tokens = sampling.min_tokens if options.stops else 0
+        self._stop_token_ids = frozenset(sampling.stop_token_ids) - frozenset(tokenizer.eos_ids)
+        self._num_tokens = 0
+        self.stop_reason: StopReason = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self._stop.matched is not None
+
+    def push(self, tokens: Sequence[SampledToken]) -> tuple[str, int]:
+        """The text of ``tokens``, and how many of them count: up to the one that completes a stop string."""
+        pieces: list[str] = []
+        for index, token in enumerate(tokens):
+            self._num_tokens += 1
+            piece = self._detokenizer.push([token.token_id])
+            if self._num_tokens < self._min_tokens:
+                pieces.append(piece)  # a stop string that is complete before so many tokens does not count
+                continue
+            pieces.append(self._stop.push(piece))
+            if self.is_stopped:
+                self.stop_reason = self._stop.matched
+                return "".join(pieces), index + 1
+        return "".join(pieces), len(tokens)
+
+    def finish(self, last_token_id: int | None) -> str:
+        """What is left when the sequence is over; ``last_token_id`` ended it, if it was a stop token."""
+        text = self._stop.push(self._detokenizer.finish()) + self._stop.finish()
+        if self.is_stopped:
+            self.stop_reason = self._stop.matched
+        elif last_token_id in self._stop_token_ids:
+            self.stop_reason = last_token_id
+        return text

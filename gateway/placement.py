@@ -1,0 +1,107 @@
+"""Where the next attempt at a request goes: the workers' state, what they have cached, whom the request avoids, the policy.
+
+The decision itself is a pure function (:mod:`kvrelay.gateway.routing`); here is gathered what it decides by.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+from kvrelay.gateway.prefixes import PrefixMap, RequestPrefix
+from kvrelay.gateway.progress import GenerationRequest, Progress
+from kvrelay.gateway.routing import POLICIES, CachedPrefix, WorkerView
+from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.worker import Worker
+from kvrelay.gateway.workers import WorkerPool
+
+Pair = tuple[Worker | None, Worker]  # prefill worker, None for local prefill; decode worker
+
+
+class Placement:
+    """Finds pairs of workers for requests, over one pool."""
+
+    def __init__(self, pool: WorkerPool, settings: RelaySettings) -> None:
+        self._pool = pool
+        self._settings = settings
+        self._policy = POLICIES[settings.policy]
+        self._prefixes = PrefixMap(settings.prefix_map_blocks) if settings.policy == "prefix" else None
+        self._sequence_number = 0
+
+    def prefix_of(self, request: GenerationRequest) -> RequestPrefix:
+        """What is known of who has the request's prompt cached, and will be."""
+        return RequestPrefix(self._prefixes, request.prompt_token_ids)
+
+    def no_room(self, max_len: int) -> str:
+        """Why there is no place for a request of so many tokens."""
+        reasons = self._pool.absent() + [reason.split(" (")[0] for reason in self._pool.not_ready()]
+        for role, workers in (("prefill", self._pool.prefills), ("decode", self._pool.decodes)):
+            if not reasons and workers and not any(worker.holds(max_len) for worker in workers.values()):
+                reasons.append(f"no {role} worker that is up holds the {max_len} tokens of prompt and output any more")
+        return "; ".join(reasons) or "no worker has room"
+
+    def place(self, progress: Progress, work: float) -> Pair | None:
+        """A pair of workers that would compute the request before long; None while there is none.
+
+        ``work``: the tokens that it will hold, as far as one can know.
+        """
+        return self.route(progress, backlog_s=self._settings.prefill_backlog_s, num_tokens_to_hold=math.ceil(work))
+
+    def route(self, progress: Progress, *, backlog_s: float = math.inf, num_tokens_to_hold: int = 0) -> Pair | None:
+        """A pair of workers; with a bound on what waits there, or blocks to be free, only such as keep it."""
+        now_s = time.monotonic()
+        num_tokens = progress.num_tokens
+        if (shared := self._shared_route(progress, num_tokens_to_hold)) is not None:
+            return shared
+        is_local = self._pool.is_local_only or num_tokens <= self._settings.local_prefill_max_tokens
+        prefills = [] if is_local else views(self._pool.prefills.values(), progress.request.max_len)
+        decodes = views(self._pool.decodes.values(), progress.request.max_len)
+        if not math.isinf(backlog_s):
+            prefills = [view for view in prefills if view.takes_prompt(backlog_s)]
+            decodes = [view for view in decodes if view.takes_sequence(num_tokens_to_hold)]
+        local_max = self._settings.local_prefill_max_tokens
+        num_cached = progress.prefix.cached_tokens(progress.output, [*prefills, *decodes])
+        if progress.sampling.num_prompt_logprobs is not None:
+            num_cached = {}  # all of the prompt is computed for them
+        cached = CachedPrefix(num_cached, self._settings.prefix_weight, local_max)
+        if not is_local and not prefills:
+            decodes = [view for view in decodes if cached.is_enough(view, num_tokens)]
+        for worker in self._pool.workers:
+            progress.avoidance.forgive(worker.address, worker.up_since_s)
+        self._sequence_number += 1
+        addresses = [[view.address for view in views] for views in (prefills, decodes)]
+        for allowed_prefills, allowed_decodes in progress.avoidance.choices(addresses[0], addresses[1], now_s):
+            route = self._policy(
+                [view for view in prefills if view.address in allowed_prefills],
+                [view for view in decodes if view.address in allowed_decodes],
+                num_tokens + 1,
+                self._sequence_number,
+                cached,
+            )
+            if route is not None:
+                prefill = None if route.prefill is None else self._pool.prefills[route.prefill]
+                return prefill, self._pool.decodes[route.decode]
+        return None
+
+    def _shared_route(self, progress: Progress, num_tokens_to_hold: int) -> Pair | None:
+        """The decode worker that has the prompt already, for another choice of it; None if it cannot take one more."""
+        request = progress.request
+        if not request.follows or request.share is None or progress.attempt:
+            return None
+        worker = self._pool.decodes.get(request.share.decode_address or "")
+        fitting = [] if worker is None else views([worker], request.max_len)
+        if worker is None or not fitting or not fitting[0].takes_sequence(num_tokens_to_hold):
+            return None
+        return None, worker
+
+    def max_uncached_tokens(self, request: GenerationRequest, num_tokens: int) -> int | None:
+        """What a decode worker without a prefill worker may compute of so many tokens; None: all of them."""
+        local_max = self._settings.local_prefill_max_tokens
+        is_for_cache = num_tokens > local_max and not self._pool.is_local_only and not request.follows
+        return local_max if is_for_cache else None
+
+
+def views(workers: Iterable[Worker], num_tokens: int) -> list[WorkerView]:
+    """The usable workers that hold a request of ``num_tokens``."""
+    return [view for worker in workers if worker.holds(num_tokens) and (view := worker.view())]

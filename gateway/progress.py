@@ -1,0 +1,97 @@
+"""One request of the gateway's relay: what it asks for, what it has achieved over all its attempts, what its client gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvrelay.common.retention import Retention
+from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.gateway.errors import ApiError, RequestTimeoutError
+from kvrelay.gateway.failover import Avoidance
+from kvrelay.gateway.prefixes import RequestPrefix
+from kvrelay.gateway.prompt_share import PromptShare
+from kvrelay.gateway.timings import RequestTimings
+from kvrelay.gateway.worker import Worker
+from kvrelay.wire.messages import Beam, Timings
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A validated request."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    timings: RequestTimings = field(default_factory=RequestTimings)  # filled while it runs
+    timeout_s: float | None = None  # the client's own; no longer than that of the settings counts
+    share: PromptShare | None = None  # with the other choices of the prompt
+    priority: int = 0  # in the line for a place; the smaller, the earlier
+    retention: Retention | None = None  # how long its KV should stay cached
+
+    @property
+    def follows(self) -> bool:
+        """Whether the prompt is computed for another choice of it, already."""
+        return self.share is not None and self.sampling.choice > 0
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of prompt and output, if all of it is generated."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+
+class OutputDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: half a dataclass's cost, nothing to collect
+    """New tokens for the client. ``num_cached_tokens`` and ``timings`` come with the tokens that first know them."""
+
+    tokens: list[SampledToken]
+    finish_reason: FinishReason | None
+    num_cached_tokens: int | None
+    timings: Timings | None
+    prompt_logprobs: list[SampledToken] | None = None  # with the first delta that has them, once
+    beams: list[Beam] | None = None  # the result of a beam search, with the finish reason
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a request has achieved over all its attempts."""
+
+    request: GenerationRequest
+    timeout_s: float  # of all of it
+    deadline_s: float
+    prefix: RequestPrefix  # whose caches have how much of it
+    place: tuple[Worker | None, Worker] | None = None  # for the next attempt, if it has one already
+    output: list[int] = field(default_factory=list)
+    attempt: int = 0
+    num_failures: int = 0
+    avoidance: Avoidance = field(default_factory=Avoidance)
+    has_prompt_logprobs: bool = False
+    num_cached_tokens: int | None = None  # of the prompt, that nobody computed for this request
+    waits_since_s: float | None = None  # when room was first missing; None once an attempt gets further than that
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing left to generate."""
+        return len(self.output) >= self.request.sampling.max_tokens
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether the prompt's log probabilities are asked for and not here yet."""
+        return self.request.sampling.num_prompt_logprobs is not None and not self.has_prompt_logprobs
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Of the next attempt: what the client has already is not computed again."""
+        sampling = self.request.sampling
+        return msgspec.structs.replace(sampling, num_prompt_logprobs=None) if self.has_prompt_logprobs else sampling
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output so far."""
+        return len(self.request.prompt_token_ids) + len(self.output)
+
+    def timed_out(self) -> ApiError:
+        """The error for a client whose request's time is up."""
+        return RequestTimeoutError(
+            f"the request took longer than {self.timeout_s:g} s; ask for fewer tokens, or give it more time"
+        )

@@ -1,0 +1,153 @@
+"""The body of ``POST /v1/responses``, and its input items as a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvrelay.common.sampling import Guide, GuideKind
+from kvrelay.gateway.chats import ChatRequest
+from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.guides import make_guide, requested_guide
+from kvrelay.gateway.sampling_schema import MAX_LOGPROBS, Probability
+from kvrelay.gateway.spec import GenerationSpec
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+_LOGPROBS = "message.output_text.logprobs"
+
+# What asks for nothing; everything else of these names is refused: nothing is kept between requests, and no tool is run here.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "truncation": ("disabled",),
+}
+
+
+class ResponseBody(BaseModel):
+    """``POST /v1/responses``. ``store``, ``metadata``, ``user`` and the like are accepted and mean nothing here."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Probability | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """Whether the answer's tokens come with log probabilities."""
+        return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
+
+    def spec(self) -> GenerationSpec:
+        """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused."""
+        for name, value in (self.model_extra or {}).items():
+            if name in _HARMLESS and value is not None and value not in _HARMLESS[name]:
+                raise InvalidRequestError(
+                    f"{name}={str(value)[:80]!r} is not supported: nothing is kept between requests; send the whole "
+                    "conversation as input",
+                    param=name,
+                )
+        return GenerationSpec(
+            max_tokens=self.max_output_tokens,
+            max_tokens_param="max_output_tokens",
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed,
+            num_logprobs=(self.top_logprobs or 0) if self.shows_logprobs else None,
+            guide=self._guide(),
+        )
+
+    def chat(self) -> ChatRequest:
+        """The conversation. Raises InvalidRequestError naming the item that is wrong."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            for index, item in enumerate(self.input):
+                _add_item(messages, item, f"input[{index}]")
+        effort = (self.reasoning or {}).get("effort")
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        return ChatRequest(
+            messages,
+            self.tools,
+            choice,
+            allows_parallel=self.parallel_tool_calls is not False,
+            variables={} if effort is None else {"reasoning_effort": effort},
+        )
+
+    def _guide(self) -> Guide | None:
+        form = (self.text or {}).get("format")
+        if isinstance(form, dict) and form.get("type") == "json_schema":
+            if "schema" not in form:
+                raise InvalidRequestError("text.format has no schema", param="text")
+            return make_guide(GuideKind.JSON_SCHEMA, form["schema"], "text.format.schema")
+        return requested_guide(form, None, {})
+
+
+def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str) -> None:
+    kind = item.get("type", "message")
+    match kind:
+        case "message":
+            role = item.get("role")
+            if not isinstance(role, str):
+                raise InvalidRequestError(f"{param}.role must be a text", param=param)
+            messages.append({"role": role, "content": _text(item.get("content"), f"{param}.content")})
+        case "function_call":
+            name, arguments = item.get("name"), item.get("arguments")
+            if not isinstance(name, str) or not isinstance(arguments, str):
+                raise InvalidRequestError(f"{param} needs a name and arguments, both texts", param=param)
+            call = {
+                "id": item.get("call_id"),
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            if messages and messages[-1]["role"] == "assistant":
+                messages[-1].setdefault("tool_calls", []).append(call)
+            else:
+                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        case "function_call_output":
+            output = _text(item.get("output"), f"{param}.output")
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        case "reasoning":
+            pass  # what a model thought in an earlier turn is not shown to it again
+        case _:
+            raise InvalidRequestError(
+                f"{param}.type is {str(kind)[:80]!r}; it must be message, function_call, function_call_output or reasoning",
+                param=param,
+            )
+
+
+def _text(content: Any, param: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{param} must be a text or a list of texts", param=param)
+    pieces: list[str] = []
+    for index, part in enumerate(content):
+        is_text = isinstance(part, dict) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
+        if not is_text:
+            raise InvalidRequestError(
+                f"{param}[{index}] must be a text part ({', '.join(_TEXT_PARTS)}), not {str(part)[:80]!r}", param=param
+            )
+        pieces.append(part["text"])
+    return "".join(pieces)

@@ -1,0 +1,211 @@
+"""What the bodies of chats and completions share: OpenAI's sampling fields, and those that vLLM and TensorRT-LLM add to them.
+
+Types are checked strictly; ranges live here, what depends on the model does not. Fields that nobody knows, and those that
+mean nothing here (``user``, ``store``, ``metadata`` …), are ignored, as OpenAI-compatible servers do. Fields that we know but do
+not serve are refused by name as soon as they ask for something: silence would change the meaning of a request.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvrelay.common.retention import MAX_PRIORITY, MIN_PRIORITY, Retention
+from kvrelay.common.sampling import BeamSearch
+from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.guides import requested_guide
+from kvrelay.gateway.spec import GenerationSpec
+
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+_MAX_WORDS = 256
+_RAISED_PRIORITY = 80  # of who says only for how long
+_TIER_PRIORITY = {"priority": -10, "flex": 10}  # others: 0
+
+# Lists fail at their first bad item: a complaint about each of a million would keep the loop busy for seconds.
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1, max_length=64)]
+
+# What each of these may say without asking for anything; whatever else it says is refused.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "modalities": (["text"],),
+    "web_search_options": (),
+    "documents": ([],),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+}
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries beside tokens."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = None
+
+
+class SamplingBody(BaseModel):
+    """What both routes share."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    typical_p: Probability | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_WORDS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[str], Field(max_length=_MAX_WORDS, fail_fast=True)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    use_beam_search: bool | None = None
+    beam_width: Annotated[int, Field(ge=1, le=64)] | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    watermark: bool | None = None
+    logits_processors: Annotated[list[Name], Field(max_length=16, fail_fast=True)] | None = None
+    service_tier: Annotated[str, Field(max_length=64)] | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    cache_priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_ttl: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None  # seconds
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    def spec(
+        self, *, max_tokens: int | None, num_logprobs: int | None, max_tokens_param: str = "max_tokens"
+    ) -> GenerationSpec:
+        """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused, or contradicted."""
+        self._refuse_unsupported()
+        is_stream, num_choices = bool(self.stream), self.n or 1
+        best_of = self.best_of if self.best_of is not None else num_choices
+        beams = self._beam_search(num_choices)
+        if self.stream_options is not None and not is_stream:
+            raise InvalidRequestError("stream_options are given, but stream is not true", param="stream_options")
+        if is_stream and best_of > num_choices:
+            raise InvalidRequestError(
+                f"best_of is {best_of} and n {num_choices}: which are the best is known at the end only, "
+                "so this cannot be streamed",
+                param="best_of",
+            )
+        if is_stream and beams is not None:
+            raise InvalidRequestError("a beam search cannot be streamed: leave stream out", param="use_beam_search")
+        guide = requested_guide(self.response_format, self.structured_outputs, self.model_extra or {})
+        if guide is not None and beams is not None:
+            name = self._guide_field()
+            raise InvalidRequestError(f"{name} and use_beam_search are given together; leave one out", param=name)
+        return GenerationSpec(
+            max_tokens=max_tokens,
+            max_tokens_param=max_tokens_param,
+            min_tokens=self.min_tokens or 0,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k if self.top_k is not None and self.top_k > 0 else 0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=0.0 if self.min_p is None else self.min_p,
+            typical_p=1.0 if self.typical_p is None else self.typical_p,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=0.0 if self.presence_penalty is None else self.presence_penalty,
+            frequency_penalty=0.0 if self.frequency_penalty is None else self.frequency_penalty,
+            seed=self.seed,
+            stops=self._stops(),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            includes_stop=bool(self.include_stop_str_in_output),
+            keeps_special=self.skip_special_tokens is False,
+            logit_bias=self._logit_bias(),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=tuple(word for word in self.bad_words or () if word),
+            num_choices=num_choices,
+            best_of=best_of,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=self.prompt_logprobs,
+            guide=guide,
+            has_watermark=bool(self.watermark),
+            processors=tuple(self.logits_processors or ()),
+            beam_search=beams,
+            priority=(self.priority or 0) + _TIER_PRIORITY.get(self.service_tier or "", 0),
+            retention=self._retention(),
+            truncate=self.truncate_prompt_tokens,
+        )
+
+    def _beam_search(self, num_choices: int) -> BeamSearch | None:
+        options = ("beam_width", "length_penalty", "early_stopping")
+        if not self.use_beam_search:
+            for name in options:
+                if getattr(self, name) is not None:
+                    raise InvalidRequestError(f"{name} is given, but use_beam_search is not true", param=name)
+            return None
+        width = self.beam_width if self.beam_width is not None else max(num_choices, self.best_of or 1)
+        if width < num_choices:
+            raise InvalidRequestError(f"beam_width is {width}, less than n, which is {num_choices}", param="beam_width")
+        if self.stop:
+            raise InvalidRequestError("stop and use_beam_search are given together; leave one out", param="stop")
+        return BeamSearch(
+            width=width,
+            num_return=num_choices,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            early_stopping=None if self.early_stopping == "never" else bool(self.early_stopping),
+        )
+
+    def _guide_field(self) -> str:
+        """Where the one guide that was found came from."""
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            return "response_format"
+        extras = (self.model_extra or {}).items()
+        old = (name for name, value in extras if name.startswith("guided_") and value not in (None, False))
+        return next(old, "structured_outputs")
+
+    def _retention(self) -> Retention | None:
+        if self.cache_priority is None and self.cache_ttl is None:
+            return None
+        priority = _RAISED_PRIORITY if self.cache_priority is None else self.cache_priority
+        return Retention(priority=priority, ttl_s=self.cache_ttl)
+
+    def _stops(self) -> tuple[str, ...]:
+        """Empty ones are dropped."""
+        stops = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
+        return tuple(stop for stop in stops if stop)
+
+    def _logit_bias(self) -> tuple[tuple[int, float], ...]:
+        entries: list[tuple[int, float]] = []
+        for token, bias in (self.logit_bias or {}).items():
+            if not (token.isascii() and token.isdigit() and len(token) < 10):
+                raise InvalidRequestError(
+                    f"logit_bias holds {token[:40]!r}; its keys must be token ids, such as '1234'", param="logit_bias"
+                )
+            entries.append((int(token), bias))
+        return tuple(entries)
+
+    def _refuse_unsupported(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name in _HARMLESS and value is not None and value not in _HARMLESS[name]:
+                raise InvalidRequestError(f"{name}={str(value)[:80]!r} is not supported; leave it out", param=name)

@@ -1,0 +1,110 @@
+"""xgrammar's structural tags (version 0.2's JSON format), as far as guides here are made of them.
+
+A structural tag describes text by formats that contain formats: constants, JSON of a schema, free text, sequences, choices, and
+``dispatch``, free text in which certain strings must be followed by certain formats. The gateway only writes them down; workers
+compile them. See https://xgrammar.mlc.ai/docs for what each means.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, assert_never
+
+from kvrelay.common.sampling import Guide, GuideKind
+
+Format = dict[str, Any]
+
+# JSON may have any white space between its tokens. Models that are made to write JSON, but do not know what, can go on with spaces
+# forever: this is room for indentation, and an end.
+MAX_SPACES = 16
+
+
+def const(text: str) -> Format:
+    """Exactly this text."""
+    return {"type": "const_string", "value": text}
+
+
+def sequence(*formats: Format) -> Format:
+    """One after the other; empty constants are left out."""
+    elements = [part for part in formats if part != const("")]
+    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
+
+
+def either(formats: Sequence[Format]) -> Format:
+    """One of them."""
+    return formats[0] if len(formats) == 1 else {"type": "or", "elements": list(formats)}
+
+
+def optional(content: Format) -> Format:
+    """This, or nothing."""
+    return {"type": "optional", "content": content}
+
+
+def star(content: Format) -> Format:
+    """This, any number of times."""
+    return {"type": "star", "content": content}
+
+
+def regex(pattern: str) -> Format:
+    """Text that matches as a whole."""
+    return {"type": "regex", "pattern": pattern}
+
+
+def json_schema(schema: Any, style: str = "json") -> Format:
+    """JSON of a schema (an object or a truth value), or what ``style`` makes of it."""
+    return {"type": "json_schema", "json_schema": schema, "style": style, "max_whitespace_cnt": MAX_SPACES}
+
+
+def tag(begin: str, content: Format, end: str) -> Format:
+    """``content`` between two texts. Free text as content goes up to the first ``end``."""
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def tags(items: Sequence[Format], separator: str, *, is_one: bool) -> Format:
+    """At least one of these tags, with ``separator`` between them; exactly one if ``is_one``."""
+    return {
+        "type": "tags_with_separator",
+        "tags": list(items),
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": is_one,
+    }
+
+
+def free_text() -> Format:
+    """Any text."""
+    return {"type": "any_text"}
+
+
+def dispatch(trigger: str, content: Format, *, is_one: bool) -> Format:
+    """Free text in which every ``trigger`` is followed by ``content``; if ``is_one``, the text ends after the first."""
+    return {"type": "dispatch", "rules": [[trigger, content]], "loop": not is_one}
+
+
+def guide_of(part: Format) -> Guide:
+    """The whole output is this."""
+    text = json.dumps({"type": "structural_tag", "format": part}, ensure_ascii=False, separators=(",", ":"))
+    return Guide(kind=GuideKind.STRUCTURAL_TAG, text=text)
+
+
+def format_of(guide: Guide) -> Format:
+    """A guide as a part of a structural tag. Raises ValueError if its text is not of its kind, as far as that shows here."""
+    match guide.kind:
+        case GuideKind.JSON_OBJECT:
+            return json_schema({"type": "object"})
+        case GuideKind.JSON_SCHEMA:
+            return json_schema(json.loads(guide.text))
+        case GuideKind.REGEX:
+            return regex(guide.text)
+        case GuideKind.GRAMMAR:
+            return {"type": "grammar", "grammar": guide.text}
+        case GuideKind.CHOICE:
+            return either([const(text) for text in json.loads(guide.text)])
+        case GuideKind.STRUCTURAL_TAG:
+            part = json.loads(guide.text)
+            if not isinstance(part, dict) or not isinstance(part.get("format"), dict):
+                raise ValueError('a structural tag is {"type": "structural_tag", "format": {…}}')
+            return dict(part["format"])
+        case _:
+            assert_never(guide.kind)

@@ -1,0 +1,177 @@
+"""TGI's routes: bodies to jobs, what the endpoint says of itself, and SageMaker's names for both.
+
+Where TGI answers a stream's error with status 200 and an event, the status says it here, as long as nothing was sent; its clients
+read both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
+
+from kvrelay import __version__
+from kvrelay.gateway.api import reading
+from kvrelay.gateway.api_docs import ChatAnswer, TextAnswer
+from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.http import Endpoint
+from kvrelay.gateway.intake import Intake, arrival_of
+from kvrelay.gateway.jobs import Job
+from kvrelay.gateway.params import limit_tokens
+from kvrelay.gateway.sampling_schema import MAX_CHOICES, MAX_STOPS
+from kvrelay.gateway.streaming import Responder
+from kvrelay.gateway.tgi.docs import EXTRA, HEALTHY, GenerateAnswer, Info, StreamEvent, tgi_answers
+from kvrelay.gateway.tgi.format import GenerateFormat, Wanted
+from kvrelay.gateway.tgi.schema import CompatBody, GenerateBody
+
+_MAX_PROMPTS = 128  # of one body, which only /v1/completions takes several in
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointLimits:
+    """What ``/info`` tells of the gateway itself."""
+
+    max_concurrent_requests: int
+    num_processes: int
+
+
+class AnyBody(BaseModel):
+    """``POST /invocations``: what it is can be told by the field that it has."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    inputs: Any = None
+    messages: Any = None
+    prompt: Any = None
+
+
+class TgiRoutes:
+    """Holds what the routes need; ``router`` is mounted by the app."""
+
+    def __init__(
+        self, intake: Intake, responder: Responder, openai: Mapping[str, Endpoint], limits: EndpointLimits
+    ) -> None:
+        """``openai``: the OpenAI routes' endpoints by path, which SageMaker's bodies may also be for."""
+        self._intake = intake
+        self._responder = responder
+        self._limits = limits
+        self._invocations = {
+            "inputs": reading(CompatBody, self.compat_generate),
+            "messages": openai["/v1/chat/completions"],
+            "prompt": openai["/v1/completions"],
+        }
+        self.router = APIRouter(tags=["Text Generation Inference"])
+        # Only documented here: the app's edge calls ``endpoints`` itself.
+        for path, answer, answers in (
+            ("/generate", self.generate, tgi_answers(GenerateAnswer)),
+            ("/generate_stream", self.generate_stream, tgi_answers(events=StreamEvent)),
+            ("/", self.compat_generate, tgi_answers(list[GenerateAnswer], events=StreamEvent)),
+            (
+                "/invocations",
+                self.invocations,
+                tgi_answers(list[GenerateAnswer], ChatAnswer, TextAnswer, events=StreamEvent),
+            ),
+        ):
+            self.router.add_api_route(
+                path, answer, methods=["POST"], response_model=None, responses=answers, openapi_extra=EXTRA
+            )
+        self.router.add_api_route("/info", self.info, methods=["GET"], response_model=None, responses=tgi_answers(Info))
+        for path in ("/health", "/ping"):
+            self.router.add_api_route(
+                path, self.health, methods=["GET"], response_model=None, response_class=Response, responses=HEALTHY
+            )
+
+    @property
+    def endpoints(self) -> dict[str, Endpoint]:
+        """What answers a POST to these paths."""
+        return {
+            "/generate": reading(GenerateBody, self.generate),
+            "/generate_stream": reading(GenerateBody, self.generate_stream),
+            "/": reading(CompatBody, self.compat_generate),
+            "/invocations": reading(AnyBody, self.invocations),
+        }
+
+    async def generate(self, body: GenerateBody, request: Request) -> Response:
+        """Continue a text."""
+        return await self._respond("/generate", body, request, is_stream=False)
+
+    async def generate_stream(self, body: GenerateBody, request: Request) -> Response:
+        """Continue a text, an event for each token."""
+        return await self._respond("/generate_stream", body, request, is_stream=True)
+
+    async def compat_generate(self, body: CompatBody, request: Request) -> Response:
+        """Continue a text, with ``stream`` in events. The answer begins with the prompt unless ``return_full_text`` is false."""
+        return await self._respond("/", body, request, is_stream=bool(body.stream), is_compat=True)
+
+    async def invocations(self, body: AnyBody, request: Request) -> Response:
+        """SageMaker's route: whatever ``/``, ``/v1/chat/completions`` or ``/v1/completions`` would answer."""
+        given = [name for name in self._invocations if getattr(body, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                f"the body has {' and '.join(given) or 'none of inputs, messages and prompt'}; it must have exactly one "
+                "of inputs, messages and prompt"
+            )
+        return await self._invocations[given[0]](request)
+
+    async def info(self) -> dict[str, Any]:
+        """What is served, and within which limits."""
+        cards = self._intake.cards()
+        limit = limit_tokens(cards)
+        layout = cards[0].layout
+        return {
+            "model_id": self._intake.model_name,
+            "model_sha": layout.weights_digest,
+            "model_dtype": f"torch.{layout.kv_dtype}",
+            "model_device_type": cards[0].device_type,
+            "model_pipeline_tag": "text-generation",
+            "max_concurrent_requests": self._limits.max_concurrent_requests,
+            "max_best_of": MAX_CHOICES,
+            "max_stop_sequences": MAX_STOPS,
+            "max_input_tokens": limit - 1,
+            "max_input_length": limit - 1,  # as TGI called it before 2.3
+            "max_total_tokens": limit,
+            "validation_workers": self._limits.num_processes,
+            "max_client_batch_size": _MAX_PROMPTS,
+            "router": "kvrelay",
+            "version": __version__,
+            "sha": None,
+            "docker_label": None,
+        }
+
+    async def health(self) -> Response:
+        """Nothing, if there are workers that could generate; else 503 with the reason."""
+        self._intake.cards()
+        return Response()
+
+    async def _respond(
+        self, route: str, body: GenerateBody, request: Request, *, is_stream: bool, is_compat: bool = False
+    ) -> Response:
+        self._intake.check(None)
+        parameters = body.wanted
+        spec = parameters.spec(is_stream=is_stream)
+        prompt = await self._intake.encode(
+            body.inputs, "inputs", add_special_tokens=body.add_special_tokens is not False
+        )
+        generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="inputs")
+        is_full = is_compat if parameters.return_full_text is None else parameters.return_full_text
+        wanted = Wanted(
+            details=bool(parameters.details or parameters.decoder_input_details),
+            prefill=bool(parameters.decoder_input_details),
+            top_tokens=bool(parameters.top_n_tokens),
+            prefix=body.inputs if is_full else "",
+            is_list=is_compat,
+        )
+        answer = GenerateFormat(self._intake.tokenizer, generations[0], wanted)
+        job = Job(
+            route,
+            generations,
+            answer,
+            is_stream=is_stream,
+            num_per_prompt=spec.best_of,
+            num_returned=spec.num_choices,
+        )
+        return await self._responder.respond(request, job)

@@ -1,0 +1,113 @@
+"""What a model's answer is made of once its markers are read: text, thoughts, and calls of functions."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+CallIds = Callable[[], str]  # a new id for every call
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """A piece of one call. A call's first delta has its id and name; the ``arguments`` of all of them add up to JSON text."""
+
+    index: int  # of the call within the answer
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class ParsedDelta(msgspec.Struct, frozen=True):
+    """What a piece of text turned out to be. Within one delta, reasoning comes before content, and content before calls."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+class OutputParser(Protocol):
+    """Reads one answer while it comes. The outcome depends on the text alone, not on the pieces it comes in."""
+
+    def push(self, text: str) -> ParsedDelta:
+        """Take new text in; returns all that is certain. What may be the beginning of a marker is held back."""
+
+    def finish(self) -> ParsedDelta:
+        """The text is over: what was held back. Nothing may be pushed afterwards."""
+
+
+class PlainParser:
+    """All text is content. Implements :class:`OutputParser`, for models and requests without tools."""
+
+    def push(self, text: str) -> ParsedDelta:
+        """The text as it is."""
+        return ParsedDelta(content=text)
+
+    def finish(self) -> ParsedDelta:
+        """Nothing is ever held back."""
+        return ParsedDelta()
+
+
+def joined(first: ParsedDelta, second: ParsedDelta) -> ParsedDelta:
+    """Two deltas that came one after the other."""
+    return ParsedDelta(
+        content=first.content + second.content,
+        reasoning=first.reasoning + second.reasoning,
+        calls=first.calls + second.calls,
+    )
+
+
+class Outbox:
+    """Where a parser puts what it read, until somebody takes it.
+
+    A call is *open* from its name to its end: what its text still lacks then (a bracket, an end marker) is not worth showing
+    if the answer is cut off there.
+    """
+
+    def __init__(self, new_id: CallIds) -> None:
+        self._new_id = new_id
+        self._content: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+        self.num_calls = 0
+        self.has_open_call = False
+
+    def add_content(self, text: str) -> None:
+        """Text for the reader."""
+        self._content.append(text)
+
+    def open_call(self, name: str) -> None:
+        """A call begins."""
+        self._calls.append(ToolCallDelta(self.num_calls, self._new_id(), name))
+        self.num_calls += 1
+        self.has_open_call = True
+
+    def add_arguments(self, text: str) -> None:
+        """More of the open call's arguments."""
+        assert self.has_open_call, "arguments belong to a call"
+        index = self.num_calls - 1
+        if self._calls and self._calls[-1].index == index:
+            last = self._calls.pop()
+            self._calls.append(ToolCallDelta(index, last.id, last.name, last.arguments + text))
+        elif text:
+            self._calls.append(ToolCallDelta(index, arguments=text))
+
+    def close_call(self) -> None:
+        """The call is complete, its end marker included."""
+        self.has_open_call = False
+
+    def take(self) -> ParsedDelta:
+        """All since the last time."""
+        delta = ParsedDelta(content="".join(self._content), calls=tuple(self._calls))
+        self._content.clear()
+        self._calls.clear()
+        return delta
+
+
+def random_call_id() -> str:
+    """``call_`` and 24 hexadecimal digits."""
+    return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,154 @@
+"""Calls as Python writes them: ``[f(a=1, b="x"), g()]``, by Llama 4 and LFM2.
+
+An answer that begins with ``[`` and the call of a known function is one. Llama may put ``<|python_start|>`` and ``<|python_end|>``
+around it, LFM2 always puts ``<|tool_call_start|>`` and ``<|tool_call_end|>``. Values are literals: parsed as JSON or as Python's
+syntax tree, never evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import warnings
+from typing import Any, NoReturn
+
+from kvrelay.gateway.tools.parser import Context, Syntax
+from kvrelay.gateway.tools.reader import Reader, Reading
+
+BEGIN, END = "<|python_start|>", "<|python_end|>"
+LFM_BEGIN, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
+
+_KEY = re.compile(r"""[^\s=(),:'"\[\]{}]*""")
+_ENDS = {BEGIN: END, LFM_BEGIN: LFM_END}
+_NAMES: dict[str, Any] = {"true": True, "false": False, "null": None}  # models mix the two languages
+
+
+def _read(context: Context, marker: str) -> Reading[bool]:
+    reader = context.reader
+    yield from reader.spaces()
+    if not (yield from reader.next_is("[")):
+        return False
+    end: str | None = ","
+    while end == ",":
+        yield from reader.spaces()
+        if not (yield from _read_call(context)):
+            return False
+        yield from context.close()
+        yield from reader.spaces()
+        end = yield from reader.next_is(",", "]")
+        if end is not None:
+            reader.settle()
+    if end == "]" and marker:
+        yield from context.close(_ENDS[marker])
+    return end is not None or reader.is_over()
+
+
+def _read_call(context: Context) -> Reading[bool]:
+    reader = context.reader
+    name = yield from reader.word()
+    if not context.may_call(name) or not (yield from reader.next_is("(")):
+        return False
+    write = context.writer(name)
+    yield from reader.spaces()
+    if (yield from reader.next_is(")")):
+        write("{}")
+        return True
+    before, end = "{", ","
+    while end == ",":
+        yield from reader.spaces()
+        key = yield from reader.word(_KEY, 256)
+        yield from reader.spaces()
+        if not key or not (yield from reader.next_is("=")):
+            return False
+        text = yield from _literal(reader)
+        value = None if text is None else literal_json(text)
+        if value is None:
+            return False
+        end = (yield from reader.next_is(",", ")")) or ""
+        write(f"{before}{json.dumps(key, ensure_ascii=False)}: {value}" + ("}" if end == ")" else ""))
+        before = ", "
+    return True
+
+
+def _literal(reader: Reader) -> Reading[str | None]:
+    """Read up to the comma or bracket behind a value; None if there is none."""
+    at, depth, quote = 0, 0, ""
+    while True:
+        rest = reader.rest
+        while at < len(rest):
+            char = rest[at]
+            if quote and char == "\\":
+                at += 1  # nor is the next one the end
+            elif quote:
+                quote = "" if char == quote else quote
+            elif char in "'\"":
+                quote = char
+            elif char in "([{":
+                depth += 1
+            elif depth and char in ")]}":
+                depth -= 1
+            elif not depth and char in ",)]}":
+                reader.skip(at)
+                return rest[:at] if char in ",)" else None
+            at += 1
+        if reader.is_finished:
+            reader.skip(len(rest))
+            return None
+        yield
+
+
+def literal_json(text: str) -> str | None:
+    """A literal of JSON or Python as JSON; None if it is none, or says what JSON cannot."""
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        try:
+            with warnings.catch_warnings():  # of backslashes that escape nothing, which models write
+                warnings.simplefilter("ignore")
+                value = _plain(ast.parse(text.strip(), mode="eval").body)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    except (ValueError, RecursionError):
+        return None
+    return written
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _plain(node: ast.expr) -> Any:
+    """The value of a literal. Raises ValueError on anything else."""
+    match node:
+        case ast.Constant(value=None | bool() | int() | str() as value):
+            return value
+        case ast.Constant(value=float() as value) if math.isfinite(value):
+            return value
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as value)):
+            return -value if isinstance(sign, ast.USub) else value
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return [_plain(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): _plain(value) for key, value in zip(keys, values, strict=True)}
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+        case _:
+            raise ValueError(f"{ast.dump(node)[:80]} is no literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case _:
+            raise ValueError("keys are text")
+
+
+SYNTAX = Syntax((BEGIN, LFM_BEGIN), _read, starts="[")

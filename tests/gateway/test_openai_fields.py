@@ -1,0 +1,388 @@
+"""What each field of OpenAI's routes becomes on its way to the workers, and what is wrong with those that are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrelay.common.retention import Retention
+from kvrelay.common.sampling import BeamSearch, FinishReason, Guide, GuideKind, SampledToken, SamplingParams, Watermark
+from kvrelay.engine.fake import fake_card
+from kvrelay.gateway.tokenizer import Tokenizer
+from kvrelay.wire.messages import Beam, Submit, TokenDelta, Tokens
+
+from .http_app import CHAT, TEXT, app_for, saying, tokens_of
+from .players import Player
+
+USER = [{"role": "user", "content": "hand over"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.fixture
+def tokenizer(model_directory: Path) -> Callable[[], Tokenizer]:
+    return lambda: Tokenizer.load(model_directory)
+
+
+def _guide(kind: GuideKind, text: Any = "") -> dict[str, Any]:
+    return {"guide": Guide(kind=kind, text=text if isinstance(text, str) else json.dumps(text))}
+
+
+BECOMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "min_tokens": ({"min_tokens": 3}, {"min_tokens": 3}),
+    "typical_p": ({"typical_p": 0.4}, {"typical_p": 0.4}),
+    "filters": ({"top_k": 5, "top_p": 0.5, "min_p": 0.1}, {"top_k": 5, "top_p": 0.5, "min_p": 0.1}),
+    "no top_k": ({"top_k": -1}, {"top_k": 0}),
+    "penalties": (
+        {"frequency_penalty": 1, "presence_penalty": -1, "repetition_penalty": 1.5},
+        {"frequency_penalty": 1.0, "presence_penalty": -1.0, "repetition_penalty": 1.5},
+    ),
+    "logit_bias": ({"logit_bias": {"7": -100, "9": 2.5}}, {"logit_bias": ((7, -100.0), (9, 2.5))}),
+    "allowed_token_ids": ({"allowed_token_ids": [4, 5]}, {"allowed_token_ids": (4, 5)}),
+    "watermark": ({"watermark": True}, {"watermark": Watermark()}),
+    "prompt_logprobs": ({"prompt_logprobs": 2}, {"num_prompt_logprobs": 2}),
+    "json_object": ({"response_format": {"type": "json_object"}}, _guide(GuideKind.JSON_OBJECT)),
+    "json_schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        _guide(GuideKind.JSON_SCHEMA, SCHEMA),
+    ),
+    "structured json": ({"structured_outputs": {"json": SCHEMA}}, _guide(GuideKind.JSON_SCHEMA, SCHEMA)),
+    "structured json as text": (
+        {"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}},
+        _guide(GuideKind.JSON_SCHEMA, SCHEMA),
+    ),
+    "structured regex": ({"structured_outputs": {"regex": "a+"}}, _guide(GuideKind.REGEX, "a+")),
+    "guided_choice": ({"guided_choice": ["yes", "no"]}, _guide(GuideKind.CHOICE, ["yes", "no"])),
+    "guided_grammar": ({"guided_grammar": 'root ::= "x"'}, _guide(GuideKind.GRAMMAR, 'root ::= "x"')),
+    "structural tag": (
+        {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+        _guide(GuideKind.STRUCTURAL_TAG, {"type": "structural_tag", "format": {"type": "any_text"}}),
+    ),
+    "no guide": ({"response_format": {"type": "text"}, "structured_outputs": {"json": None}}, {"guide": None}),
+}
+
+
+@pytest.mark.parametrize("name", BECOMES)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_what_fields_become(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer], path: str, name: str
+) -> None:
+    fields, expected = BECOMES[name]
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        await app.post(path, **({"messages": USER} if path == CHAT else {"prompt": "x"}), **fields)
+        sampling = app.player.submits[-1].sampling
+        assert {field: getattr(sampling, field) for field in expected} == expected
+
+
+async def test_stop_tokens_are_beside_the_models_own(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        await app.post(TEXT, prompt="x", stop_token_ids=[9, 9, 8])
+        assert app.player.submits[-1].sampling.stop_token_ids == (*app.tokenizer.eos_ids, 9, 8)
+        await app.post(TEXT, prompt="x", stop_token_ids=[9], ignore_eos=True)
+        assert app.player.submits[-1].sampling.stop_token_ids == (9,)
+
+
+async def test_bad_words_are_spelled_with_and_without_a_space(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer]
+) -> None:
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        await app.post(TEXT, prompt="x", bad_words=["relay", ""])
+        spelled = [app.tokenizer.decode(ids) for ids in app.player.submits[-1].sampling.bad_words]
+        assert spelled == ["relay", " relay"]
+
+
+async def test_the_operators_processors_go_by_name(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    card = msgspec.structs.replace(fake_card(vocab_size=300, num_blocks=128), processors=("quiet", "calm"))
+    async with app_for(model_directory, saying(tokenizer, "x"), card=card) as app:
+        await app.post(TEXT, prompt="x", logits_processors=["quiet"])
+        assert app.player.submits[-1].sampling.processors == ("quiet",)
+        error = (await app.post(TEXT, 400, prompt="x", logits_processors=["loud"]))["error"]
+        assert "calm, quiet" in error["message"]
+
+
+async def test_retention_hints_travel(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        for fields, expected in (
+            ({}, None),
+            ({"cache_ttl": 60}, Retention(priority=80, ttl_s=60.0)),
+            ({"cache_priority": 5}, Retention(priority=5)),
+            ({"cache_priority": 100, "cache_ttl": 1.5}, Retention(priority=100, ttl_s=1.5)),
+        ):
+            await app.post(CHAT, messages=USER, **fields)
+            assert app.player.submits[-1].retention == expected
+
+
+# -- what the answer shows -----------------------------------------------------------------------------------------
+
+
+async def test_the_stop_string_and_why_it_ended(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    async with app_for(model_directory, saying(tokenizer, "one two three")) as app:
+        choice = (await app.post(TEXT, prompt="x", max_tokens=99, stop=["zzz", " two"]))["choices"][0]
+        assert (choice["text"], choice["stop_reason"], choice["finish_reason"]) == ("one", " two", "stop")
+        fields = {"stop": " two", "include_stop_str_in_output": True}
+        assert (await app.post(TEXT, prompt="x", max_tokens=99, **fields))["choices"][0]["text"] == "one two"
+        late = (await app.post(TEXT, prompt="x", max_tokens=99, stop=["o"], min_tokens=10))["choices"][0]
+        num_tokens = len(app.tokenizer.encode("one two", add_special_tokens=False))
+        assert len(late["text"]) >= len("one tw") if num_tokens < 10 else late["text"]
+        assert (await app.post(TEXT, prompt="x", max_tokens=99))["choices"][0]["stop_reason"] is None
+
+
+async def test_a_stop_token_is_the_reason(model_directory: Path) -> None:
+    def script(player: Player, submit: Submit) -> None:
+        player.tokens(submit, 0, [20, 21, 9], FinishReason.STOP)
+
+    async with app_for(model_directory, script) as app:
+        choice = (await app.post(TEXT, prompt="x", stop_token_ids=[9], return_token_ids=True))["choices"][0]
+        assert (choice["stop_reason"], choice["finish_reason"]) == (9, "stop")
+        assert choice["token_ids"] == [20, 21, 9]
+        assert choice["text"] == app.tokenizer.decode([20, 21])
+        shown = await app.post(TEXT, prompt="x", stop_token_ids=[9], include_stop_str_in_output=True)
+        assert shown["choices"][0]["text"] == app.tokenizer.decode([20, 21, 9])
+
+
+async def test_special_tokens_are_shown_on_demand(model_directory: Path) -> None:
+    async with app_for(model_directory, lambda player, submit: None) as app:
+        special = min(app.tokenizer.skipped_ids)
+
+        def script(player: Player, submit: Submit) -> None:
+            player.tokens(submit, 0, [20, special, 21], FinishReason.LENGTH)
+
+        app.player.script = script
+        hidden = (await app.post(TEXT, prompt="x", ignore_eos=True))["choices"][0]["text"]
+        shown = (await app.post(TEXT, prompt="x", ignore_eos=True, skip_special_tokens=False))["choices"][0]["text"]
+        assert hidden == app.tokenizer.decode([20, 21])
+        assert app.tokenizer.token_text(special) in shown
+
+
+def _with_prompt_logprobs(tokenizer: Callable[[], Tokenizer], text: str) -> Callable[[Player, Submit], None]:
+    def script(player: Player, submit: Submit) -> None:
+        known = [SampledToken(token_id, -0.25, ((token_id, -0.25), (3, -2.0))) for token_id in submit.token_ids[1:]]
+        asked = submit.sampling.num_prompt_logprobs is not None
+        item = TokenDelta(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            index=0,
+            tokens=tokens_of(tokenizer(), text),
+            finish_reason=FinishReason.LENGTH,
+            prompt_logprobs=known if asked else None,
+        )
+        player.say(Tokens(items=[item]))
+
+    return script
+
+
+async def test_echo(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    async with app_for(model_directory, _with_prompt_logprobs(tokenizer, " the baton")) as app:
+        plain = (await app.post(TEXT, prompt="hand over", echo=True))["choices"][0]
+        assert (plain["text"], plain["logprobs"]) == ("hand over the baton", None)
+        both = await app.post(TEXT, prompt=["hand over", "run"], echo=True, n=2)
+        assert [choice["text"] for choice in both["choices"]] == ["hand over the baton"] * 2 + ["run the baton"] * 2
+        shown = (await app.post(TEXT, prompt="hand over", echo=True, logprobs=2))["choices"][0]["logprobs"]
+        assert "".join(shown["tokens"]) == "hand over the baton"
+        prompt_len = len(app.tokenizer.encode("hand over", add_special_tokens=False))
+        assert shown["token_logprobs"][:2] == [None, -0.25]
+        assert shown["token_logprobs"][prompt_len] == -0.5
+        assert shown["top_logprobs"][0] is None
+        assert shown["text_offset"] == [len("".join(shown["tokens"][:index])) for index in range(len(shown["tokens"]))]
+        events = await app.events(TEXT, prompt="hand over", echo=True, logprobs=2)
+        assert "".join(event["choices"][0]["text"] for event in events) == "hand over the baton"
+        pieces = [piece for event in events for piece in event["choices"][0]["logprobs"]["tokens"]]
+        assert pieces == shown["tokens"]
+
+
+async def test_no_output_at_all(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    """How others' tools rate a text: its log probabilities, and nothing behind it."""
+    async with app_for(model_directory, _with_prompt_logprobs(tokenizer, "x")) as app:
+        answer = await app.post(TEXT, prompt="hand over", echo=True, logprobs=1, max_tokens=0)
+        assert answer["choices"][0]["text"] == "hand over"
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert "".join(answer["choices"][0]["logprobs"]["tokens"]) == "hand over"
+        assert answer["usage"]["completion_tokens"] == 0
+        assert app.player.submits[-1].sampling.max_tokens == 1
+
+
+async def test_prompt_logprobs(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    async with app_for(model_directory, _with_prompt_logprobs(tokenizer, "x")) as app:
+        ids = app.tokenizer.encode("hand over", add_special_tokens=False)
+        text = (await app.post(TEXT, prompt="hand over", prompt_logprobs=2, n=2))["choices"]
+        for choice in text:
+            shown = choice["prompt_logprobs"]
+            assert shown[0] is None
+            assert [next(iter(entry)) for entry in shown[1:]] == [str(token_id) for token_id in ids[1:]]
+            assert shown[1][str(ids[1])] == {
+                "logprob": -0.25,
+                "rank": 1,
+                "decoded_token": app.tokenizer.token_text(ids[1]),
+            }
+            assert shown[1]["3"]["rank"] == 2
+        chat = await app.post(CHAT, messages=USER, prompt_logprobs=0)
+        assert len(chat["prompt_logprobs"]) == len(app.player.submits[-1].token_ids)
+        events = await app.events(CHAT, messages=USER, prompt_logprobs=0)
+        assert sum("prompt_logprobs" in event for event in events) == 1
+
+
+async def test_what_backs_an_answer(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        answers = [await app.post(TEXT, prompt="x"), await app.post(CHAT, messages=USER)]
+        answers += await app.events(CHAT, messages=USER)
+        fingerprints = {answer["system_fingerprint"] for answer in answers}
+        assert len(fingerprints) == 1
+        assert fingerprints.pop().startswith("fp_")
+
+
+# -- several choices -----------------------------------------------------------------------------------------------
+
+
+def _by_choice(tokenizer: Callable[[], Tokenizer], texts: list[str], logprobs: list[float]) -> Any:
+    def script(player: Player, submit: Submit) -> None:
+        choice = submit.sampling.choice
+        tokens = [SampledToken(token.token_id, logprobs[choice]) for token in tokens_of(tokenizer(), texts[choice])]
+        player.tokens(submit, 0, tokens, FinishReason.STOP)
+
+    return script
+
+
+async def test_choices_have_noise_of_their_own_and_one_seed(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer]
+) -> None:
+    texts = ["one", "two", "three"]
+    async with app_for(model_directory, _by_choice(tokenizer, texts, [-1.0] * 3)) as app:
+        whole = await app.post(CHAT, messages=USER, n=3)
+        assert [choice["message"]["content"] for choice in whole["choices"]] == texts
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+        samplings = [submit.sampling for submit in app.player.submits]
+        assert [sampling.choice for sampling in samplings] == [0, 1, 2]
+        assert len({sampling.seed for sampling in samplings}) == 1
+        assert len({submit.request_id for submit in app.player.submits}) == 3
+        prompt = app.player.submits[0].token_ids
+        lengths = [len(app.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        assert whole["usage"]["prompt_tokens"] == len(prompt), "a prompt counts once"
+        assert whole["usage"]["completion_tokens"] == sum(lengths)
+        events = await app.events(CHAT, messages=USER, n=3)
+        streamed = ["", "", ""]
+        for event in events:
+            streamed[event["choices"][0]["index"]] += event["choices"][0]["delta"].get("content", "")
+        assert streamed == texts
+        roles = [event["choices"][0]["index"] for event in events if "role" in event["choices"][0]["delta"]]
+        assert roles == [0, 1, 2]
+
+
+async def test_the_best_of_several(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    """By log probability per token, so that length alone decides nothing."""
+    texts, logprobs = ["a long one indeed", "two", "three"], [-0.5, -2.0, -0.1]
+    async with app_for(model_directory, _by_choice(tokenizer, texts, logprobs)) as app:
+        whole = await app.post(TEXT, prompt=["x", "y"], n=2, best_of=3)
+        assert [choice["text"] for choice in whole["choices"]] == ["three", texts[0]] * 2
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+        assert all(choice["logprobs"] is None for choice in whole["choices"])
+        lengths = [len(app.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        assert whole["usage"]["completion_tokens"] == 2 * sum(lengths), "what was generated counts, not what is shown"
+
+
+async def test_a_beam_search(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    def script(player: Player, submit: Submit) -> None:
+        beams = [
+            Beam(tokens=tokens_of(tokenizer(), text), finish_reason=reason, score=-1.0)
+            for text, reason in (("first", FinishReason.STOP), ("second", FinishReason.LENGTH))
+        ]
+        item = TokenDelta(
+            request_id=submit.request_id,
+            attempt=1,
+            index=0,
+            tokens=[],
+            finish_reason=FinishReason.STOP,
+            beams=beams,
+        )
+        player.say(Tokens(items=[item]))
+
+    async with app_for(model_directory, script) as app:
+        fields = {"use_beam_search": True, "beam_width": 4, "n": 2, "length_penalty": 0.5, "early_stopping": "never"}
+        whole = await app.post(TEXT, prompt="x", **fields)
+        assert [choice["text"] for choice in whole["choices"]] == ["first", "second"]
+        assert [choice["finish_reason"] for choice in whole["choices"]] == ["stop", "length"]
+        (submit,) = app.player.submits
+        assert submit.sampling.beam_search == BeamSearch(width=4, num_return=2, length_penalty=0.5, early_stopping=None)
+        chat = await app.post(CHAT, messages=USER, use_beam_search=True, n=2)
+        assert [choice["message"]["content"] for choice in chat["choices"]] == ["first", "second"]
+        assert app.player.submits[-1].sampling.beam_search == BeamSearch(width=2, num_return=2)
+
+
+# -- what contradicts itself ---------------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    "n": ({"n": 0}, "n", "greater than or equal to 1"),
+    "many": ({"n": 129}, "n", "less than or equal to 128"),
+    "best_of": ({"n": 3, "best_of": 2}, "best_of", "less than n"),
+    "best_of streamed": ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
+    "beams streamed": ({"use_beam_search": True, "stream": True}, "use_beam_search", "cannot be streamed"),
+    "beam width": ({"use_beam_search": True, "beam_width": 2, "n": 3}, "beam_width", "less than n"),
+    "beams and stop": ({"use_beam_search": True, "stop": "x"}, "stop", "together"),
+    "beams and temperature": ({"use_beam_search": True, "temperature": 0.5}, "temperature", "together"),
+    "beams and a guide": ({"use_beam_search": True, "guided_regex": "a"}, "guided_regex", "together"),
+    "beams and a format": (
+        {"use_beam_search": True, "response_format": {"type": "json_object"}},
+        "response_format",
+        "together",
+    ),
+    "beams and structured outputs": (
+        {"use_beam_search": True, "response_format": {"type": "text"}, "structured_outputs": {"json": {}}},
+        "structured_outputs",
+        "together",
+    ),
+    "no beams": ({"length_penalty": 0.5}, "length_penalty", "use_beam_search is not true"),
+    "min_tokens": ({"max_tokens": 3, "min_tokens": 4}, "min_tokens", "more than the 3"),
+    "bias by name": ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+    "bias of none": ({"logit_bias": {"300": 1}}, "logit_bias", "0 to 299"),
+    "a large bias": ({"logit_bias": {"3": 101}}, "logit_bias", "100"),
+    "a stop token": ({"stop_token_ids": [300]}, "stop_token_ids", "0 to 299"),
+    "allowed": ({"allowed_token_ids": []}, "allowed_token_ids", "at least 1"),
+    "typical_p": ({"typical_p": 0}, "typical_p", "greater than 0"),
+    "an unknown processor": ({"logits_processors": ["loud"]}, "logits_processors", "there are none"),
+    "cache_ttl": ({"cache_ttl": 0}, "cache_ttl", "greater than 0"),
+    "cache_priority": ({"cache_priority": 101}, "cache_priority", "less than or equal to 100"),
+    "two guides": ({"guided_regex": "a", "structured_outputs": {"json": {}}}, "structured_outputs", "together"),
+    "two in one": ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "together"),
+    "an unknown one": ({"structured_outputs": {"yaml": {}}}, "structured_outputs", "has no 'yaml'"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema must be an object"),
+    "no such format": ({"response_format": {"type": "xml"}}, "response_format", "it must be text"),
+    "choices": ({"guided_choice": []}, "guided_choice", "1 to 1024 strings"),
+    "a broken schema": ({"guided_json": "{"}, "guided_json", "not JSON"),
+    "stream_options": ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
+    "prompt_logprobs": ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
+    "nothing": ({"max_tokens": 0, "best_of": 2}, "max_tokens", "nothing to choose"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_what_is_wrong_is_named(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer], path: str, name: str
+) -> None:
+    fields, param, text = WRONG[name]
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        body = {"messages": USER} if path == CHAT else {"prompt": "x"}
+        error = (await app.post(path, 400, **body, **fields))["error"]
+        assert (error["param"], error["type"]) == (param, "invalid_request_error")
+        assert text in error["message"]
+        assert not app.player.submits
+
+
+async def test_every_sampling_field_is_reached_by_some_client_field() -> None:
+    """A parameter that the engine has and no client can set would be dead."""
+    reached = {field for _, expected in BECOMES.values() for field in expected}
+    elsewhere = {
+        "max_tokens",
+        "temperature",
+        "seed",
+        "stop_token_ids",
+        "num_logprobs",
+        "choice",
+        "bad_words",
+        "beam_search",
+        "processors",
+    }
+    assert reached | elsewhere == set(SamplingParams.__struct_fields__)

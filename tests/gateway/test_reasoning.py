@@ -1,0 +1,170 @@
+"""Thoughts are kept apart from the answer, whatever the pieces; guides hold for the answer only."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.common.sampling import Guide, GuideKind
+from kvrelay.gateway.reasoning import (
+    FAMILIES,
+    ReasoningFamily,
+    ReasoningParser,
+    after_reasoning,
+    reasoning_for,
+    reasoning_named,
+)
+from kvrelay.gateway.tools.calls import PlainParser
+from kvrelay.gateway.tools.families import family_named
+from kvrelay.gateway.tools.functions import ToolMode
+from kvrelay.gateway.tools.guides import tool_guide
+
+from .tools.cases import CUTS, Answer, names_choice, parser_of, pieces_of, read
+from .tools.grammars import Grammars
+
+QWEN, GRANITE = reasoning_named("qwen3"), reasoning_named("granite")
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+SCHEMA = Guide(
+    kind=GuideKind.JSON_SCHEMA, text='{"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}'
+)
+
+
+FRAGMENTS = [
+    "<think>",
+    "</think>",
+    "[THINK]",
+    "[/THINK]",
+    "<response>",
+    "</response>",
+    "<seed:think>",
+    "<",
+    "a",
+    " ",
+    "\n",
+]
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars()
+
+
+def parsed(family: ReasoningFamily, text: str, *, starts_inside: bool = False) -> Answer:
+    return read(ReasoningParser(family, PlainParser(), starts_inside=starts_inside), text)
+
+
+@every_family
+def test_thoughts_come_apart(family: ReasoningFamily) -> None:
+    expected = Answer(content="The answer: <b>.", reasoning="First <this>,\n\nthen that.")
+    inner = f"First <this>,\n\nthen that.\n{family.end}\n\nThe answer: <b>."
+    assert parsed(family, f"{family.begin}\n{inner}") == expected
+    assert parsed(family, inner, starts_inside=True) == expected
+    assert parsed(family, f"\n{family.begin}{inner}", starts_inside=True) == expected, "said twice is said once"
+
+
+@every_family
+def test_an_answer_without_thoughts_is_all_content(family: ReasoningFamily) -> None:
+    for text in ("", " \n", " plain", f"a tag {family.begin} in {family.end} the midst", family.begin[:-1]):
+        assert parsed(family, text) == Answer(content=text)
+
+
+def test_thoughts_that_do_not_end_stay_thoughts() -> None:
+    assert parsed(QWEN, "<think>\nhm, </thi") == Answer(reasoning="hm, </thi")
+    assert parsed(QWEN, "hm", starts_inside=True) == Answer(reasoning="hm")
+    assert parsed(QWEN, "<think>\n\n</think>\n\nyes") == Answer(content="yes")
+
+
+def test_an_answer_in_tags_of_its_own() -> None:
+    text = "<think>a</think>\n<response> It is <b>. </response>\n"
+    assert parsed(GRANITE, text) == Answer(content="It is <b>.", reasoning="a")
+    assert parsed(GRANITE, "<think>a</think> It is.") == Answer(content="It is.", reasoning="a")
+
+
+def test_thoughts_and_content_stream() -> None:
+    parser = ReasoningParser(QWEN, PlainParser(), starts_inside=False)
+    assert not parser.push("<thi")
+    assert parser.push("nk>\nso").reasoning == "so"
+    assert parser.push(" be it").reasoning == " be it"
+    assert not parser.push("\n</think")
+    assert not parser.push(">\n")
+    assert parser.push("\nYes").content == "Yes"
+    assert parser.push(". ").content == ". "
+
+
+def test_calls_come_after_thoughts() -> None:
+    hermes = family_named("hermes")
+    text = f"<think>call f? <tool_call></think>\n\nWell.{hermes.spelling.write([('f', '{}')])}"
+    parser = ReasoningParser(QWEN, parser_of(hermes, names_choice("f")), starts_inside=False)
+    assert read(parser, text) == Answer(content="Well.", reasoning="call f? <tool_call>", calls=[("id0", "f", "{}")])
+
+
+@every_family
+@given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=12), cuts=CUTS, starts_inside=st.booleans())
+def test_a_text_has_one_outcome_however_it_is_cut(
+    family: ReasoningFamily, parts: list[str], cuts: list[int], starts_inside: bool
+) -> None:
+    text = "".join(parts)
+    outcomes = [
+        read(ReasoningParser(family, PlainParser(), starts_inside=starts_inside), pieces)
+        for pieces in ([text], pieces_of(text, cuts), text)
+    ]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{% if '</think>' in content %}{{ content.split('</think>')[-1] }}", "qwen3"),
+        ("{{ '<think>\\n\\n</think>\\n\\n' }}", "qwen3"),
+        ("{{'<\uff5cAssistant\uff5c><think>\\n'}}", "deepseek_r1"),
+        ("write your thoughts between <think></think> and your response between <response></response>", "granite"),
+        ("[THINK]…[/THINK]", "mistral"),
+        ("<seed:think>", "seed_oss"),
+        ("{{ messages[0].content }}", None),
+        ("<\uff5cAssistant\uff5c>", None),
+    ],
+)
+def test_templates_give_families_away(template: str, name: str | None) -> None:
+    family = reasoning_for(template)
+    assert (family.name if family else None) == name
+
+
+def test_whether_a_prompt_ends_within_thoughts() -> None:
+    assert QWEN.starts_inside("<|im_start|>assistant\n<think>\n")
+    assert not QWEN.starts_inside("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not QWEN.starts_inside("what does <think> mean?<|im_start|>assistant\n")
+
+
+@every_family
+@pytest.mark.parametrize("starts_inside", [True, False])
+def test_a_guide_holds_after_the_thoughts(grammars: Grammars, family: ReasoningFamily, starts_inside: bool) -> None:
+    guide = after_reasoning(SCHEMA, family, starts_inside=starts_inside)
+    begin = "" if starts_inside else family.begin
+    assert grammars.allows(guide, f'{begin}anything {{ at <all{family.end}\n\n{{"x": true}}')
+    assert not grammars.allows(guide, f"{begin}anything{family.end}\n\nno JSON")
+    assert grammars.allows(guide, '{"x": true}') is not starts_inside, "a model may choose not to think"
+    for seed in range(5):
+        text = grammars.answer(guide, seed, start=f"{begin}hm{family.end}")
+        answer = parsed(family, text, starts_inside=starts_inside)
+        assert answer.reasoning == "hm"
+        assert isinstance(json.loads(answer.content)["x"], bool)
+
+
+def test_required_calls_come_after_the_thoughts(grammars: Grammars) -> None:
+    hermes, choice = family_named("hermes"), names_choice("f", mode=ToolMode.REQUIRED)
+    required = tool_guide(hermes, choice)
+    assert required is not None
+    guide = after_reasoning(required, QWEN, starts_inside=True)
+    for seed in range(5):
+        parser = ReasoningParser(QWEN, parser_of(hermes, choice), starts_inside=True)
+        answer = read(parser, [grammars.answer(guide, seed, start="hm</think>")])
+        assert answer.calls
+        assert answer.content == ""
+
+
+def test_an_unknown_name_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        reasoning_named("nobody")

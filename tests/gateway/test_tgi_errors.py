@@ -1,0 +1,202 @@
+"""What TGI's routes refuse, and how: status, type and text; at the edge, too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.gateway.errors import (
+    ApiError,
+    AttemptsFailedError,
+    BodyTooLargeError,
+    ChatTemplateError,
+    ContextLengthError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestTimeoutError,
+    ShuttingDownError,
+    UnauthorizedError,
+    UnavailableError,
+)
+from kvrelay.gateway.tgi.errors import PATHS, tgi_error
+from kvrelay.gateway.tokenizer import Tokenizer
+from kvrelay.wire.messages import FailureCode
+
+from .http_app import CHAT, app_for, saying
+from .players import failing, good
+from .test_api_keys import keys_file
+
+
+@pytest.fixture
+def tokenizer(model_directory: Path) -> Callable[[], Tokenizer]:
+    return lambda: Tokenizer.load(model_directory)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "text"),
+    [
+        (InvalidRequestError("x: wrong"), 422, "validation", "Input validation error: x: wrong"),
+        (ContextLengthError("long"), 422, "validation", "Input validation error: long"),
+        (ChatTemplateError("none"), 422, "template_error", "Template error: none"),
+        (OverloadedError("full"), 429, "overloaded", "Model is overloaded: full"),
+        (AttemptsFailedError("3"), 424, "generation", "Request failed during generation: 3"),
+        (UnavailableError("no worker"), 503, "unhealthy", "no worker"),
+        (RequestTimeoutError("late"), 504, "timeout", "late"),
+        (UnauthorizedError("no key"), 401, "unauthorized", "no key"),
+        (BodyTooLargeError("big"), 413, "validation", "big"),
+        (ApiError("bug"), 500, "incomplete_generation", "Incomplete generation: bug"),
+    ],
+)
+def test_each_error_has_its_kind(error: ApiError, status: int, kind: str, text: str) -> None:
+    assert tgi_error(error) == (status, {"error": text, "error_type": kind})
+
+
+def test_a_gateway_that_ends_says_so() -> None:
+    assert tgi_error(ShuttingDownError())[0] == 503
+
+
+@pytest.mark.parametrize(
+    ("parameters", "names"),
+    [
+        ({"temperature": 0}, ("parameters.temperature", "greater than 0", "'0'")),
+        ({"temperature": -1.5}, ("parameters.temperature", "greater than 0")),
+        ({"repetition_penalty": 0}, ("parameters.repetition_penalty",)),
+        ({"frequency_penalty": 2.5}, ("parameters.frequency_penalty", "2")),
+        ({"top_k": 0}, ("parameters.top_k",)),
+        ({"top_p": 0.0}, ("parameters.top_p",)),
+        ({"top_p": 1.0}, ("parameters.top_p", "less than 1")),
+        ({"typical_p": 1}, ("parameters.typical_p", "less than 1")),
+        ({"max_new_tokens": 0}, ("parameters.max_new_tokens",)),
+        ({"max_new_tokens": 600}, ("max_new_tokens is 600", "512 tokens", "lower max_new_tokens to")),
+        ({"stop": ["x"] * 17}, ("parameters.stop", "16")),
+        ({"stop": "x"}, ("parameters.stop", "array", "'x'")),
+        ({"truncate": 0}, ("parameters.truncate",)),
+        ({"seed": -1}, ("parameters.seed",)),
+        ({"seed": 2**64}, ("parameters.seed",)),
+        ({"top_n_tokens": 21}, ("parameters.top_n_tokens", "20")),
+        ({"best_of": 0}, ("parameters.best_of",)),
+        ({"adapter_id": "lora"}, ("adapter_id='lora'", "not supported")),
+        ({"grammar": {"type": "ebnf", "value": "x"}}, ("parameters.grammar.type",)),
+        ({"grammar": {"type": "regex", "value": 5}}, ("grammar.value", "a string")),
+        ({"grammar": {"type": "json", "value": "{"}}, ("grammar.value is not JSON",)),
+        ({"details": "yes"}, ("parameters.details",)),
+    ],
+)
+async def test_a_bad_parameter_is_named(
+    model_directory: Path, parameters: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    async with app_for(model_directory, good) as app:
+        for path in ("/generate", "/generate_stream", "/"):
+            refused = await app.post(path, 422, inputs="x", parameters=parameters)
+            assert refused["error_type"] == "validation"
+            assert refused["error"].startswith("Input validation error: ")
+            for name in names:
+                assert name in refused["error"]
+        assert app.player.submits == []
+
+
+async def test_what_best_of_contradicts(model_directory: Path) -> None:
+    async with app_for(model_directory, good) as app:
+        alike = await app.post("/generate", 422, inputs="x", parameters={"best_of": 2})
+        assert "best_of is 2, and without sampling all would be the same: set do_sample" in alike["error"]
+        seeded = await app.post("/generate", 422, inputs="x", parameters={"best_of": 2, "top_k": 9, "seed": 4})
+        assert seeded["error"] == "Input validation error: seed must not be set when best_of > 1"
+        assert app.player.submits == []
+
+
+async def test_what_cannot_be_streamed(model_directory: Path) -> None:
+    async with app_for(model_directory, good) as app:
+        for parameters, name in (
+            ({"best_of": 2, "do_sample": True}, "best_of is 2"),
+            ({"decoder_input_details": True}, "decoder_input_details"),
+        ):
+            for path, body in (("/generate_stream", {}), ("/", {"stream": True})):
+                refused = await app.post(path, 422, inputs="x", parameters=parameters, **body)
+                assert name in refused["error"]
+                assert "stream" in refused["error"]
+
+
+async def test_a_bad_body_is_422_in_tgis_shape(model_directory: Path) -> None:
+    async with app_for(model_directory, good) as app:
+        for content in (b"{", b"[]", b"{}", b'{"inputs": ""}', b'{"inputs": 5}', b'{"inputs": "x", "parameters": 1}'):
+            response = await app.client.post("/generate", content=content, headers={"content-type": "application/json"})
+            assert (response.status_code, response.json()["error_type"]) == (422, "validation"), content
+        assert (await app.client.post("/generate", content=b"x")).status_code == 422
+        # The same goes on being OpenAI's 400 on OpenAI's routes.
+        assert (await app.client.post(CHAT, json={}, headers={})).status_code == 400
+
+
+async def test_a_method_that_a_path_does_not_take(model_directory: Path) -> None:
+    async with app_for(model_directory, good) as app:
+        response = await app.client.get("/generate")
+        assert response.status_code == 405
+        assert response.json() == {"error": "Method Not Allowed", "error_type": "validation"}
+        unknown = await app.client.get("/nowhere")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_no_room_is_overloaded_with_a_hint(model_directory: Path) -> None:
+    script = failing(FailureCode.NO_ROOM)
+    async with app_for(model_directory, script, relay={"room_timeout_s": 0.05}) as app:
+        response = await app.client.post("/generate", json={"inputs": "x"})
+        assert response.status_code == 429
+        assert response.json()["error_type"] == "overloaded"
+        assert response.json()["error"].startswith("Model is overloaded: ")
+        assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_a_worker_that_fails_is_424(model_directory: Path) -> None:
+    async with app_for(model_directory, failing(FailureCode.INTERNAL), relay={"max_attempts": 1}) as app:
+        for path in ("/generate", "/generate_stream"):
+            refused = await app.post(path, 424, inputs="x")
+            assert refused["error_type"] == "generation"
+
+
+async def test_a_guide_that_no_worker_compiles_is_422(model_directory: Path) -> None:
+    async with app_for(model_directory, failing(FailureCode.INVALID)) as app:
+        grammar = {"type": "regex", "value": "("}
+        refused = await app.post("/generate", 422, inputs="x", parameters={"grammar": grammar})
+        assert refused["error_type"] == "validation"
+
+
+async def test_without_workers_it_is_503(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        await app.player.server.stop()
+        async with asyncio.timeout(20):
+            while (await app.client.get("/health/ready")).status_code == 200:
+                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+        for response in (await app.client.post("/generate", json={"inputs": "x"}), await app.client.get("/info")):
+            assert response.status_code == 503
+            assert response.json()["error_type"] == "unhealthy"
+            assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_everything_but_health_needs_a_key(tmp_path: Path, model_directory: Path) -> None:
+    async with app_for(model_directory, good, api_keys=str(keys_file(tmp_path, "alice"))) as app:
+        key = {"authorization": "Bearer key-of-alice"}
+        for path in sorted(PATHS):
+            for method in ("GET", "POST"):
+                response = await app.client.request(method, path, json={"inputs": "x"})
+                if path in ("/health", "/ping"):
+                    assert response.status_code in (200, 405)
+                    continue
+                assert response.status_code == 401, path
+                assert response.json()["error_type"] == "unauthorized"
+                assert response.headers["www-authenticate"] == "Bearer"
+        for path in ("/openapi.json", "/docs", "/metrics", "/health/live", "/health/ready"):
+            assert (await app.client.get(path)).status_code == 200
+        assert (await app.client.post("/detokenize", json={"tokens": [5]})).json()["error"]["code"] == "invalid_api_key"
+        assert (await app.client.get("/health/")).status_code == 401
+        assert app.player.submits == []
+        assert (await app.client.post("/generate", json={"inputs": "x"}, headers=key)).status_code == 200
+        assert (await app.client.get("/info", headers=key)).status_code == 200
+
+
+async def test_a_body_that_is_too_large(model_directory: Path) -> None:
+    async with app_for(model_directory, good, max_body_bytes=1024) as app:
+        refused = await app.post("/generate", 413, inputs="x" * 2000)
+        assert refused == {"error": "the body has 2013 bytes; the limit is 1024", "error_type": "validation"}

@@ -1,0 +1,231 @@
+"""A chat's next turn: where it goes, what is computed for it, what it says of that, and how long its KV stays.
+
+Real workers on fake engines (which check every byte of K/V before they sample), real sockets, and the gateway's own relay on top.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.retention import Retention
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.block_manager import Owner, OwnerKind
+from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.progress import GenerationRequest
+from kvrelay.gateway.relay import Relay
+from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.workers import WorkerPool, static_workers
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.wire.settings import LinkSettings
+
+VOCAB = 1000
+BLOCK = 4
+LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=5.0)
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+@dataclass
+class Cluster:
+    """Workers, and a gateway's relay over them."""
+
+    prefills: list[PrefillWorker]
+    decodes: list[DecodeWorker]
+    registries: list[CollectorRegistry]  # of the prefill workers, then of the decode workers
+    relay: Relay
+    metrics: GatewayMetrics
+    answers: dict[str, int] = field(default_factory=dict)
+
+    async def generate(
+        self, name: str, prompt: list[int], max_tokens: int, retention: Retention | None = None
+    ) -> tuple[list[int], int]:
+        """Greedy output, checked, and how much of the prompt nobody computed."""
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        request = GenerationRequest(name, prompt, sampling, retention=retention)
+        output: list[int] = []
+        num_cached: set[int] = set()
+        async with aclosing(self.relay.generate(request)) as deltas:
+            async for delta in deltas:
+                output += [token.token_id for token in delta.tokens]
+                num_cached |= set() if delta.num_cached_tokens is None else {delta.num_cached_tokens}
+        assert output == expected_output(prompt, max_tokens, VOCAB)
+        assert len(num_cached) == 1, "all of its workers say the same"
+        return output, num_cached.pop()
+
+    def values(self, name: str, **labels: str) -> list[float]:
+        """A metric of each worker, those of prefill first."""
+        return [registry.get_sample_value(name, labels) or 0.0 for registry in self.registries]
+
+    async def settled(self) -> None:
+        """Until no worker knows any request."""
+        async with asyncio.timeout(20):
+            while any(worker.service.num_entries for worker in [*self.prefills, *self.decodes]):
+                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+
+
+@asynccontextmanager
+async def cluster(num_prefills: int, num_decodes: int, settings: RelaySettings) -> AsyncIterator[Cluster]:
+    """Everything up; afterwards every block must be free or cached."""
+    card = fake_card(num_blocks=512, block_size=BLOCK)
+    registries = [CollectorRegistry() for _ in range(num_prefills + num_decodes)]
+    prefills = [
+        PrefillWorker(
+            FakeEngine(card),
+            PrefillSchedulerSettings(),
+            "tcp://127.0.0.1:*",
+            f"prefill-{index}",
+            registries[index],
+            link_settings=LINKS,
+        )
+        for index in range(num_prefills)
+    ]
+    decodes = [
+        DecodeWorker(
+            FakeEngine(card),
+            DecodeSchedulerSettings(),
+            "tcp://127.0.0.1:*",
+            "tcp://127.0.0.1:*",
+            f"decode-{index}",
+            registries[num_prefills + index],
+            link_settings=LINKS,
+        )
+        for index in range(num_decodes)
+    ]
+    workers: list[PrefillWorker | DecodeWorker] = [*decodes, *prefills]
+    for worker in workers:
+        await worker.start()
+    metrics = GatewayMetrics(CollectorRegistry())
+    pool = WorkerPool("gateway", metrics, LINKS, needs_prefill_workers=False)
+    pool.update(static_workers([worker.address for worker in prefills], [worker.address for worker in decodes]))
+    try:
+        while not all(worker.is_usable for worker in pool.workers):
+            pool.changed.clear()
+            await pool.changed.wait()
+        yield Cluster(prefills, decodes, registries, Relay(pool, settings, metrics), metrics)
+    finally:
+        await pool.stop()
+        for worker in reversed(workers):
+            await worker.drain()
+            worker.blocks.check_integrity()
+            ledger = worker.blocks.ledger()
+            await worker.stop()
+            assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger
+
+
+def full_blocks(num_tokens: int) -> int:
+    """So many of so many tokens lie in full blocks."""
+    return num_tokens // BLOCK * BLOCK
+
+
+async def test_the_second_turn_of_each_chat_goes_where_its_prefix_lies() -> None:
+    """Eight chats at a time over two workers of each kind; a turn adds more than a decode worker computes itself."""
+    async with cluster(2, 2, RelaySettings(local_prefill_max_tokens=8)) as c:
+        prompts = {f"chat{index}": tokens(index, 101 + 3 * index) for index in range(8)}
+        firsts = await asyncio.gather(*(c.generate(f"{name}-1", prompt, 12) for name, prompt in prompts.items()))
+        assert [num_cached for _, num_cached in firsts] == [0] * 8
+        assert all(count > 0 for count in c.values("kvrelay_sampled_tokens_total")), "nobody was idle"
+        await c.settled()
+        reused_before = sum(c.values("kvrelay_kv_blocks_reused_total"))
+        turns = {
+            name: [*prompt, *output, *tokens(100, 20)]
+            for (name, prompt), (output, _) in zip(prompts.items(), firsts, strict=True)
+        }
+        seconds = await asyncio.gather(*(c.generate(f"{name}-2", prompt, 12) for name, prompt in turns.items()))
+        # A prefill worker has the first prompt; the decode worker its output too, but for the last token: no block is sent twice.
+        assert [num_cached for _, num_cached in seconds] == [full_blocks(len(prompt)) for prompt in prompts.values()]
+        reused = sum(c.values("kvrelay_kv_blocks_reused_total")) - reused_before
+        assert reused == sum((len(prompt) + 12 - 1) // BLOCK for prompt in prompts.values())
+
+
+async def test_a_short_second_turn_skips_the_hand_off() -> None:
+    async with cluster(2, 2, RelaySettings(local_prefill_max_tokens=16)) as c:
+        prompts = {f"chat{index}": tokens(index, 100 + 3 * index) for index in range(8)}
+        outputs = {name: (await c.generate(f"{name}-1", prompt, 12))[0] for name, prompt in prompts.items()}
+        await c.settled()
+        handed_over = sum(c.values("kvrelay_handoffs_total", outcome="verified"))
+        for name, prompt in prompts.items():
+            turn = [*prompt, *outputs[name], *tokens(100, 8)]
+            assert (await c.generate(f"{name}-2", turn, 12))[1] == full_blocks(len(prompt) + 12 - 1)
+        assert sum(c.values("kvrelay_handoffs_total", outcome="verified")) == handed_over
+
+
+async def test_without_prefill_workers_a_turn_finds_its_decode_worker() -> None:
+    async with cluster(0, 2, RelaySettings()) as c:
+        prompts = {f"chat{index}": tokens(index, 90 + 3 * index) for index in range(6)}
+        firsts = await asyncio.gather(*(c.generate(f"{name}-1", prompt, 10) for name, prompt in prompts.items()))
+        turns = [
+            (name, prompt, [*prompt, *output, *tokens(100, 40)])
+            for (name, prompt), (output, _) in zip(prompts.items(), firsts, strict=True)
+        ]
+        for name, prompt, turn in turns:
+            assert (await c.generate(f"{name}-2", turn, 10))[1] == full_blocks(len(prompt) + 10 - 1)
+
+
+async def test_what_is_not_cached_any_more_is_handed_over() -> None:
+    """The gateway's map is of the past: the decode worker refuses to compute a long prompt between others' steps."""
+    async with cluster(1, 1, RelaySettings(local_prefill_max_tokens=16)) as c:
+        prompt = tokens(1, 100)
+        output, _ = await c.generate("a", prompt, 12)
+        await c.settled()
+        blocks, others = c.decodes[0].blocks, Owner(OwnerKind.SEQUENCE, "others")
+        assert blocks.allocate(others, blocks.num_allocatable) is not None  # everything cached is evicted
+        blocks.release(others)
+        turn = [*prompt, *output, *tokens(2, 3)]
+        assert (await c.generate("b", turn, 12))[1] == 100, "as the prefill worker says"
+        outcomes = c.metrics.attempts
+        assert outcomes.labels("not_cached")._value.get() == 1
+        assert outcomes.labels("finished")._value.get() == 2
+        await c.settled()
+        assert (await c.generate("c", turn, 12))[1] == full_blocks(len(turn) - 1)  # known again
+        assert outcomes.labels("not_cached")._value.get() == 1
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "round_robin"])
+async def test_other_policies_know_no_prefixes(policy: str) -> None:
+    async with cluster(1, 1, RelaySettings(policy=policy, local_prefill_max_tokens=16)) as c:
+        prompt = tokens(1, 100)
+        output, _ = await c.generate("a", prompt, 12)
+        await c.settled()
+        await c.generate("b", [*prompt, *output, *tokens(2, 3)], 12)
+        assert sum(c.values("kvrelay_handoffs_total", outcome="verified")) == 4  # two, counted on both sides
+
+
+@pytest.mark.parametrize("local", [False, True])
+async def test_a_request_s_blocks_stay_as_long_as_it_asks(local: bool) -> None:
+    """On both workers, for prompt and output; a block that others use, too, keeps the higher priority."""
+    async with cluster(0 if local else 1, 1, RelaySettings(local_prefill_max_tokens=0)) as c:
+        shared = tokens(1, 40)
+        await c.generate("kept", [*shared, *tokens(2, 20)], 9, Retention(priority=80))
+        await c.generate("once", [*shared, *tokens(3, 20)], 9, Retention(priority=0))
+        await c.generate("plain", tokens(4, 20), 9)
+        await c.settled()
+        for worker in [*c.prefills, *c.decodes]:
+            num_output = 9 - 1 if worker in c.decodes else 0
+            assert list(worker.blocks.retained().values()) == [80] * ((60 + num_output) // BLOCK)
+            blocks = worker.debug_kv()["ledger"]["retained"]
+            assert blocks["blocks"] == (60 + num_output) // BLOCK
+            assert blocks["at_most"] == 256
+        assert c.values("kvrelay_retained_blocks") == [len(one.blocks.retained()) for one in [*c.prefills, *c.decodes]]
+        blocks_of = c.decodes[0].blocks
+        others = Owner(OwnerKind.LEASE, "others")
+        # All but what is retained is taken: the others' prefixes go, and nothing of the retained one.
+        assert blocks_of.allocate(others, blocks_of.num_allocatable - len(blocks_of.retained())) is not None
+        root = root_hash(fake_card(block_size=BLOCK).layout.fingerprint())
+        kept = chain_hashes(root, [*shared, *tokens(2, 20)], BLOCK)
+        assert blocks_of.num_cached_prefix(kept) == 60 // BLOCK
+        assert blocks_of.num_cached_prefix(chain_hashes(root, tokens(4, 20), BLOCK)) == 0
+        blocks_of.release(others)
