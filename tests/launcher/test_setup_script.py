@@ -103,6 +103,7 @@ def test_every_make_target_has_help() -> None:
         "help",
         "setup",
         "serve",
+        "clients",
         "test",
         "chaos",
         "overload",

@@ -1,0 +1,38 @@
+"""The executor: kvrelay for programs that embed it instead of calling HTTP. One class, over a model in this process or a cluster.
+
+    from kvrelay.executor import LLM, SamplingParams
+
+    with LLM("demo") as llm:
+        for output in llm.generate(["The sky is", "Grass is"], SamplingParams(max_tokens=8)):
+            print(output.outputs[0].text)
+
+It stands beside the launcher, above all other components; nobody imports it. With an address it needs neither torch nor a
+tokenizer: what computes is imported when it is used.
+"""
+
+from kvrelay.executor.errors import GatewayUnreachableError, ShutDownError, WorkerDiedError
+from kvrelay.executor.llm import LLM
+from kvrelay.executor.outputs import CompletionOutput, Logprob, RequestOutput
+from kvrelay.executor.request import Chat, Prompt, Request
+from kvrelay.executor.result import GenerationResult
+from kvrelay.executor.sampling import SamplingParams, StructuredOutputsParams
+from kvrelay.gateway.errors import ApiError, InvalidRequestError, UnavailableError
+
+__all__ = [
+    "LLM",
+    "ApiError",
+    "Chat",
+    "CompletionOutput",
+    "GatewayUnreachableError",
+    "GenerationResult",
+    "InvalidRequestError",
+    "Logprob",
+    "Prompt",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+    "ShutDownError",
+    "StructuredOutputsParams",
+    "UnavailableError",
+    "WorkerDiedError",
+]

@@ -1,0 +1,277 @@
+"""A model in this process: one decode worker, which computes prompts itself, and the gateway's way of a request in front of it.
+
+Everything between a body and the worker is the gateway's own code; only HTTP is left out. The two talk over a ZeroMQ socket in a
+private directory, so there are no ports. The worker's model thread is the only other thread that computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+import shutil
+import tempfile
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.errors import ModelError
+from kvrelay.common.sampling import SampledToken
+from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.factory import load_engine, load_guides
+from kvrelay.engine.guidance import GuideCompiler
+from kvrelay.engine.interface import Engine
+from kvrelay.engine.progress import LoggedProgress
+from kvrelay.executor.backend import Stats
+from kvrelay.executor.outputs import Logprob, Piece, TokenLogprobs
+from kvrelay.executor.progress import Progress
+from kvrelay.executor.request import Chat, Request, encode_body
+from kvrelay.executor.settings import LocalSettings
+from kvrelay.gateway.bodies import parse_body
+from kvrelay.gateway.chat_template import ChatTemplate
+from kvrelay.gateway.chats import ChatReader
+from kvrelay.gateway.dialect import Dialect
+from kvrelay.gateway.generation import Generation, Generator, TextDelta, Usage
+from kvrelay.gateway.intake import Arrival, Intake
+from kvrelay.gateway.jobs import choose
+from kvrelay.gateway.logprob_bodies import finite
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.openai_schema import ChatBody, CompletionBody
+from kvrelay.gateway.relay import Relay
+from kvrelay.gateway.spec import GenerationSpec
+from kvrelay.gateway.streaming import merged
+from kvrelay.gateway.tokenizer import Tokenizer
+from kvrelay.gateway.workers import WorkerPool, static_workers
+from kvrelay.launcher.models import resolve_model
+from kvrelay.wire.settings import LinkSettings
+
+logger = logging.getLogger(__name__)
+
+# Both ends of the link are on one loop: silence says that the loop, or the whole process, was held up, and not that one is gone.
+_LINK = LinkSettings(ping_interval_s=0.2, peer_timeout_s=3600.0)
+_CONNECT_S = 30.0
+_LONGEST_DIRECTORY = 80  # characters; a socket's path has 107
+
+
+@dataclass(slots=True)
+class _Running:
+    """What is up between start and stop."""
+
+    directory: Path  # of the sockets
+    worker: DecodeWorker
+    metrics: GatewayMetrics
+    pool: WorkerPool
+    intake: Intake
+    generator: Generator
+
+
+class LocalBackend:
+    """Implements :class:`kvrelay.executor.backend.Backend`."""
+
+    def __init__(
+        self, engine: Engine, directory: Path, settings: LocalSettings, guides: GuideCompiler | None = None
+    ) -> None:
+        """``directory``: of the model, whose tokenizer and chat template are loaded. Raises ModelError.
+
+        ``guides``: what compiles guides; None: requests that have one are refused.
+        """
+        self._settings = settings
+        self._tokenizer = Tokenizer.load(directory)
+        template = ChatTemplate.load(directory, self._tokenizer.special_tokens)
+        self._chats = ChatReader(template, Dialect.of(template.source))
+        self._model_name = directory.name
+        self._engine: Engine | None = engine  # until a worker has it
+        self._guides = guides
+        self._running: _Running | None = None
+
+    @classmethod
+    def load(cls, settings: LocalSettings) -> LocalBackend:
+        """Find the model and load it; takes seconds. Raises ModelError, DownloadError or SettingsError."""
+        directory = resolve_model(settings.model.model, needs_weights=not settings.fake.is_fake)
+        model = dataclasses.replace(settings.model, model=str(directory))
+        engine = load_engine(
+            model,
+            settings.kv,
+            settings.fake,
+            max_num_seqs=settings.scheduler.max_num_seqs,
+            progress=LoggedProgress(logger),
+        )
+        return cls(engine, directory, settings, load_guides(model, settings.fake, engine.card.vocab_size))
+
+    @property
+    def worker(self) -> DecodeWorker:
+        """The worker, while it is up."""
+        return self._up.worker
+
+    async def start(self) -> None:
+        """See Backend. Raises SettingsError or ModelError if worker and gateway do not come together."""
+        assert self._engine is not None, "a backend is started once"
+        settings = self._settings
+        directory = _private_directory()
+        try:
+            worker = DecodeWorker(
+                self._engine,
+                settings.scheduler,
+                f"ipc://{directory}/control",
+                f"ipc://{directory}/blocks",
+                "executor",
+                CollectorRegistry(),
+                link_settings=_LINK,
+                max_retained_share=settings.kv.max_retained_share,
+                guides=self._guides,
+            )
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        self._engine = None
+        metrics = GatewayMetrics(CollectorRegistry())
+        pool = WorkerPool(f"executor-{secrets.token_hex(8)}", metrics, _LINK, needs_prefill_workers=False)
+        # Of one worker nobody need remember what it has cached.
+        relay = Relay(pool, dataclasses.replace(settings.relay, policy="least_loaded"), metrics)
+        self._running = _Running(
+            directory=directory,
+            worker=worker,
+            metrics=metrics,
+            pool=pool,
+            intake=Intake(self._model_name, self._tokenizer, pool, relay.admission),
+            generator=Generator(relay, self._tokenizer, metrics),
+        )
+        await worker.start()
+        pool.update(static_workers((), (worker.address,)))
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                # Only a worker that has reported says how many requests it computes at a time.
+                while any(one.status is None for one in pool.workers):
+                    pool.changed.clear()
+                    await pool.changed.wait()
+        except TimeoutError as error:
+            reasons = "; ".join(pool.not_ready()) or "it does not report"
+            raise ModelError(f"the worker in this process did not come up: {reasons}") from error
+
+    async def run(self, request: Request, progress: Progress, *, stream: bool) -> None:
+        """See Backend."""
+        up, received_s = self._up, time.monotonic()
+        up.intake.check(None)
+        shown = "" if isinstance(request.prompt, Chat) else request.prompt
+        body = parse_body(CompletionBody, None, encode_body(request.body(shown, stream=stream)))
+        spec = body.spec(max_tokens=body.max_tokens, num_logprobs=body.logprobs)
+        prompt = await self._prompt(up.intake, request)
+        arrival = Arrival(f"{request.request_id}.{secrets.token_hex(4)}", received_s, request.timeout_s)
+        generations = up.intake.generations(arrival, [prompt], spec, prompt_param="prompt")
+        progress.on_prompt(generations[0].prompt_token_ids)
+        usages = [Usage(len(prompt)) for _ in generations]
+        # Which are the best, or the beams, is known at the end.
+        is_choice_late = len(generations) > spec.num_choices or spec.beam_search is not None
+        late: list[list[TextDelta]] = [[] for _ in generations]
+        writer = _Writer(progress, spec)
+        runs = [up.generator.run(generation, usage) for generation, usage in zip(generations, usages, strict=True)]
+        async with aclosing(merged(runs)) as deltas:
+            async for index, delta in deltas:
+                if delta.finish_reason is not None or stream:
+                    progress.on_prompt(num_cached_tokens=usages[0].num_cached_tokens)
+                if is_choice_late:
+                    late[index].append(delta)
+                else:
+                    writer.write(index, delta)
+        if is_choice_late:
+            writer.write_chosen(generations, late)
+
+    async def stats(self) -> Stats:
+        """See Backend."""
+        up = self._up
+        status = up.worker.service.status()
+
+        def counted(name: str) -> int:
+            return int(up.metrics.registry.get_sample_value(name) or 0)
+
+        return {
+            "num_running": status.num_running,
+            "num_waiting": status.num_waiting + counted("kvrelay_requests_queued"),
+            "num_used_blocks": status.num_blocks - status.num_free_blocks,
+            "num_free_blocks": status.num_free_blocks,
+            "num_prompt_tokens": counted("kvrelay_gateway_prompt_tokens_total"),
+            "num_output_tokens": counted("kvrelay_gateway_output_tokens_total"),
+        }
+
+    def not_live(self) -> list[str]:
+        """See Backend."""
+        return self._up.worker.not_live()
+
+    async def stop(self) -> None:
+        """See Backend."""
+        up, self._running, self._engine = self._running, None, None
+        if up is not None:
+            await up.pool.stop()
+            await up.worker.stop()
+            await asyncio.to_thread(shutil.rmtree, up.directory, ignore_errors=True)
+
+    @property
+    def _up(self) -> _Running:
+        assert self._running is not None, "requests come between start and stop"
+        return self._running
+
+    async def _prompt(self, intake: Intake, request: Request) -> list[int]:
+        """The request's prompt as token ids. Raises InvalidRequestError."""
+        params = request.sampling_params
+        match request.prompt:
+            case str(text):
+                return await intake.encode(text, "prompt", add_special_tokens=params.add_special_tokens)
+            case Chat() as chat:
+                text = self._chats.read(parse_body(ChatBody, None, encode_body(chat.body())).chat()).prompt
+                return await intake.encode(text, "messages", add_special_tokens=False)
+            case token_ids:
+                intake.check_token_ids(token_ids, "prompt")
+                return list(token_ids)
+
+
+class _Writer:
+    """Writes what the gateway's generator gives into a request's progress."""
+
+    def __init__(self, progress: Progress, spec: GenerationSpec) -> None:
+        self._progress = progress
+        self._tells_logprobs = spec.num_logprobs is not None
+        self._num_returned = spec.num_choices
+
+    def write(self, index: int, delta: TextDelta) -> None:
+        """What is new of one output."""
+        if delta.prompt_logprobs is not None:
+            self._progress.on_prompt(logprobs=[None, *map(token_logprobs, delta.prompt_logprobs)])
+        piece = Piece(
+            text=delta.text,
+            token_ids=[token.token_id for token in delta.tokens],
+            logprobs=[token_logprobs(token) for token in delta.tokens] if self._tells_logprobs else None,
+            finish_reason=None if delta.finish_reason is None else delta.finish_reason.value,
+            stop_reason=delta.stop_reason,
+        )
+        self._progress.add(index, piece)
+
+    def write_chosen(self, generations: list[Generation], deltas: list[list[TextDelta]]) -> None:
+        """The answer among all that was generated."""
+        chosen = choose(generations, deltas, num_per_prompt=len(generations), num_returned=self._num_returned)
+        for choice in chosen:
+            for delta in choice.deltas:
+                self.write(choice.index, delta)
+
+
+def token_logprobs(token: SampledToken) -> TokenLogprobs:
+    """Of one token; empty if its log probability is not known. Numbers are those that a gateway's answer has."""
+    logprob = finite(token.logprob)
+    if logprob is None:
+        return {}
+    ranked = {
+        token_id: Logprob(finite(other) or 0.0, rank + 1) for rank, (token_id, other) in enumerate(token.top_logprobs)
+    }
+    return {token.token_id: Logprob(logprob), **ranked}
+
+
+def _private_directory() -> Path:
+    """A new directory that nobody else can enter, with a path that leaves room for a socket's name."""
+    directory = tempfile.mkdtemp(prefix="kvrelay-")
+    if len(directory) > _LONGEST_DIRECTORY:
+        Path(directory).rmdir()
+        directory = tempfile.mkdtemp(prefix="kvrelay-", dir="/tmp")
+    return Path(directory)

@@ -1,0 +1,120 @@
+"""What is asked of an executor: a prompt, how to continue it, and as what body a gateway reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from kvrelay.executor.sampling import SamplingParams
+from kvrelay.gateway.errors import InvalidRequestError
+
+Message = Mapping[str, Any]  # {"role": …, "content": …}
+
+
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_LONGEST_S = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation as a prompt, by the model's own chat template. The answer is the text as the model writes it."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None  # for the template, in OpenAI's form
+    add_generation_prompt: bool = True  # the assistant's turn begins
+    continue_final_message: bool = False  # instead of a new turn, the last message goes on
+    chat_template_kwargs: Mapping[str, Any] | None = None  # more names for the template
+
+    def body(self) -> dict[str, Any]:
+        """As fields of a chat's body, those that say something."""
+        body: dict[str, Any] = {"messages": [dict(message) for message in self.messages]}
+        if self.tools is not None:
+            body["tools"] = [dict(tool) for tool in self.tools]
+        if self.continue_final_message or not self.add_generation_prompt:
+            body |= {"add_generation_prompt": False, "continue_final_message": self.continue_final_message}
+        if self.chat_template_kwargs is not None:
+            body["chat_template_kwargs"] = dict(self.chat_template_kwargs)
+        return body
+
+
+Prompt = str | Sequence[int] | Chat | Mapping[str, Any]
+"""A text, its token ids, a chat, or, as vLLM and TensorRT-LLM write them, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and what to make of it. Raises InvalidRequestError on an id or a time that is none."""
+
+    prompt: str | Sequence[int] | Chat
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    request_id: str | None = None  # in logs and outputs; None: one is made
+    timeout_s: float | None = None  # how long all of it may take; None: as long as the gateway's settings allow
+    priority: int = 0  # in the line for a place; the smaller, the earlier
+    cache_priority: int | None = (
+        None  # 0 to 100, the higher the longer its KV stays cached; None: as others, or above with a ttl
+    )
+    cache_ttl: float | None = None  # seconds for which that holds
+
+    def __post_init__(self) -> None:
+        if self.request_id is not None and _ID.fullmatch(self.request_id) is None:
+            raise InvalidRequestError(
+                f"request_id is {self.request_id[:140]!r}; it must be 1 to 128 letters, digits, '.', '_', ':' or '-'",
+                param="request_id",
+            )
+        if self.timeout_s is not None and not 0 < self.timeout_s < _LONGEST_S:
+            raise InvalidRequestError(
+                f"timeout_s is {self.timeout_s}; it must be above 0 and below {_LONGEST_S:,}", param="timeout_s"
+            )
+
+    def body(self, prompt: str | Sequence[int], *, stream: bool) -> dict[str, Any]:
+        """The body of a completion of ``prompt`` (this request's, or the tokens of its chat). Raises InvalidRequestError."""
+        body = {**self.sampling_params.body(), "prompt": prompt if isinstance(prompt, str) else list(prompt)}
+        if stream:
+            body["stream"] = True
+        hints = {"priority": self.priority or None, "cache_priority": self.cache_priority, "cache_ttl": self.cache_ttl}
+        body |= {name: value for name, value in hints.items() if value is not None}
+        return body
+
+
+def as_request(prompt: Prompt | Request, sampling_params: SamplingParams | None) -> Request:
+    """What was given, as a request. Raises InvalidRequestError on a prompt that is none, or parameters given twice."""
+    if isinstance(prompt, Request):
+        if sampling_params is not None:
+            raise InvalidRequestError(
+                "sampling_params are given beside a Request, which has its own; leave them out", param="sampling_params"
+            )
+        return dataclasses.replace(prompt, prompt=_checked(prompt.prompt))
+    return Request(_checked(prompt), sampling_params or SamplingParams())
+
+
+def _checked(prompt: Prompt) -> str | list[int] | Chat:
+    if isinstance(prompt, Mapping):
+        given = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if given is None:
+            raise InvalidRequestError(
+                f"a prompt that is a dict has 'prompt' or 'prompt_token_ids'; this one has {sorted(prompt)}",
+                param="prompt",
+            )
+        prompt = given
+    if isinstance(prompt, str | Chat):
+        return prompt
+    try:
+        return [operator.index(token_id) for token_id in cast("Sequence[int]", prompt)]
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"the prompt is {str(prompt)[:80]!r}; give one text, one list of token ids, a Chat or a Request",
+            param="prompt",
+        ) from error
+
+
+def encode_body(body: Mapping[str, Any]) -> bytes:
+    """``body`` as JSON. Raises InvalidRequestError on what JSON cannot carry."""
+    try:
+        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"the request cannot be written as JSON: {error}") from error

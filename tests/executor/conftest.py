@@ -1,0 +1,115 @@
+"""A model directory without weights, and fake engines whose steps a test can hold."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.trainers
+
+from kvrelay.common.settings import build
+from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.fake import FakeEngine, fake_card
+from kvrelay.engine.interface import StepRow
+from kvrelay.executor.executor import Executor
+from kvrelay.executor.local import LocalBackend
+from kvrelay.executor.settings import LocalSettings
+
+VOCAB = 320
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer of ``VOCAB`` ids, a chat template, and a config that a fake engine reads its sizes from."""
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    directory.mkdir()
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<eos>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    corpus = ["the quick brown fox jumps over the lazy dog, and then the dog jumps over the fox again and again"] * 9
+    backend.train_from_iterator(corpus, trainer)
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    (directory / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 2048}))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return directory
+
+
+@pytest.fixture
+def private_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary directories are made in this test, and no others."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+class Gate:
+    """Passed to a fake engine as ``on_step``: steps of sequences with ``num_tokens`` output tokens wait until ``open``."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._is_open = threading.Event()
+        self.reached = threading.Event()  # the gate holds a step
+
+    def __call__(self, rows: Sequence[StepRow]) -> None:
+        """Called on the model thread before each step."""
+        if not self._is_open.is_set() and any(row.sequence.num_output_tokens >= self._num_tokens for row in rows):
+            self.reached.set()
+            assert self._is_open.wait(timeout=60), "the test never opened the gate"
+
+    def open(self) -> None:
+        """Let everything pass from now on."""
+        self._is_open.set()
+
+
+MakeExecutor = Callable[..., tuple[Executor, LocalBackend]]
+
+
+@pytest.fixture
+def make_executor(tiny_model: Path) -> Iterator[MakeExecutor]:
+    """``make_executor(on_step, max_queued=…)``: a started executor over a fake engine in this process, shut down afterwards."""
+    made: list[Executor] = []
+
+    def make(
+        on_step: Callable[[Sequence[StepRow]], None] = lambda rows: None, *, num_blocks: int = 256, **options: object
+    ) -> tuple[Executor, LocalBackend]:
+        settings = build(LocalSettings, {"model": str(tiny_model), **options})
+        engine = FakeEngine(fake_card(vocab_size=VOCAB, num_blocks=num_blocks), on_step)
+        backend = LocalBackend(engine, tiny_model, settings)
+        executor = Executor(backend)
+        made.append(executor)
+        executor.start()
+        return executor, backend
+
+    yield make
+    for executor in made:
+        executor.shutdown()
+
+
+def wait_until_free(worker: DecodeWorker, timeout_s: float = 10.0) -> None:
+    """Until the worker knows of no request; then every block must be free or cached."""
+    deadline_s = time.monotonic() + timeout_s
+    while worker.service.num_entries:
+        assert time.monotonic() < deadline_s, worker.debug_kv()
+        time.sleep(0.002)  # polls for a state, bounded by the line above
+    worker.blocks.check_integrity()
+    ledger = worker.blocks.ledger()
+    assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger

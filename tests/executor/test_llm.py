@@ -1,0 +1,183 @@
+"""The class that users have, over a model in this process: sync and async, one and many, and the end of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrelay.common.errors import KvrelayError, ModelError, SettingsError
+from kvrelay.engine.fake import expected_output
+from kvrelay.executor import LLM, Chat, InvalidRequestError, Request, SamplingParams
+
+from .conftest import VOCAB
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(str(tiny_model), engine="fake", fake_step_ms=0, num_blocks=128, max_num_seqs=16) as made:
+        yield made
+
+
+def test_a_batch_comes_in_order(llm: LLM) -> None:
+    prompts = [[1 + index, 5, 9] for index in range(200)]
+    heard: list[int] = []
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=lambda done, total: heard.append(done))
+    assert [one.outputs[0].token_ids for one in outputs] == [expected_output(one, 6, VOCAB) for one in prompts]
+    assert [one.prompt_token_ids for one in outputs] == prompts
+    assert heard == list(range(1, 201))
+
+
+def test_one_prompt_is_a_batch_of_one(llm: LLM) -> None:
+    expected = expected_output([1, 2, 3], 6, VOCAB)
+    for prompt in ([1, 2, 3], {"prompt_token_ids": [1, 2, 3]}, [[1, 2, 3]], [{"prompt_token_ids": [1, 2, 3]}]):
+        (output,) = llm.generate(prompt, GREEDY)
+        assert output.outputs[0].token_ids == expected
+    (output,) = llm.generate(Request([1, 2, 3], GREEDY))
+    assert output.outputs[0].token_ids == expected
+    assert llm.generate([]) == []
+    assert llm.generate("the fox")[0].prompt == "the fox"
+
+
+def test_parameters_for_each(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (1, 2, 3)]
+    outputs = llm.generate(["a", "b", "c"], params)
+    assert [len(one.outputs[0].token_ids) for one in outputs] == [1, 2, 3]
+    with pytest.raises(InvalidRequestError, match="2 sampling_params are given for 3"):
+        llm.generate(["a", "b", "c"], params[:2])
+
+
+def test_three_choices(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=7, logprobs=1, ignore_eos=True)
+    (output,) = llm.generate("the quick", params)
+    assert [one.index for one in output.outputs] == [0, 1, 2]
+    assert len({tuple(one.token_ids) for one in output.outputs}) == 3
+    for one in output.outputs:
+        assert one.logprobs is not None
+        assert one.cumulative_logprob == pytest.approx(
+            sum(of_token[token_id].logprob for token_id, of_token in zip(one.token_ids, one.logprobs, strict=True))
+        )
+    assert llm.generate("the quick", params)[0].outputs == output.outputs
+
+
+def test_chats(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "the fox"}]
+    (one,) = llm.chat(messages, GREEDY)
+    several = llm.chat([messages, messages], GREEDY)
+    (raw,) = llm.generate("<|user|>the fox\n<|assistant|>", GREEDY)
+    assert one.outputs == raw.outputs == several[0].outputs == several[1].outputs
+    assert one.prompt_token_ids == raw.prompt_token_ids
+    assert llm.submit(Chat(messages), GREEDY).result(10).outputs == raw.outputs
+    (open_end,) = llm.chat(messages, GREEDY, continue_final_message=True)
+    assert open_end.prompt_token_ids == llm.generate("<|user|>the fox", GREEDY)[0].prompt_token_ids
+
+
+async def test_async_use(llm: LLM) -> None:
+    results = [llm.generate_async([4, 1 + index], GREEDY, streaming=index % 2 == 0) for index in range(10)]
+    outputs = await asyncio.gather(*(result.aresult() for result in results))
+    assert [one.outputs[0].token_ids for one in outputs] == [expected_output([4, 1 + n], 6, VOCAB) for n in range(10)]
+    seen: list[int] = []
+    async for output in llm.submit([8, 8], GREEDY, stream=True):
+        seen += output.outputs[0].token_ids_diff
+        assert output.outputs[0].token_ids == seen
+    assert seen == expected_output([8, 8], 6, VOCAB)
+    assert (await llm.aget_stats())["num_free_blocks"] == llm.get_stats()["num_free_blocks"]
+
+
+def test_a_second_question_finds_its_prefix(llm: LLM) -> None:
+    prompt = list(range(1, 100))
+    llm.generate(prompt, GREEDY)
+    (again,) = llm.generate(prompt, GREEDY)
+    assert again.num_cached_tokens == 96
+    for output in llm.submit(prompt, GREEDY, stream=True):
+        assert output.num_cached_tokens == 96
+
+
+def test_the_bar(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"], GREEDY, use_tqdm=True)
+    assert "Processed prompts" in capfd.readouterr().err
+
+
+def test_bad_options() -> None:
+    with pytest.raises(SettingsError, match="unknown setting 'speed'"):
+        LLM("demo", speed=9)
+    with pytest.raises(SettingsError, match="max-num-seqs is 0"):
+        LLM("demo", max_num_seqs=0)
+    with pytest.raises(SettingsError, match="dtype, threads cannot be set with an address"):
+        LLM(address="http://127.0.0.1:9", threads=1, dtype="float32")
+    with pytest.raises(SettingsError, match="api_key"):
+        LLM("demo", api_key="secret")
+    with pytest.raises(ModelError, match="not a directory"):
+        LLM("/nowhere/at/all")
+
+
+def test_a_worker_that_cannot_start_leaves_nothing(tiny_model: Path, private_tmp: Path) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(KvrelayError, match="max-batched-tokens"):
+        LLM(str(tiny_model), engine="fake", max_num_seqs=100, max_batched_tokens=50)
+    assert set(threading.enumerate()) == before
+    assert list(private_tmp.iterdir()) == []
+
+
+def test_a_long_temporary_directory_is_no_obstacle(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 90)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with LLM(str(tiny_model), engine="fake", fake_step_ms=0) as llm:
+        assert llm.generate([1, 2], GREEDY)[0].finished
+    assert list(deep.iterdir()) == []
+
+
+def test_nobody_knows_it_any_more(tiny_model: Path, private_tmp: Path) -> None:
+    """Forgotten it shuts itself down; as long as a result is known, it is not forgotten."""
+    before = set(threading.enumerate())
+    llm = LLM(str(tiny_model), engine="fake", fake_step_ms=1)
+    known = weakref.ref(llm)
+    result = llm.submit([1, 2], SamplingParams(max_tokens=200, ignore_eos=True))
+    del llm
+    gc.collect()
+    assert known() is not None
+    assert len(result.result(20).outputs[0].token_ids) == 200
+    del result
+    gc.collect()
+    assert known() is None
+    assert set(threading.enumerate()) == before
+    assert list(private_tmp.iterdir()) == []
+
+
+PROGRAM = """
+import sys
+from kvrelay.executor import LLM, SamplingParams
+llm = LLM({model!r}, engine="fake", fake_step_ms={step_ms})
+result = llm.submit([1, 2, 3], SamplingParams(max_tokens=2000, ignore_eos=True), stream=True)
+for output in result:
+    if output.outputs[0].token_ids:
+        break
+print("going", flush=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "raise KeyError('user')", "del llm, result"])
+def test_an_interpreter_that_exits_does_not_hang(tiny_model: Path, tmp_path: Path, end: str) -> None:
+    """Without a shutdown, in the middle of a request: it ends at once, with its own code, quietly, and leaves no file."""
+    program = PROGRAM.format(model=str(tiny_model), step_ms=50, end=end)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        capture_output=True, text=True, timeout=30, check=False, env={"TMPDIR": str(tmp_path), "PYTHONSAFEPATH": "1"},
+    )  # fmt: skip
+    assert done.stdout == "going\n"
+    assert done.returncode == (3 if "3" in end else 1 if "KeyError" in end else 0), done.stderr
+    assert ("KeyError: 'user'" in done.stderr) if "KeyError" in end else done.stderr == ""
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,167 @@
+"""What grows on one thread and is read on others: nothing lost, nothing twice, and everybody hears the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import pytest
+
+from kvrelay.executor.errors import ShutDownError
+from kvrelay.executor.outputs import Logprob, Piece
+from kvrelay.executor.progress import Progress
+from kvrelay.executor.result import GenerationResult
+
+
+def streaming(num_outputs: int = 1) -> tuple[Progress, GenerationResult]:
+    progress = Progress("r", None, num_outputs, tells_pieces=True)
+    return progress, GenerationResult(progress, progress.finish)
+
+
+def test_logprobs_add_up() -> None:
+    progress, result = streaming()
+    progress.on_prompt([1, 2], [None, {2: Logprob(-0.5)}], num_cached_tokens=1)
+    progress.add(0, Piece("a", [7], [{7: Logprob(-1.0), 8: Logprob(-0.5, 1)}]))
+    progress.add(0, Piece("b", [8], [{8: Logprob(-0.25, 1)}], "stop", 8))
+    progress.finish()
+    output = result.result()
+    (only,) = output.outputs
+    assert (only.text, only.token_ids, only.cumulative_logprob) == ("ab", [7, 8], -1.25)
+    assert (only.finish_reason, only.stop_reason) == ("stop", 8)
+    assert (output.prompt_token_ids, output.num_cached_tokens) == ([1, 2], 1)
+    assert output.prompt_logprobs == [None, {2: Logprob(-0.5)}]
+
+
+def test_every_iterator_sees_all_of_it() -> None:
+    progress, result = streaming(2)
+    pieces = [(index % 2, Piece(chr(97 + index), [index])) for index in range(26)]
+    seen: list[str] = []
+
+    def read() -> None:
+        texts = ["", ""]
+        for output in result:
+            for one in output.outputs:
+                texts[one.index] += one.text_diff
+                assert one.text == texts[one.index]
+        seen.append("".join(texts))
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for index, piece in pieces:
+        progress.add(index, piece)
+    for index in range(2):
+        progress.add(index, Piece("", [], None, "length"))
+    progress.finish()
+    for reader in readers:
+        reader.join(10)
+    assert seen == ["acegikmoqsuwybdfhjlnprtvxz"] * 4
+    late = [output.outputs[0].text_diff for output in result]
+    assert late == ["acegikmoqsuwy"]
+
+
+async def test_loops_and_threads_wait_together() -> None:
+    progress, result = streaming()
+    draws = random.Random(3)
+    length = 200
+
+    async def read() -> str:
+        return "".join([output.outputs[0].text_diff async for output in result])
+
+    async def read_elsewhere() -> str:
+        return await asyncio.to_thread(lambda: asyncio.run(read()))
+
+    def write() -> None:
+        left = length
+        while left:
+            size = min(left, draws.randint(1, 5))
+            left -= size
+            progress.add(0, Piece("x" * size, [1] * size, None, None if left else "length"))
+        progress.finish()
+
+    readers = [asyncio.create_task(one) for one in (read(), read_elsewhere(), read())]
+    await asyncio.to_thread(write)
+    assert await asyncio.gather(*readers) == ["x" * length] * 3
+    assert (await result).outputs[0].token_ids == [1] * length
+
+
+async def test_the_last_output_is_the_finished_one() -> None:
+    progress, result = streaming()
+    progress.add(0, Piece("a", [1]))
+    iterator = aiter(result)
+    assert not (await anext(iterator)).finished
+    following = asyncio.ensure_future(anext(iterator))
+    progress.add(0, Piece("b", [2], None, "stop"))
+    await asyncio.sleep(0)
+    assert not following.done()
+    progress.finish()
+    last = await following
+    assert (last.finished, last.outputs[0].text_diff, last.outputs[0].finish_reason) == (True, "b", "stop")
+
+
+async def test_who_gives_up_waiting_leaves_it_running() -> None:
+    progress, result = streaming()
+    with pytest.raises(TimeoutError, match="it goes on"):
+        result.result(timeout=0.01)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await result.aresult()
+    assert not result.finished
+    progress.add(0, Piece("a", [1], None, "stop"))
+    progress.finish()
+    assert (await result.aresult()).outputs[0].text == "a"
+
+
+def test_errors_reach_everybody_and_the_first_end_counts() -> None:
+    progress, result = streaming()
+    ended: list[str] = []
+    result.add_done_callback(lambda one: ended.append(one.request_id))
+    progress.add(0, Piece("a", [1]))
+    progress.fail(ShutDownError())
+    progress.finish()
+    result.add_done_callback(lambda one: ended.append(one.request_id))
+    assert ended == ["r", "r"]
+    assert not result.aborted()
+    for _ in range(2):
+        with pytest.raises(ShutDownError):
+            result.result()
+    with pytest.raises(ShutDownError):
+        list(result)
+
+
+def test_aborted_is_what_was_not_complete() -> None:
+    progress, result = streaming(2)
+    progress.add(0, Piece("a", [1], None, "stop"))
+    progress.add(1, Piece("b", [1]))
+    assert not result.aborted()
+    result.abort()
+    assert result.aborted()
+    assert [one.finish_reason for one in result.result().outputs] == ["stop", "cancelled"]
+
+
+def test_without_a_stream_there_is_one_output() -> None:
+    progress = Progress("r", "p", 1, tells_pieces=False)
+    result = GenerationResult(progress, progress.finish)
+    for _ in range(3):
+        progress.add(0, Piece("a", [1]))
+    progress.finish()
+    assert [output.outputs[0].text_diff for output in result] == ["aaa"]
+
+
+async def test_a_loop_that_is_gone_holds_nobody_up() -> None:
+    progress, result = streaming()
+
+    def wait_briefly() -> None:
+        loop = asyncio.new_event_loop()
+        waiting = loop.create_task(result.aresult())
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.call_soon(waiting.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            loop.run_until_complete(waiting)
+        loop.close()
+
+    await asyncio.to_thread(wait_briefly)
+    progress.add(0, Piece("a", [1], None, "stop"))
+    progress.finish()
+    assert (await result).finished
