@@ -2,7 +2,7 @@
 # More arguments: make serve ARGS="--port 9000 --decode 2", make test ARGS="tests/wire -x", make verify ARGS="--help".
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test chaos overload fuzz soak check verify kind-up kind-test kind-down clean
+.PHONY: help setup clients demo serve test chaos overload fuzz soak check verify kind-up kind-test kind-down clean
 
 # A script's own folder must not come before the installed packages: ours have folders named like other packages.
 export PYTHONSAFEPATH := 1
@@ -17,7 +17,10 @@ setup: ## make the environment in .venv (make setup PYTHON=… TORCH=cpu|cuda)
 serve: setup ## serve the demo model at http://127.0.0.1:8000
 	@exec .venv/bin/kvrelay local $(ARGS)
 
-test: setup ## run the tests
+clients: setup ## make environments for other projects' clients in .clients, for the tests
+	@sh tools/clients.sh
+
+test: setup clients ## run the tests
 	.venv/bin/python -m pytest $(ARGS)
 
 chaos: demo ## kill, stop, drain and cut real processes under load; every answer must stay the same (ARGS="--seed 2")
@@ -59,5 +62,5 @@ kind-down: ## remove it
 	@sh tools/kind.sh down
 
 clean: ## remove the environment and everything that tools left here
-	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .clients build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

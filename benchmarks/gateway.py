@@ -10,7 +10,10 @@ is measured without a gateway, with a client that speaks to the worker over its 
 token's time with it, less the median without it.
 
 *Throughput* is real processes: one gateway, one decode worker with the fake engine, ``kvrelay bench`` with 200 streams that
-ask for more than can be had. CPU time by component tells what limits it.
+ask for more than can be had. CPU time by component tells what limits it. With ``--workers 1 --workers 2`` the gateway is measured
+with one process, then with two. Where the generator needs the same cores, tokens per second tell nothing about more
+processes; CPU time per token does: as long as it stays the same, nothing is shared, and N processes on N free cores take N times
+as many tokens. ``--only-throughput`` leaves the added time out.
 """
 
 from __future__ import annotations
@@ -19,12 +22,10 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -37,18 +38,16 @@ import msgspec
 import psutil
 import uvloop
 import zmq
+from gateway_load import throughput
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.engine.fake import fake_card
 from kvrelay.launcher.bench.client import StreamingClient
 from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
-from kvrelay.launcher.bench.records import read_result
-from kvrelay.launcher.bench.summary import percentile, summarize
-from kvrelay.launcher.local import LocalDeployment
+from kvrelay.launcher.bench.summary import percentile
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.ports import free_ports
-from kvrelay.launcher.settings import LocalSettings
 from kvrelay.wire.control_client import ControlClient
 from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.messages import (
@@ -310,46 +309,6 @@ async def _ready(url: str) -> None:
                 await asyncio.sleep(0.05)
 
 
-def measure_throughput(streams: int, seconds: float, step_ms: float) -> dict[str, float]:
-    """Streamed tokens per second with a fake decode worker, and what each process used of the CPU."""
-    os.environ |= {
-        "KVRELAY_FAKE_STEP_MS": f"{step_ms:g}", "KVRELAY_FAKE_TOKEN_US": "0", "KVRELAY_FAKE_TOKEN_BYTES": "64",
-        "KVRELAY_MAX_NUM_SEQS": f"{streams + 56}",
-    }  # fmt: skip
-    settings = LocalSettings(engine="fake", prefill=0, decode=1, port=0, log_level="warning")
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        LocalDeployment.from_settings(settings, resolve_model("demo")) as deployment,
-    ):
-        deployment.wait_ready(timeout_s=60)
-        processes = {name: psutil.Process(pid) for name, pid in deployment.pids.items()}
-        output = Path(directory) / "result.json"
-        command = [
-            sys.executable, "-P", "-m", "kvrelay.launcher", "bench", "--url", deployment.url, "--concurrency", str(streams),
-            "--input-len", "32", "--output-len", "256", "--duration-s", str(seconds), "--output", str(output),
-        ]  # fmt: skip
-        before = {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if not output.exists():
-            raise SystemExit(f"the generator failed: {ended.stderr[-2000:]}")
-        after = {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
-        memory_mb = processes["gateway"].memory_info().rss / 2**20
-        result = read_result(output)
-    whole = summarize(result).all
-    if whole.num_ok != whole.num_requests:
-        raise SystemExit(f"{whole.num_requests - whole.num_ok} requests failed: {whole.errors}")
-    num_tokens = sum(request.output_tokens for request in result.requests)
-    figures = {
-        "tokens_per_s": whole.output_tokens_per_s,
-        "gateway_us_per_token": (after["gateway"] - before["gateway"]) / num_tokens * 1e6,
-        "worker_us_per_token": (after["decode-0"] - before["decode-0"]) / num_tokens * 1e6,
-        "gateway_mb": memory_mb,
-    }
-    if result.cpu is not None:
-        figures |= {"generator_cores": result.cpu.generator, "other_cores": result.cpu.others + result.cpu.stolen}
-    return figures
-
-
 @click.command(help=__doc__)
 @click.option("--streams", default=8, show_default=True, help="Streams at a time while added time is measured.")
 @click.option("--rounds", default=15, show_default=True, help="Requests of each of them.")
@@ -357,6 +316,11 @@ def measure_throughput(streams: int, seconds: float, step_ms: float) -> dict[str
 @click.option("--load-streams", default=200, show_default=True, help="Streams at a time while throughput is measured.")
 @click.option("--load-step-ms", default=5.0, show_default=True, help="Pace of the fake worker then.")
 @click.option("--load-seconds", default=20.0, show_default=True, help="How long.")
+@click.option(
+    "--workers", multiple=True, default=(1,), show_default=True, help="Processes of the gateway then; may be repeated."
+)
+@click.option("--load-rounds", default=1, show_default=True, help="How often each number of processes is measured.")
+@click.option("--only-throughput", is_flag=True, help="Measure no added time.")
 @click.option("--output", type=click.Path(path_type=Path), help="Where the figures go as JSON.")
 def main(
     streams: int,
@@ -365,10 +329,22 @@ def main(
     load_streams: int,
     load_step_ms: float,
     load_seconds: float,
+    workers: tuple[int, ...],
+    load_rounds: int,
+    only_throughput: bool,
     output: Path | None,
 ) -> None:
     """Run it."""
-    pace = Load(streams, rounds, tokens=64, step_s=step_ms * 1e-3)
+    figures: dict[str, float] = {}
+    if not only_throughput:
+        figures |= added_time(Load(streams, rounds, tokens=64, step_s=step_ms * 1e-3))
+    figures |= throughput(load_streams, load_seconds, load_step_ms, workers, load_rounds)
+    if output is not None:
+        output.write_text(json.dumps(figures, indent=1))
+
+
+def added_time(pace: Load) -> dict[str, float]:
+    """Measure and print it."""
     direct = uvloop.run(measure_direct(pace))
     through = uvloop.run(measure_gateway(resolve_model("demo", needs_weights=False), pace))
     figures: dict[str, float] = {}
@@ -379,17 +355,9 @@ def main(
         figures |= {f"{name} {q} ms": value for q, value in found.items()} | {f"{name} direct ms": without_ms}
         shown = ", ".join(f"{q} {value:.2f}" for q, value in found.items())
         print(
-            f"added to {name} ({streams} streams, {len(ordered)} tokens): {shown} ms; without gateway {without_ms:.2f} ms"
+            f"added to {name} ({pace.streams} streams, {len(ordered)} tokens): {shown} ms; without gateway {without_ms:.2f} ms"
         )
-    load = measure_throughput(load_streams, load_seconds, load_step_ms)
-    figures |= load
-    print(
-        f"{load_streams} streams: {load['tokens_per_s']:.0f} tokens/s; gateway {load['gateway_us_per_token']:.1f} us per token "
-        f"and {load['gateway_mb']:.0f} MB, worker {load['worker_us_per_token']:.1f} us; "
-        f"generator {load.get('generator_cores', float('nan')):.2f} cores"
-    )
-    if output is not None:
-        output.write_text(json.dumps(figures, indent=1))
+    return figures
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One deployment of the demo model for the whole session: three processes, real sockets, fp32 on the CPU."""
+"""Two deployments of the demo model for the whole session, with and without a hand-off: real sockets, fp32 on the CPU."""
 
 from __future__ import annotations
 
@@ -31,6 +31,15 @@ def deployment(model_directory: Path) -> Iterator[LocalDeployment]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def local_deployment(model_directory: Path) -> Iterator[LocalDeployment]:
+    """Gateway, and one decode worker that reads every prompt itself: nothing is handed over."""
+    settings = LocalSettings(port=0, device="cpu", dtype="float32", threads=1, prefill=0, kv_memory_mb=256)
+    with LocalDeployment.from_settings(settings, model_directory) as running:
+        running.wait_ready(timeout_s=180)
+        yield running
+
+
 def ledger(deployment: LocalDeployment, name: str) -> dict[str, int]:
     """A worker's ledger, as /debug/kv shows it."""
     response = httpx.get(f"{deployment.admin_urls[name]}/debug/kv", timeout=30)
@@ -39,10 +48,11 @@ def ledger(deployment: LocalDeployment, name: str) -> dict[str, int]:
 
 
 def wait_until_idle(deployment: LocalDeployment, timeout_s: float = 10.0) -> None:
-    """Until every block on both workers is free or cached; fails if that takes longer than ``timeout_s``."""
+    """Until every block on all workers is free or cached; fails if that takes longer than ``timeout_s``."""
     deadline_s = time.monotonic() + timeout_s
+    workers = [name for name in deployment.admin_urls if name != "gateway"]
     while True:
-        ledgers = {name: ledger(deployment, name) for name in ("prefill-0", "decode-0")}
+        ledgers = {name: ledger(deployment, name) for name in workers}
         if all(one["leased"] == one["running"] == 0 and one["balances"] for one in ledgers.values()):
             return
         assert time.monotonic() < deadline_s, f"blocks are still in use: {ledgers}"

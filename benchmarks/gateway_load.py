@@ -1,0 +1,116 @@
+"""Streamed tokens per second through a gateway of one process or several, and what they use of the CPU: for ``gateway.py``."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from kvrelay.launcher.bench.records import read_result
+from kvrelay.launcher.bench.summary import summarize
+from kvrelay.launcher.local import LocalDeployment
+from kvrelay.launcher.models import resolve_model
+from kvrelay.launcher.settings import LocalSettings
+
+
+def throughput(streams: int, seconds: float, step_ms: float, workers: Sequence[int], rounds: int) -> dict[str, float]:
+    """Measure and print it, for each number of gateway processes; figures of others than the first are named after it.
+
+    Each round measures all of them; ratios are those within a round, so a machine that is slower for a while is slower for all.
+    Of everything the median counts.
+    """
+    measured = [
+        {count: measure_throughput(streams, seconds, step_ms, count) for count in workers} for _ in range(rounds)
+    ]
+    figures: dict[str, float] = {}
+    for count in workers:
+        load = {name: statistics.median(one[count][name] for one in measured) for name in measured[0][count]}
+        suffix = "" if count == workers[0] else f" workers={count}"
+        figures |= {f"{name}{suffix}": value for name, value in load.items()}
+        print(
+            f"{streams} streams, {count} gateway process(es): {load['tokens_per_s']:.0f} tokens/s; gateway "
+            f"{load['gateway_us_per_token']:.1f} CPU s per million tokens ({load['gateway_busiest_share']:.0%} of it in one "
+            f"process) and {load['gateway_mb']:.0f} MB, worker {load['worker_us_per_token']:.1f} CPU s; "
+            f"generator {load.get('generator_cores', float('nan')):.2f} cores"
+        )
+        if suffix:
+            ratios = {
+                name: statistics.median(one[count][name] / one[workers[0]][name] for one in measured)
+                for name in ("gateway_us_per_token", "tokens_per_s")
+            }
+            figures |= {f"{name}{suffix} ratio": value for name, value in ratios.items()}
+            print(
+                f"  {count} against {workers[0]}: {ratios['gateway_us_per_token']:.2f} times the CPU time per token, "
+                f"{ratios['tokens_per_s']:.2f} times the tokens/s here"
+            )
+    return figures
+
+
+def measure_throughput(streams: int, seconds: float, step_ms: float, workers: int) -> dict[str, float]:
+    """Streamed tokens per second with a fake decode worker, and what each process used of the CPU."""
+    os.environ |= {
+        "KVRELAY_FAKE_STEP_MS": f"{step_ms:g}", "KVRELAY_FAKE_TOKEN_US": "0", "KVRELAY_FAKE_TOKEN_BYTES": "64",
+        "KVRELAY_MAX_NUM_SEQS": f"{streams + 56}",
+    }  # fmt: skip
+    settings = LocalSettings(engine="fake", prefill=0, decode=1, port=0, workers=workers, log_level="warning")
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        LocalDeployment.from_settings(settings, resolve_model("demo")) as deployment,
+    ):
+        deployment.wait_ready(timeout_s=60)
+        processes = {name: psutil.Process(pid) for name, pid in deployment.pids.items()}
+        gateways = _until_all_serve(processes["gateway"], workers)
+        output = Path(directory) / "result.json"
+        command = [
+            sys.executable, "-P", "-m", "kvrelay.launcher", "bench", "--url", deployment.url, "--concurrency", str(streams),
+            "--input-len", "32", "--output-len", "256", "--duration-s", str(seconds), "--output", str(output),
+        ]  # fmt: skip
+        before_s, worker_before_s = [_cpu_s(one) for one in gateways], _cpu_s(processes["decode-0"])
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not output.exists():
+            raise SystemExit(f"the generator failed: {ended.stderr[-2000:]}")
+        used_s = [_cpu_s(one) - before for one, before in zip(gateways, before_s, strict=True)]
+        worker_s = _cpu_s(processes["decode-0"]) - worker_before_s
+        memory_mb = sum(one.memory_info().rss for one in gateways) / 2**20
+        result = read_result(output)
+    whole = summarize(result).all
+    if whole.num_ok != whole.num_requests:
+        raise SystemExit(f"{whole.num_requests - whole.num_ok} requests failed: {whole.errors}")
+    num_tokens = sum(request.output_tokens for request in result.requests)
+    figures = {
+        "tokens_per_s": whole.output_tokens_per_s,
+        "gateway_us_per_token": sum(used_s) / num_tokens * 1e6,
+        "gateway_busiest_share": max(used_s) / sum(used_s),
+        "worker_us_per_token": worker_s / num_tokens * 1e6,
+        "gateway_mb": memory_mb,
+    }
+    if result.cpu is not None:
+        figures |= {"generator_cores": result.cpu.generator, "other_cores": result.cpu.others + result.cpu.stolen}
+    return figures
+
+
+def _until_all_serve(gateway: psutil.Process, workers: int) -> list[psutil.Process]:
+    """The gateway's processes, the parent of several first. Raises SystemExit if they do not come."""
+    if workers == 1:
+        return [gateway]
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        # One serves as soon as it has its links to the workers.
+        children = gateway.children()
+        linked = [any(one.raddr for one in child.net_connections("tcp")) for child in children]
+        if len(children) == workers and all(linked):
+            return [gateway, *children]
+        time.sleep(0.1)
+    raise SystemExit(f"{workers} processes should serve, and did not begin to")
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

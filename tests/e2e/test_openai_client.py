@@ -1,0 +1,227 @@
+"""OpenAI's own client, unmodified, against the demo model: what it has beyond plain requests, sync and async."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+from pydantic import BaseModel, Field
+
+from kvrelay.launcher.local import LocalDeployment
+
+from .conftest import wait_until_idle
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+MODEL = "SmolLM2-135M-Instruct"
+QUESTION = "What is the capital of France? Answer in one sentence."
+CHAT: list[ChatCompletionMessageParam] = [{"role": "user", "content": QUESTION}]
+
+
+class City(BaseModel):
+    """What an answer must look like."""
+
+    name: str = Field(max_length=12)
+    kind: Literal["capital", "town"]
+    is_large: bool
+
+
+class Weather(BaseModel):
+    """Tell the weather of a city."""
+
+    city: str = Field(max_length=12)
+    unit: Literal["celsius", "fahrenheit"]
+
+
+@pytest.fixture
+def client(deployment: LocalDeployment) -> Iterator[openai.OpenAI]:
+    """At the deployment's URL; it leaves nothing behind."""
+    with openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+    wait_until_idle(deployment)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    [model] = client.models.list().data
+    assert model.id == MODEL
+    assert client.models.retrieve(MODEL) == model
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        client.models.retrieve("nobody")
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    prompts = ["The capital of France is", "The capital of Italy is"]
+    both = client.completions.create(model=MODEL, prompt=prompts, max_tokens=6, temperature=0, logprobs=2, echo=True)
+    assert ["Paris" in both.choices[0].text, "Rome" in both.choices[1].text] == [True, True]
+    assert all(choice.text.startswith(prompt) for choice, prompt in zip(both.choices, prompts, strict=True))
+    for choice in both.choices:
+        assert choice.logprobs is not None
+        assert "".join(choice.logprobs.tokens or []) == choice.text
+    best = client.completions.create(model=MODEL, prompt=prompts[0], max_tokens=6, n=2, best_of=3, seed=1)
+    assert len(best.choices) == 2
+    assert best.usage is not None
+    assert best.usage.completion_tokens == 18
+
+
+def test_several_choices_with_log_probabilities(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {
+        "n": 3,
+        "seed": 5,
+        "temperature": 1.2,
+        "max_tokens": 10,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = client.chat.completions.create(model=MODEL, messages=CHAT, **fields)
+    texts = [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) == 3
+    for choice in whole.choices:
+        assert choice.logprobs is not None
+        content = choice.logprobs.content or []
+        assert "".join(token.token for token in content).startswith(choice.message.content or "")
+        for token in content:
+            assert len(token.top_logprobs) == 2
+            assert token.logprob <= token.top_logprobs[0].logprob + 1e-6
+    again = client.chat.completions.create(model=MODEL, messages=CHAT, **fields)
+    assert [choice.message.content for choice in again.choices] == texts
+    assert again.system_fingerprint == whole.system_fingerprint
+
+
+def test_the_streaming_helper(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=24, temperature=0)
+    pieces: list[str] = []
+    kinds: set[str] = set()
+    with client.chat.completions.stream(
+        model=MODEL, messages=CHAT, max_tokens=24, temperature=0, stream_options={"include_usage": True}
+    ) as stream:
+        for event in stream:
+            kinds.add(event.type)
+            if event.type == "content.delta":
+                pieces.append(event.delta)
+        final = stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+    assert "".join(pieces) == final.choices[0].message.content == whole.choices[0].message.content
+    assert final.choices[0].finish_reason == whole.choices[0].finish_reason
+    assert final.usage is not None
+    assert whole.usage is not None
+    assert final.usage.total_tokens == whole.usage.total_tokens
+
+
+def test_parse(client: openai.OpenAI) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Describe Paris in JSON."}]
+    for fields in ({"temperature": 0}, {"temperature": 1.3, "seed": 3}):
+        parsed = client.chat.completions.parse(
+            model=MODEL, messages=messages, response_format=City, max_tokens=200, **fields
+        )
+        assert isinstance(parsed.choices[0].message.parsed, City)
+    with client.chat.completions.stream(
+        model=MODEL, messages=messages, response_format=City, temperature=0, max_tokens=200
+    ) as stream:
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, City)
+    response = client.responses.parse(
+        model=MODEL, input="Describe Paris in JSON.", text_format=City, temperature=0, max_output_tokens=200
+    )
+    assert isinstance(response.output_parsed, City)
+
+
+def test_tools(client: openai.OpenAI) -> None:
+    tools = [openai.pydantic_function_tool(Weather, name="weather")]
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    fields: dict[str, Any] = {"model": MODEL, "tools": tools, "temperature": 0, "max_tokens": 300}
+    parsed = client.chat.completions.parse(
+        messages=messages, tool_choice="required", parallel_tool_calls=False, **fields
+    )
+    choice = parsed.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls or []
+    assert call.function.name == "weather"
+    assert isinstance(call.function.parsed_arguments, Weather)
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    arguments = ""
+    with client.chat.completions.stream(messages=messages, tool_choice=named, **fields) as stream:
+        for event in stream:
+            if event.type == "tool_calls.function.arguments.delta":
+                arguments += event.arguments_delta
+        final = stream.get_final_completion()
+    [streamed] = final.choices[0].message.tool_calls or []
+    assert streamed.function.arguments == arguments
+    assert isinstance(streamed.function.parsed_arguments, Weather)
+    result: list[Any] = [
+        *messages,
+        {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": call.function.to_dict()}]},
+        {"role": "tool", "tool_call_id": call.id, "content": "It is sunny."},
+    ]
+    after = client.chat.completions.create(messages=result, tool_choice="none", **fields)
+    assert after.choices[0].message.content
+    assert not after.choices[0].message.tool_calls
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    whole = client.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=24)
+    assert "Paris" in whole.output_text
+    assert whole.status == "completed"
+    pieces: list[str] = []
+    with client.responses.stream(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=24) as stream:
+        for event in stream:
+            if event.type == "response.output_text.delta":
+                pieces.append(event.delta)
+        final = stream.get_final_response()
+    assert "".join(pieces) == final.output_text == whole.output_text
+    assert final.usage is not None
+    assert whole.usage is not None
+    assert final.usage.total_tokens == whole.usage.total_tokens
+    tool: Any = openai.pydantic_function_tool(Weather, name="weather")["function"]
+    called = client.responses.create(
+        model=MODEL,
+        input="What is the weather in Paris?",
+        tools=[{"type": "function", **tool}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=0,
+        max_output_tokens=300,
+    )
+    [item] = [item for item in called.output if item.type == "function_call"]
+    assert item.name == "weather"
+    Weather.model_validate_json(item.arguments)
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, messages=CHAT, temperature=3)
+    assert (refused.value.param, refused.value.type) == ("temperature", "invalid_request_error")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="nobody", input="x")
+
+
+async def test_the_async_client(deployment: LocalDeployment) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{deployment.url}/v1", api_key="unused", max_retries=0) as client:
+        create = client.chat.completions.create
+        whole, other = await asyncio.gather(
+            create(model=MODEL, messages=CHAT, max_tokens=24, temperature=0),
+            create(model=MODEL, messages=CHAT, max_tokens=24, temperature=0, stream=True),
+        )
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in other if chunk.choices]
+        assert "".join(pieces) == whole.choices[0].message.content
+        async with client.chat.completions.stream(model=MODEL, messages=CHAT, max_tokens=24, temperature=0) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.content == whole.choices[0].message.content
+        async with client.responses.stream(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=24) as events:
+            kinds = [event.type async for event in events]
+        assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+        parsed = await client.chat.completions.parse(
+            model=MODEL, messages=CHAT, response_format=City, temperature=0, max_tokens=200
+        )
+        assert isinstance(parsed.choices[0].message.parsed, City)
+        assert json.loads(parsed.choices[0].message.content or "").keys() == {"name", "kind", "is_large"}
+        # A client that has heard enough goes away; nothing stays behind.
+        stopped = await create(model=MODEL, messages=CHAT, stream=True, extra_body={"ignore_eos": True})
+        async for _ in stopped:
+            break
+        await stopped.close()
+    await asyncio.to_thread(wait_until_idle, deployment)

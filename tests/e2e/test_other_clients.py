@@ -1,0 +1,89 @@
+"""Other projects' clients, unmodified and in environments of their own (``make clients``), against the demo model's deployment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.launcher.local import LocalDeployment
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+PROGRAMS = Path(__file__).parent / "programs"
+ENVIRONMENTS = Path(__file__).parents[2] / ".clients"
+MODEL = "SmolLM2-135M-Instruct"
+
+
+def run(environment: str, program: str, deployment: LocalDeployment) -> dict[str, Any]:
+    """What the program printed."""
+    python = ENVIRONMENTS / environment / "bin" / "python"
+    assert python.exists(), "the clients' environments are missing: make clients"
+    # The prices of others' models are not fetched from the network.
+    variables = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false"}
+    done = subprocess.run(
+        [python, PROGRAMS / program, deployment.url, MODEL],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=variables,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+def test_langchain_openai(deployment: LocalDeployment) -> None:
+    results = run("langchain", "langchain_program.py", deployment)
+    assert "Paris" in results["whole"]
+    same = [results["streamed"], results["async"], *results["batch"], results["responses"]]
+    assert same == [results["whole"]] * 5
+    assert results["usage"]["output_tokens"] == results["streamed_usage"]["output_tokens"] > 0
+    assert results["finish_reason"] == "stop"
+    assert set(results["structured"]) == set(results["by_function"]) == {"name", "is_capital"}
+    assert results["calls"]
+    for name, arguments in results["calls"]:
+        assert (name, list(arguments)) == ("weather", ["city"])
+    assert isinstance(results["after_calls"], str)
+    assert results["logprobs"] == results["usage"]["output_tokens"]
+    assert "Paris" in results["text"]
+
+
+def test_litellm(deployment: LocalDeployment) -> None:
+    results = run("litellm", "litellm_program.py", deployment)
+    assert "Paris" in results["whole"]
+    assert results["streamed"] == results["async"] == results["whole"]
+    assert results["completion_tokens"] > 0
+    assert results["call"][0] == "weather"
+    assert list(results["call"][1]) == ["city"]
+    assert len(set(results["several"])) > 1
+    assert list(results["schema"]) == ["city"]
+    assert "Paris" in results["text"]
+    assert "temperature" in results["refused"]
+
+
+def test_text_generation(deployment: LocalDeployment) -> None:
+    results = run("tgi", "text_generation_program.py", deployment)
+    assert "Paris" in results["whole"]
+    same = [results["streamed"], results["last"], results["async"], results["async_streamed"]]
+    assert same == [results["whole"]] * 4
+    assert "".join(results["tokens"]) == results["whole"]
+    assert results["finish_reason"] == "length"
+    assert all(logprob <= 0 for logprob in results["logprobs"])
+    assert "".join(results["prefill"]) == "The capital of France is"
+    assert all(number >= 2 for number in results["num_top_tokens"])
+    text, reason = results["stopped"]
+    assert (text[-1], text.count("."), reason) == (".", 1, "stop_sequence")
+    assert results["full"].startswith("The capital of France is")
+    assert results["sampled"][0] == results["sampled"][1]
+    assert results["sampled"][0][1] == 5
+    assert results["best_of"] == 1
+    assert re.fullmatch("[0-9]{3}-[0-9]{2}", results["grammar"])
+    assert results["chat"]
+    assert "1000000" in results["refused"]

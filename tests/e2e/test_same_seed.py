@@ -1,0 +1,172 @@
+"""The same seed, the same text: alone, in a batch of sequences that take each other's blocks, and after a worker was killed.
+
+With penalties, whose counts must be rebuilt; with a guide, whose state must; and for several choices, each with its own noise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from kvrelay.launcher.client import counter_values
+from kvrelay.launcher.local import LocalDeployment
+from kvrelay.launcher.settings import LocalSettings
+
+from .conftest import wait_until_idle
+from .promises import Wish, ask_alone, ask_together
+from .test_demo import http
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+NUM_BLOCKS = 12  # of each worker's pool: two of the answers below fit, not all of them
+NUM_BEFORE = 8  # tokens of each choice that have come when the worker is killed
+DECODES = ("decode-0", "decode-1")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{4,9}$"},
+        "numbers": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 100, "maximum": 9999},
+            "minItems": 8,
+            "maxItems": 8,
+        },
+        "is_big": {"type": "boolean"},
+    },
+    "required": ["name", "numbers", "is_big"],
+    "additionalProperties": False,
+}
+WISHES = {
+    "penalties": Wish(
+        "Tell me a long story about a dragon and a dragon.",
+        {
+            "seed": 11, "temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1, "presence_penalty": 0.8,
+            "frequency_penalty": 0.4, "max_tokens": 64, "ignore_eos": True,
+        },
+    ),
+    "json_schema": Wish(
+        "A city in JSON: ",
+        {"seed": 12, "temperature": 1.2, "max_tokens": 100, "structured_outputs": {"json": SCHEMA}},
+    ),
+    "n": Wish(
+        "Once upon a time in a small village",
+        {"seed": 13, "temperature": 1.0, "top_k": 50, "n": 4, "max_tokens": 64, "ignore_eos": True},
+    ),
+}  # fmt: skip
+
+Told = list[tuple[str, list[int]]]  # text and token ids of each choice
+
+
+@pytest.fixture(scope="module")
+def alone(deployment: LocalDeployment) -> dict[str, Told]:
+    """What each says when nobody else is there."""
+    answers = asyncio.run(ask_alone(deployment.url, WISHES))
+    return {name: [(one["text"], one["token_ids"]) for one in answer.choices] for name, answer in answers.items()}
+
+
+@pytest.fixture(scope="module")
+def small(model_directory: Path) -> Iterator[LocalDeployment]:
+    """A prefill worker and two decode workers, with little room."""
+    settings = LocalSettings(port=0, device="cpu", dtype="float32", threads=1, decode=2, local_prefill_max_tokens=0)
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("KVRELAY_NUM_BLOCKS", str(NUM_BLOCKS))
+        with LocalDeployment.from_settings(settings, model_directory) as running:
+            running.wait_ready(timeout_s=180)
+            yield running
+
+
+def test_each_kind_is_what_it_should_be(alone: dict[str, Told]) -> None:
+    [(document, _)] = alone["json_schema"]
+    jsonschema.validate(json.loads(document), SCHEMA)
+    assert len({text for text, _ in alone["n"]}) == 4
+    assert all(len(token_ids) > 3 * NUM_BEFORE for told in alone.values() for _, token_ids in told)
+
+
+class Stream:
+    """One streamed request; ``told`` fills while it runs."""
+
+    def __init__(self, name: str, wish: Wish) -> None:
+        self.request_id = f"{name}-x"
+        self.told: Told = [("", []) for _ in range(wish.num_choices)]
+        self.is_under_way = asyncio.Event()  # every choice has some tokens
+        self._body = {**wish.body, "stream": True}
+
+    async def run(self, client: httpx.AsyncClient) -> None:
+        """To the end."""
+        headers = {"x-request-id": self.request_id}
+        async with client.stream("POST", "/v1/completions", json=self._body, headers=headers) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    self._take(json.loads(line.removeprefix("data: ")))
+
+    def _take(self, event: dict[str, Any]) -> None:
+        assert "error" not in event, event
+        [choice] = event["choices"]
+        text, token_ids = self.told[choice["index"]]
+        self.told[choice["index"]] = (text + choice["text"], token_ids + choice["token_ids"])
+        if all(len(token_ids) >= NUM_BEFORE for _, token_ids in self.told):
+            self.is_under_way.set()
+
+
+def request_ids(deployment: LocalDeployment, worker: str) -> list[str]:
+    """What the worker has in hand."""
+    state: dict[str, Any] = httpx.get(f"{deployment.admin_urls[worker]}/debug/kv", timeout=30).json()
+    return list(state["requests"])
+
+
+async def test_after_preemption(small: LocalDeployment, alone: dict[str, Told]) -> None:
+    """Each worker has two older, longer answers in hand, which take what younger ones hold: the youngest gives way.
+
+    Two of them and any of the wishes come to more than ``NUM_BLOCKS`` before the wish is done.
+    """
+    # After answers of one token the gateway takes all for short, and lets in more than there is room for.
+    await ask_alone(small.url, {str(seed): Wish("Hi", {"max_tokens": 1}) for seed in range(3)})
+    fields = {"max_tokens": 100, "ignore_eos": True}
+    older = [Stream(f"older-{start}", Wish(f"{start} bottles of beer", fields)) for start in range(4)]
+    async with http(small) as client:
+        running = [asyncio.create_task(stream.run(client)) for stream in older]
+        await asyncio.gather(*(stream.is_under_way.wait() for stream in older))
+        assert [len(await asyncio.to_thread(request_ids, small, worker)) for worker in DECODES] == [2, 2]
+        answers = await ask_together(small.url, WISHES)
+        await asyncio.gather(*running)
+    for name, answer in answers.items():
+        assert [(one["text"], one["token_ids"]) for one in answer.choices] == alone[name], name
+    for worker in DECODES:
+        assert sum(counter_values(small.admin_urls[worker], "kvrelay_preemptions_total", {})) > 0, worker
+    await asyncio.to_thread(wait_until_idle, small)
+
+
+async def test_after_failover(small: LocalDeployment, alone: dict[str, Told]) -> None:
+    """Of two decode workers the one that has most of what was not struck yet is killed, until everything was."""
+    left = set(WISHES)
+    async with http(small) as client:
+        while left:
+            await asyncio.to_thread(small.wait_ready, timeout_s=120)
+            streams = {name: Stream(name, WISHES[name]) for name in sorted(left)}
+            running = [asyncio.create_task(stream.run(client)) for stream in streams.values()]
+            await asyncio.gather(*(stream.is_under_way.wait() for stream in streams.values()))
+            struck_by = {
+                worker: {name for name, one in streams.items() if any(key.startswith(one.request_id) for key in keys)}
+                for worker in DECODES
+                if (keys := await asyncio.to_thread(request_ids, small, worker))
+            }
+            victim = max(struck_by, key=lambda worker: len(struck_by[worker]))
+            assert struck_by[victim], struck_by
+            os.kill(small.pids[victim], signal.SIGKILL)
+            await asyncio.gather(*running)
+            assert {name: stream.told for name, stream in streams.items()} == {name: alone[name] for name in left}
+            left -= struck_by[victim]
+        gateway = small.admin_urls["gateway"]
+        assert sum(counter_values(gateway, "kvrelay_attempts_total", {"outcome": "peer_lost"})) >= len(WISHES)
+    await asyncio.to_thread(small.wait_ready, timeout_s=120)
+    await asyncio.to_thread(wait_until_idle, small)
