@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -117,7 +117,7 @@ class OpenAIRoutes:
         max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         spec = body.spec(max_tokens=max_tokens, num_logprobs=body.logprobs)
         if body.echo and body.logprobs is not None and spec.num_prompt_logprobs is None:
-            spec = dataclasses.replace(spec, num_prompt_logprobs=body.logprobs)
+            spec = msgspec.structs.replace(spec, num_prompt_logprobs=body.logprobs)
         prompts = await self._prompts(body)
         generations = self._intake.generations(arrival_of(request), prompts, spec, prompt_param="prompt")
         used = [one.prompt_token_ids for one in generations if one.is_first]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.dialect import Dialect
@@ -44,7 +45,7 @@ class Chat:
         if spec.beam_search is not None and guide is not None:
             raise InvalidRequestError("tools and use_beam_search are given together; leave one out", param="tools")
         kept_tokens = () if self.has_plain_answers else self._dialect.kept_tokens  # nobody would read them
-        return dataclasses.replace(spec, guide=guide, kept_tokens=kept_tokens)
+        return msgspec.structs.replace(spec, guide=guide, kept_tokens=kept_tokens)
 
     @property
     def has_plain_answers(self) -> bool:

@@ -25,6 +25,12 @@ def requested_guide(response_format: Any, structured_outputs: Any, fields: Mappi
 
     Raises InvalidRequestError naming the field that is wrong, or the two that contradict each other.
     """
+    if (
+        response_format is None
+        and structured_outputs is None
+        and not any(name.startswith("guided_") for name in fields)
+    ):
+        return None  # as with nearly all requests
     found: dict[str, Guide] = {}
     if (guide := _of_response_format(response_format)) is not None:
         found["response_format"] = guide

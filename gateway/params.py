@@ -134,10 +134,10 @@ def _check_together(spec: GenerationSpec) -> None:
 
 def _check_workers_limits(spec: GenerationSpec, num_prompt_tokens: int, cards: Sequence[ModelCard]) -> None:
     """What a worker would refuse is refused here, before it costs anything, and by its field's name."""
-    served = [set(card.processors) for card in cards]
     for name in spec.processors:
-        if not all(name in names for names in served):
-            known = ", ".join(sorted(set.intersection(*served))) or "there are none"
+        if not all(name in card.processors for card in cards):
+            served = set.intersection(*(set(card.processors) for card in cards))
+            known = ", ".join(sorted(served)) or "there are none"
             raise InvalidRequestError(
                 f"logits_processors holds {name!r}; this deployment's processors: {known}", param="logits_processors"
             )
