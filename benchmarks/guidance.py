@@ -1,6 +1,6 @@
 """What guided decoding costs: a decode step of 16 guided rows against one of 16 free rows, in turns, and what compiling takes.
 
-    .venv/bin/python benchmarks/guidance.py            # about 2 minutes
+    .venv/bin/python benchmarks/guidance.py            # about 4 minutes
 
 Both batches are the demo model's, in one process, with the same prompts and lengths; a step is what the model thread does: masks,
 the model, sampling, and telling the grammar what came. What is compared is the ratio within a round of one step each, in an order
@@ -25,6 +25,9 @@ from kvrelay.engine.guide_compiler import XGrammarCompiler
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import GuideState, Sequence
 from kvrelay.engine.torch_engine import EngineOptions, TorchEngine
+from kvrelay.gateway.tools.families import family_named
+from kvrelay.gateway.tools.functions import parse_tool_choice, parse_tools
+from kvrelay.gateway.tools.guides import tool_guide
 from kvrelay.launcher.models import resolve_model
 
 _PROMPT_LEN = 64
@@ -47,7 +50,8 @@ _PERSON = {
 _GUIDES = {
     "any JSON object": Guide(kind=GuideKind.JSON_OBJECT),
     "a schema of 6 fields": Guide(kind=GuideKind.JSON_SCHEMA, text=json.dumps(_PERSON)),
-    "a regular expression": Guide(kind=GuideKind.REGEX, text=r"([A-Z][a-z]{2,9} ){20,60}end\."),
+    "a regular expression": Guide(kind=GuideKind.REGEX, text=r"([A-Z][a-z]+,? )*end\."),
+    "a regular expression, counts within counts": Guide(kind=GuideKind.REGEX, text=r"([A-Z][a-z]{2,9} ){20,60}end\."),
     "a grammar (EBNF)": Guide(
         kind=GuideKind.GRAMMAR,
         text='root ::= line{20,60}\nline ::= word ("+" word)* "\\n"\nword ::= [a-z]+ | [0-9]+ | "(" word ")"',
@@ -56,7 +60,10 @@ _GUIDES = {
         kind=GuideKind.CHOICE, text=json.dumps([f"answer number {number}" for number in range(100)])
     ),
 }
-_MEASURED = ("any JSON object", "a schema of 6 fields", "a regular expression", "a grammar (EBNF)")
+_TOOLS = [
+    {"type": "function", "function": {"name": "find_person", "parameters": _PERSON}},
+    {"type": "function", "function": {"name": "end_call", "parameters": {"type": "object", "properties": {}}}},
+]
 
 
 @dataclass
@@ -127,24 +134,34 @@ def main(model: str, rows: int, rounds: int, threads: int) -> None:
     options = EngineOptions(directory, directory.name, device="cpu", kv_memory_bytes=2**29, num_threads=threads)
     engine = TorchEngine.load(options, lambda done, total: None)
     compiler = XGrammarCompiler(directory, engine.card.vocab_size)
+    guides = {**_GUIDES, "a call of one of two tools": _call_guide()}
     try:
         print("| guide | compiled in |\n| --- | --- |")
         warm = SamplingParams(max_tokens=1, guide=Guide(kind=GuideKind.REGEX, text="a"))
         print(f"| the first one, with the process that compiles | {_time_ms(compiler, warm):,.0f} ms |")
-        for name, guide in _GUIDES.items():
+        for name, guide in guides.items():
             sampling = SamplingParams(max_tokens=1, guide=guide)
             print(f"| {name} | {_time_ms(compiler, sampling):.1f} ms, again: {_time_ms(compiler, sampling):.2f} ms |")
         print(
             f"\n| {rows} rows, {engine.card.layout.kv_dtype} | free step | guided step | ratio |\n| --- | --- | --- | --- |"
         )
         for temperature in (0.0, 0.8):
-            for name in _MEASURED:
+            for name, guide in guides.items():
+                if guide.kind is GuideKind.CHOICE:
+                    continue  # its outputs are over at once
                 free = Batch(engine, compiler, None, temperature)
-                guided = Batch(engine, compiler, _GUIDES[name], temperature)
+                guided = Batch(engine, compiler, guide, temperature)
                 guided.fill(rows, free.fill(rows, 0))
                 print(f"| {name}, temperature {temperature:g} {_compare(free, guided, rounds)}", flush=True)
     finally:
         compiler.close()
+
+
+def _call_guide() -> Guide:
+    choice = parse_tool_choice("required", parse_tools(_TOOLS))
+    guide = tool_guide(family_named("hermes"), choice, None)
+    assert guide is not None
+    return guide
 
 
 def _time_ms(compiler: XGrammarCompiler, sampling: SamplingParams) -> float:

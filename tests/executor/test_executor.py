@@ -185,14 +185,14 @@ def test_shutdown_leaves_nothing(tiny_model: Path, private_tmp: Path) -> None:
 
     run()  # what is made once per process is there now
     gc.collect()
-    threads, descriptors = set(threading.enumerate()), process.num_fds()
-    children = process.children(recursive=True)
+    # Of other tests some may be there, and come to their end meanwhile.
+    threads, descriptors, others = set(threading.enumerate()), process.num_fds(), set(process.children())
     for _ in range(3):
         run()
     gc.collect()
-    assert set(threading.enumerate()) == threads
-    assert process.num_fds() == descriptors
-    assert process.children(recursive=True) == children
+    assert not set(threading.enumerate()) - threads
+    assert process.num_fds() <= descriptors
+    assert not set(process.children()) - others
     assert list(private_tmp.iterdir()) == []
 
 
