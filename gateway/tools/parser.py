@@ -7,6 +7,7 @@ arguments break off in the middle keeps what was sent of them; the rest of the t
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -183,17 +184,34 @@ def read_envelopes(context: Context) -> Reading[bool]:
         if is_good:
             yield from context.close()
         return is_good
+    end = yield from read_rest(context, read_envelope)
+    return end is not ListEnd.MALFORMED
+
+
+class ListEnd(enum.Enum):
+    """How a list of calls ended."""
+
+    CLOSED = "closed"
+    CUT_OFF = "cut off"  # the text is over
+    MALFORMED = "malformed"
+
+
+def read_rest(context: Context, read_call: Callable[[Context], Reading[bool]]) -> Reading[ListEnd]:
+    """Read a list of calls, behind its ``[``; each call is closed."""
+    reader = context.reader
     end: str | None = ","
     while end == ",":
         yield from reader.spaces()
-        if not (yield from read_envelope(context)):
-            return False
+        if not (yield from read_call(context)):
+            return ListEnd.MALFORMED
         yield from context.close()
         yield from reader.spaces()
         end = yield from reader.next_is(",", "]")
         if end is not None:
             reader.settle()
-    return end is not None or reader.is_over()
+    if end is None:
+        return ListEnd.CUT_OFF if reader.is_over() else ListEnd.MALFORMED
+    return ListEnd.CLOSED
 
 
 def _ignore(text: str) -> None:

@@ -14,7 +14,7 @@ import re
 import warnings
 from typing import Any, NoReturn
 
-from kvrelay.gateway.tools.parser import Context, Syntax
+from kvrelay.gateway.tools.parser import Context, ListEnd, Syntax, read_rest
 from kvrelay.gateway.tools.reader import Reader, Reading
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
@@ -30,19 +30,10 @@ def _read(context: Context, marker: str) -> Reading[bool]:
     yield from reader.spaces()
     if not (yield from reader.next_is("[")):
         return False
-    end: str | None = ","
-    while end == ",":
-        yield from reader.spaces()
-        if not (yield from _read_call(context)):
-            return False
-        yield from context.close()
-        yield from reader.spaces()
-        end = yield from reader.next_is(",", "]")
-        if end is not None:
-            reader.settle()
-    if end == "]" and marker:
+    end = yield from read_rest(context, _read_call)
+    if end is ListEnd.CLOSED and marker:
         yield from context.close(_ENDS[marker])
-    return end is not None or reader.is_over()
+    return end is not ListEnd.MALFORMED
 
 
 def _read_call(context: Context) -> Reading[bool]:

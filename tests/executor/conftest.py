@@ -10,11 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import tokenizers
-import tokenizers.decoders
-import tokenizers.models
-import tokenizers.pre_tokenizers
-import tokenizers.trainers
 
 from kvrelay.common.settings import build
 from kvrelay.decode_worker.worker import DecodeWorker
@@ -24,7 +19,8 @@ from kvrelay.executor.executor import Executor
 from kvrelay.executor.local import LocalBackend
 from kvrelay.executor.settings import LocalSettings
 
-VOCAB = 320
+from ..relay.http_gateway import VOCAB, write_model
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -36,19 +32,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer of ``VOCAB`` ids, a chat template, and a config that a fake engine reads its sizes from."""
     directory = tmp_path_factory.mktemp("model") / "tiny"
     directory.mkdir()
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=["<eos>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    corpus = ["the quick brown fox jumps over the lazy dog, and then the dog jumps over the fox again and again"] * 9
-    backend.train_from_iterator(corpus, trainer)
-    backend.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    write_model(directory)
     (directory / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 2048}))
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return directory
