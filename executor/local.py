@@ -13,7 +13,6 @@ import secrets
 import shutil
 import tempfile
 import time
-from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +42,6 @@ from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.openai_schema import ChatBody, CompletionBody
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.spec import GenerationSpec
-from kvrelay.gateway.streaming import merged
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.launcher.models import resolve_model
@@ -82,7 +80,7 @@ class LocalBackend:
         self._settings = settings
         self._tokenizer = Tokenizer.load(directory)
         template = ChatTemplate.load(directory, self._tokenizer.special_tokens)
-        self._chats = ChatReader(template, Dialect.of(template.source))
+        self._chats = ChatReader(template, Dialect.of(template.source, special_id=self._tokenizer.special_id))
         self._model_name = directory.name
         self._engine: Engine | None = engine  # until a worker has it
         self._guides = guides
@@ -98,6 +96,8 @@ class LocalBackend:
             settings.kv,
             settings.fake,
             max_num_seqs=settings.scheduler.max_num_seqs,
+            max_batched_tokens=settings.scheduler.max_batched_tokens,
+            decodes=True,
             progress=LoggedProgress(logger),
         )
         return cls(engine, directory, settings, load_guides(model, settings.fake, engine.card.vocab_size))
@@ -168,15 +168,16 @@ class LocalBackend:
         is_choice_late = len(generations) > spec.num_choices or spec.beam_search is not None
         late: list[list[TextDelta]] = [[] for _ in generations]
         writer = _Writer(progress, spec)
-        runs = [up.generator.run(generation, usage) for generation, usage in zip(generations, usages, strict=True)]
-        async with aclosing(merged(runs)) as deltas:
-            async for index, delta in deltas:
-                if delta.finish_reason is not None or stream:
-                    progress.on_prompt(num_cached_tokens=usages[0].num_cached_tokens)
-                if is_choice_late:
-                    late[index].append(delta)
-                else:
-                    writer.write(index, delta)
+
+        def take(index: int, delta: TextDelta) -> None:
+            if delta.finish_reason is not None or stream:
+                progress.on_prompt(num_cached_tokens=usages[0].num_cached_tokens)
+            if is_choice_late:
+                late[index].append(delta)
+            else:
+                writer.write(index, delta)
+
+        await up.generator.run_all(generations, usages, take)
         if is_choice_late:
             writer.write_chosen(generations, late)
 

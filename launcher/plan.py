@@ -65,6 +65,8 @@ def plan_deployment(
         "threads": threads,
         "max_model_len": settings.max_model_len,
         "kv_memory_mb": settings.kv_memory_mb,
+        # On a GPU, which they share; each takes its part of what is free when it starts.
+        "kv_memory_fraction": round(0.9 / max(1, len(prefill) + len(decode)), 2),
         "max_batched_tokens": settings.max_batched_tokens,
         "drain_s": settings.drain_s,
         "log_level": settings.log_level,

@@ -14,10 +14,10 @@ from typing import Protocol
 
 import zmq
 
-from kvrelay.common.model_card import KvLayout
+from kvrelay.common.model_card import ModelCard
 from kvrelay.wire.authentication import ClientProof
+from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.control_client import ControlClient
-from kvrelay.wire.data_plane import BlockSender
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import (
     Aborted,
@@ -36,6 +36,8 @@ from kvrelay.wire.messages import (
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import seal_mismatch
 from kvrelay.wire.settings import LinkSettings
+from kvrelay.wire.shared_place import SharedPlace
+from kvrelay.wire.shared_sender import SharedTarget
 from kvrelay.wire.transfers import DecodeLink
 
 logger = logging.getLogger(__name__)
@@ -62,10 +64,11 @@ class LinkIdentity:
     """Who this worker is to decode workers."""
 
     peer_id: str  # unique for every start of the process
-    layout: KvLayout
+    card: ModelCard
     settings: LinkSettings
     seals_kv: bool = False
     keys: WireKeys | None = None
+    shared_memory: SharedPlace | None = None  # where to look for decode workers on this host; None: nowhere
 
 
 class _Peer:
@@ -87,9 +90,12 @@ class _Peer:
         self._handler = handler
         self._metrics = metrics
         self._context = context
+        self._identity = identity
         self._seals_kv = identity.seals_kv
         self._sender: BlockSender | None = None
-        hello = Hello(role=Role.PREFILL, peer_id=identity.peer_id, layout=identity.layout, seals_kv=identity.seals_kv)
+        hello = Hello(
+            role=Role.PREFILL, peer_id=identity.peer_id, layout=identity.card.layout, seals_kv=identity.seals_kv
+        )
         proof = None if identity.keys is None else ClientProof(identity.keys, Role.DECODE)
         self.client = ControlClient(
             address, hello, self, identity.settings, metrics=metrics, context=context, proof=proof
@@ -116,6 +122,12 @@ class _Peer:
             metrics=self._metrics,
             context=self._context,
             token=welcome.data_token,
+            shared=SharedTarget(
+                welcome.shared_memory,
+                self._identity.shared_memory,
+                self._identity.card.block_nbytes,
+                welcome.data_token,
+            ),
         )
         self.link = DecodeLink(self.client, self._sender, self._seals_kv)
         self._told = ""
@@ -208,7 +220,9 @@ class DecodeLinks:
     def sweep(self) -> None:
         """Forget workers that are down and that no gateway has named for a while: pods come and go under new addresses."""
         for address, peer in list(self._peers.items()):
-            if peer.link is None and time.monotonic() - peer.asked_s > _FORGET_S:
+            if peer.is_mute:
+                self.reset(address, "its block sender has died")
+            elif peer.link is None and time.monotonic() - peer.asked_s > _FORGET_S:
                 logger.info("forgetting decode worker %s: down, and no longer asked for", address)
                 del self._peers[address]
                 self._stop_behind(peer)

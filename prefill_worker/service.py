@@ -50,7 +50,7 @@ from kvrelay.wire.messages import (
     Welcome,
     WorkerState,
 )
-from kvrelay.wire.submit import WorkerIdentity, deadline_of, submit_refusal
+from kvrelay.wire.submit import WorkerIdentity, deadline_of, guide_failed, submit_refusal
 from kvrelay.wire.transfers import DecodeLink
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class PrefillService:
 
     def _on_guide(self, entry: Entry, result: GuideResult) -> None:
         if entry.phase is Phase.COMPILING and isinstance(result, GuideRefusal):
-            self._fail(entry, FailureCode.INVALID if result.is_invalid else FailureCode.INTERNAL, result.detail)
+            self._close(entry, guide_failed(entry.sequence.key, result.detail, is_invalid=result.is_invalid))
         elif entry.phase is Phase.COMPILING:  # otherwise it came to its end meanwhile
             assert not isinstance(result, GuideRefusal)
             entry.sequence.guide = result
@@ -271,7 +271,7 @@ class PrefillService:
         if computed.token is None:
             return
         if sequence.failure is not None:
-            return self._fail(entry, FailureCode.INVALID, sequence.failure)
+            return self._close(entry, guide_failed(sequence.key, sequence.failure))
         delta = self._first_token_delta(entry, computed)
         if computed.finish_reason is not None:
             self._close(entry, Tokens(items=[delta]))

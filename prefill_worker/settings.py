@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.common.settings import setting
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
-from kvrelay.wire.settings import SecuritySettings
+from kvrelay.wire.settings import SameHostSettings, SecuritySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class PrefillSettings:
     fake: FakeSettings
     scheduler: PrefillSchedulerSettings
     security: SecuritySettings
+    same_host: SameHostSettings
     address: str = setting("tcp://127.0.0.1:7100", "ZeroMQ address that gateways connect to")
     admin_port: int = setting(7180, "HTTP port of /health, /metrics and /debug/kv", minimum=0, maximum=65535)
     admin_host: str = setting("127.0.0.1", "HTTP address of /health, /metrics and /debug/kv")

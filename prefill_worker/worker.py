@@ -27,6 +27,7 @@ from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import Role
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
+from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.ticker import every
 from kvrelay.wire.transfers import TransferSettings, TransferTable
@@ -50,6 +51,7 @@ class PrefillWorker:
         transfer_settings: TransferSettings | None = None,
         seal_kv: bool = False,
         keys: WireKeys | None = None,
+        shared_memory: SharedPlace | None = None,
         max_retained_share: float = 0.5,
         guides: GuideCompiler | None = None,
     ) -> None:
@@ -75,7 +77,14 @@ class PrefillWorker:
             address, self.service, link_settings, metrics=wire_metrics, context=self._context, gate=gate
         )
         self._links = DecodeLinks(
-            LinkIdentity(f"{worker_id}-{identity.epoch}", card.layout, link_settings.between_workers(), seal_kv, keys),
+            LinkIdentity(
+                f"{worker_id}-{identity.epoch}",
+                card,
+                link_settings.between_workers(),
+                seals_kv=seal_kv,
+                keys=keys,
+                shared_memory=shared_memory,
+            ),
             self.service,
             wire_metrics,
             self._context,

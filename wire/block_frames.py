@@ -9,8 +9,8 @@ version of its own and no checksum: its seal covers the header. The payload size
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 from kvrelay.common.block_hash import HASH_NBYTES
@@ -18,14 +18,14 @@ from kvrelay.wire.errors import BlockRefusedError
 
 _MAGIC = b"KVRB"
 _PLAIN, _SEALED = 1, 2  # versions
-_FIELDS = struct.Struct(f"<4sHxxQQIxxxxQ{HASH_NBYTES}s")
+_FIELDS = struct.Struct(f"<4sHHQQIIQ{HASH_NBYTES}s")  # the second H and the second I are 0
 _CHECKSUM = struct.Struct("<Q")
+_PIECE_NBYTES = 256 * 1024  # what is copied is hashed while it is in the cache of its core
 HEADER_NBYTES = _FIELDS.size + _CHECKSUM.size
 SEALED_HEADER_NBYTES = _FIELDS.size
 
 
-@dataclass(frozen=True, slots=True)
-class BlockHeader:
+class BlockHeader(msgspec.Struct, frozen=True):
     """Which block of which lease the payload is."""
 
     lease_id: int
@@ -38,7 +38,7 @@ class BlockHeader:
 
     def _fields(self, version: int) -> bytes:
         return _FIELDS.pack(
-            _MAGIC, version, self.lease_id, self.epoch, self.block_index, self.payload_nbytes, self.block_hash
+            _MAGIC, version, 0, self.lease_id, self.epoch, self.block_index, 0, self.payload_nbytes, self.block_hash
         )
 
     def checksum_of(self, payload: memoryview) -> int:
@@ -51,6 +51,25 @@ class BlockHeader:
         """A plain block's header frame, with the checksum for ``payload``."""
         return self._fields(_PLAIN) + _CHECKSUM.pack(self.checksum_of(payload))
 
+    def pack_copying(self, payload: memoryview, target: memoryview) -> bytes:
+        """The same, and ``payload`` is copied into ``target``, of the same size, while it is in the cache."""
+        fields = self._fields(_PLAIN)
+        hasher = xxhash.xxh3_64(fields)
+        for start in range(0, len(payload), _PIECE_NBYTES):
+            piece = payload[start : start + _PIECE_NBYTES]
+            hasher.update(piece)
+            target[start : start + len(piece)] = piece
+        return fields + _CHECKSUM.pack(hasher.intdigest())
+
+    def lands_whole(self, payload: memoryview, target: memoryview) -> bool:
+        """Copy a plain block's ``payload`` into ``target``, of the same size; whether what lies *there* has the checksum."""
+        hasher = xxhash.xxh3_64(self._fields(_PLAIN))
+        for start in range(0, len(payload), _PIECE_NBYTES):
+            piece = target[start : start + _PIECE_NBYTES]
+            piece[:] = payload[start : start + _PIECE_NBYTES]
+            hasher.update(piece)
+        return hasher.intdigest() == self.checksum
+
     def pack_sealed(self) -> bytes:
         """A sealed block's header frame, which is also its associated data."""
         return self._fields(_SEALED)
@@ -61,13 +80,14 @@ def parse_header(frame: bytes | memoryview) -> BlockHeader:
     if len(frame) not in (HEADER_NBYTES, SEALED_HEADER_NBYTES):
         detail = f"a header of {len(frame)} bytes; it must have {HEADER_NBYTES}, or sealed {SEALED_HEADER_NBYTES}"
         raise BlockRefusedError("bad_header", detail)
-    magic, version, lease_id, epoch, block_index, payload_nbytes, block_hash = _FIELDS.unpack_from(frame)
+    magic, version, gap, lease_id, epoch, block_index, other_gap, payload_nbytes, block_hash = _FIELDS.unpack_from(
+        frame
+    )
     is_sealed = len(frame) == SEALED_HEADER_NBYTES
     expected = _SEALED if is_sealed else _PLAIN
     if magic != _MAGIC or version != expected:
         raise BlockRefusedError("bad_header", f"magic {magic!r} version {version}; expected {_MAGIC!r} {expected}")
-    checksum = 0 if is_sealed else _CHECKSUM.unpack_from(frame, _FIELDS.size)[0]
-    header = BlockHeader(lease_id, epoch, block_index, payload_nbytes, block_hash, checksum, is_sealed)
-    if header._fields(expected) != bytes(frame[: _FIELDS.size]):
+    if gap or other_gap:
         raise BlockRefusedError("bad_header", "bytes between the fields are not 0")
-    return header
+    checksum = 0 if is_sealed else _CHECKSUM.unpack_from(frame, _FIELDS.size)[0]
+    return BlockHeader(lease_id, epoch, block_index, payload_nbytes, block_hash, checksum, is_sealed)

@@ -1,32 +1,32 @@
-"""The data sockets: KV blocks as raw frames, from the sender's pool into the receiver's pool.
+"""The data sockets: KV blocks as raw frames, from the sender's pool into the receiver's pool, over TCP.
 
-A block is one multipart message: header (:mod:`kvrelay.wire.block_frames`), payload. The sender is a thread of its own, so that
-neither checksums nor seals are computed on the network thread. It gives ZeroMQ the pool's memory itself, or what a sealer made
-of it; a ticket says when the pool's memory is no longer read. It works on few blocks at a time: what it has just read for the
-checksum is still in the cache when the kernel copies it. The receiver is a thread too: it takes the header, asks the lease table
-whether the block has a place, and gives it the payload. What has no place is dropped, so one bad frame never blocks the
-good ones behind it.
+A block is one multipart message: header (:mod:`kvrelay.wire.block_frames`), payload. The sending side is a line of
+:mod:`kvrelay.wire.block_sender`. It gives ZeroMQ the pool's memory itself, or what a sealer made of it; a ticket says when the
+pool's memory is no longer read. It works on few blocks at a time: what it has just read for the checksum is still in the cache
+when the kernel copies it. The receiver is a thread: it takes the header, asks the lease table whether the block has a
+place, and gives it the payload. What has no place is dropped, so one bad frame never blocks the good ones behind it.
+
+Between workers on one host there is a faster way beside this one: :mod:`kvrelay.wire.shared_ring`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 from collections import deque
-from dataclasses import dataclass
 
 import zmq
 
 from kvrelay.common.logs import RareWarnings
 from kvrelay.wire.addresses import SocketFile
 from kvrelay.wire.authentication import PeerGate, show_token
-from kvrelay.wire.block_frames import HEADER_NBYTES, BlockHeader, parse_header
+from kvrelay.wire.block_frames import HEADER_NBYTES, parse_header
 from kvrelay.wire.errors import BlockRefusedError, WireError
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.seal import TAG_NBYTES, BlockSealer
+from kvrelay.wire.seal import TAG_NBYTES
+from kvrelay.wire.send_job import SendJob, Wakeup
 from kvrelay.wire.sockets import bound_strangers, close_dead_connections
 
 logger = logging.getLogger(__name__)
@@ -36,57 +36,8 @@ _READ_AHEAD_MESSAGES = 32  # per sender
 _DEAD_AFTER_S = 10.0  # of a connection without traffic whose other machine is gone
 
 
-class SendTicket:
-    """One block on its way: queued, then taken by the sender's thread and ZeroMQ, then done. Queued, it can be called off.
-
-    ``is_done``: nobody reads the block's memory any more.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_taken = False
-        self._is_over = False
-        self._tracker: zmq.MessageTracker | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the memory may be written again."""
-        return self._is_over or (self._tracker is not None and self._tracker.done)
-
-    def take(self) -> bool:
-        """The memory is read from now on; False if the block was called off."""
-        with self._lock:
-            self._is_taken = not self._is_over
-            return self._is_taken
-
-    def call_off(self) -> None:
-        """Nobody wants the block any more: done at once, unless it is taken already."""
-        with self._lock:
-            self._is_over = self._is_over or not self._is_taken
-
-    def follow(self, tracker: zmq.MessageTracker) -> None:
-        """ZeroMQ reads the memory until ``tracker`` says otherwise."""
-        self._tracker = tracker
-
-    def end(self) -> None:
-        """The memory was read for the last time, or never will be."""
-        self._is_over = True
-
-    def end_unless_followed(self) -> None:
-        """The same, unless ZeroMQ reads it."""
-        self._is_over = self._is_over or self._tracker is None
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    ticket: SendTicket
-    header: BlockHeader
-    payload: memoryview
-    sealer: BlockSealer | None
-
-
-class BlockSender:
-    """One connection to a decode worker's data socket, and its thread. Called on the network thread; never blocks long."""
+class TcpLine:
+    """One connection to a decode worker's data socket. Implements :class:`kvrelay.wire.send_job.Line`."""
 
     def __init__(
         self,
@@ -94,10 +45,13 @@ class BlockSender:
         *,
         metrics: WireMetrics,
         context: zmq.Context[zmq.Socket[bytes]],
+        wakeup: Wakeup,
         token: str | None = None,
     ) -> None:
         """``token``: what the decode worker lets data connections in by; None: it lets everybody in."""
-        self._metrics = metrics
+        self._blocks_sent = metrics.blocks_sent.labels("tcp")
+        self._bytes_sent = metrics.bytes_sent.labels("tcp")
+        self._wakeup = wakeup
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_AHEAD_MESSAGES)
@@ -105,91 +59,35 @@ class BlockSender:
         if token is not None:
             show_token(self._socket, token)
         self._socket.connect(address)
-        # Not bounded here: what can be queued is bounded by the pool that the payloads lie in.
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._is_closed = False
-        self._has_ended = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLOUT)
+        self._poller.register(wakeup.fileno(), zmq.POLLIN)
         self._buffers = _SealBuffers()
-        self._wakeup = context.socket(zmq.PAIR)
-        self._wakeup.bind(f"inproc://block-sender-{id(self)}")
-        woken = context.socket(zmq.PAIR)
-        woken.connect(f"inproc://block-sender-{id(self)}")
-        self._thread = threading.Thread(target=self._run, args=(woken,), name="block-sender", daemon=True)
-        self._thread.start()
 
-    def send(self, header: BlockHeader, payload: memoryview, sealer: BlockSealer | None = None) -> SendTicket:
-        """Queue a block, sealed if there is a sealer. The payload's memory must not change until the ticket is done.
-
-        Raises WireError on a sender that is closed, ValueError if ``sealer`` had this block before.
-        """
-        if not self.is_alive:
-            raise WireError("this block sender is closed: its decode worker is lost")
-        if sealer is not None:
-            sealer.claim(header.block_index)
-        ticket = SendTicket()
-        self._jobs.put(_Job(ticket, header, payload, sealer))
-        if self._has_ended:  # meanwhile, and perhaps without having seen this job
-            self._end_queued()
-        return ticket
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether blocks that are queued will be sent."""
-        return not self._is_closed and not self._has_ended
+    def ship(self, job: SendJob) -> bool:
+        """See Line. ZeroMQ reads the payload's memory until the job's ticket is done."""
+        # Waits for room before the payload is read, not between reading and sending it.
+        if not self._has_room():
+            return False
+        if not job.ticket.take():
+            return True
+        header, payload = self._prepared(job)
+        while not self._sent(job, header, payload):
+            if not self._has_room():
+                return False
+        return True
 
     def close(self) -> None:
-        """Drop what is queued and close; every ticket is done soon after, whether or not the peer ever existed."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        with contextlib.suppress(zmq.Again):  # the thread has died already
-            self._wakeup.send(b"", zmq.DONTWAIT)
-        self._jobs.put(None)
-        self._thread.join()  # it is busy with one block at the most
-        self._wakeup.close()
+        """See Line."""
+        self._socket.close()
 
-    # -- the thread ------------------------------------------------------------------------------------------------
-
-    def _run(self, woken: zmq.Socket[bytes]) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLOUT)
-        poller.register(woken, zmq.POLLIN)
-        job: _Job | None = None
-        try:
-            while (job := self._jobs.get()) is not None:
-                # Waits for room before the payload is read, not between reading and sending it.
-                if not self._has_room(poller, woken):
-                    break
-                if not job.ticket.take():
-                    continue
-                header, payload = self._prepared(job)
-                while not self._sent(job, header, payload):
-                    if not self._has_room(poller, woken):
-                        return
-        except Exception:
-            logger.exception("a block sender dies; its link will be made anew")
-        finally:
-            self._has_ended = True
-            self._socket.close()
-            woken.close()
-            if job is not None:
-                job.ticket.end_unless_followed()
-            self._end_queued()
-
-    def _end_queued(self) -> None:
-        """Nobody will send what is in the queue. On any thread."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if (job := self._jobs.get_nowait()) is not None:
-                    job.ticket.end()
-
-    def _has_room(self, poller: zmq.Poller, woken: zmq.Socket[bytes]) -> bool:
-        """Wait until ZeroMQ takes a message; False if this sender is closed first."""
+    def _has_room(self) -> bool:
+        """Wait until ZeroMQ takes a message; False if the wakeup comes first."""
         # A poll costs as much as all the rest here, so it is only done to wait.
         has_room = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT
-        return not self._is_closed and bool(has_room or woken not in dict(poller.poll()))
+        return not self._wakeup.is_set and bool(has_room or self._wakeup.fileno() not in dict(self._poller.poll()))
 
-    def _prepared(self, job: _Job) -> tuple[bytes, memoryview]:
+    def _prepared(self, job: SendJob) -> tuple[bytes, memoryview]:
         """Header and payload frame, proved or sealed."""
         if job.sealer is None:
             return job.header.pack(job.payload), job.payload
@@ -198,7 +96,7 @@ class BlockSender:
         job.ticket.end()  # ZeroMQ reads the buffer, nobody the pool
         return header, payload
 
-    def _sent(self, job: _Job, header: bytes, payload: memoryview) -> bool:
+    def _sent(self, job: SendJob, header: bytes, payload: memoryview) -> bool:
         """Give both frames to ZeroMQ; False if it takes none, because the connection broke since it said that it had room."""
         try:
             self._socket.send(header, zmq.SNDMORE | zmq.DONTWAIT)
@@ -212,8 +110,8 @@ class BlockSender:
             job.ticket.follow(tracker)
         else:
             self._buffers.give(payload, tracker)
-        self._metrics.blocks_sent.inc()
-        self._metrics.bytes_sent.inc(len(job.payload))
+        self._blocks_sent.inc()
+        self._bytes_sent.inc(len(job.payload))
         return True
 
 

@@ -7,6 +7,8 @@ KvrelayError
     ├── LayoutMismatchError     two workers' KV blocks do not fit each other
     ├── PeerLostError           a peer stopped answering
     ├── KeysError               a file of keys is missing, or is not what it should be
+    ├── NoSharedMemoryError     two workers have no memory in common; the text says why
+    ├── GreetingRefusedError    a sender's shared memory is not what it must be (see its ``cause_name``)
     └── BlockRefusedError       a KV block's proof does not hold (see its ``cause_name`` for the counter's label)
 """
 
@@ -35,6 +37,18 @@ class PeerLostError(WireError):
 
 class KeysError(WireError):
     """A file of keys is missing, or holds something else. The text names the file and the way out."""
+
+
+class NoSharedMemoryError(WireError):
+    """Two workers have no memory in common, or one does not want to. The text says why."""
+
+
+class GreetingRefusedError(WireError):
+    """What a sender offers as shared memory is not taken. ``cause_name`` is a short stable word for metrics."""
+
+    def __init__(self, cause_name: str, detail: str) -> None:
+        super().__init__(detail)
+        self.cause_name = cause_name
 
 
 class BlockRefusedError(WireError):

@@ -87,7 +87,7 @@ class Lease:
     opener: BlockOpener | None  # None: blocks come plain
     state: HandoffState = HandoffState.GRANTED
     received: set[int] = field(default_factory=set)
-    writing: memoryview | None = None  # the view that the receiver thread is filling
+    writing: dict[int, memoryview] = field(default_factory=dict)  # by block index: the views that receivers are filling
     commit: Commit | None = None
     committed_s: float = 0.0
     failure: tuple[FailureCode, str] | None = None

@@ -13,8 +13,9 @@ the blocks are the handler's from then on) or ``on_lease_rejected`` (its blocks 
 A block that fails one of the last three on a live lease ends the lease, and what is in pool memory is never read. The others are
 dropped and counted: they speak of leases that are over, or come twice, and must not hurt what is.
 
-Thread-safe. The network thread offers, commits, aborts and reaps; the receiver thread opens and closes writes. The handler is
-called without the lock held, on either thread.
+Thread-safe. The network thread offers, commits, aborts and reaps; receiver threads, one for each way that blocks come by, open and
+close writes. A block has one writer at a time: what comes for it meanwhile is a duplicate. A lease ends when its last writer has
+left. The handler is called without the lock held, on any of these threads.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class LeaseTable:
                 for lease in self._leases.values()
             ]
 
-    # -- the receiver thread ---------------------------------------------------------------------------------------
+    # -- the receiver threads --------------------------------------------------------------------------------------
 
     def begin_block(self, header: BlockHeader) -> None:
         """Open the pool's block for the payload of ``header``; ``finish_block`` must follow. Raises BlockRefusedError."""
@@ -193,11 +194,14 @@ class LeaseTable:
                 raise self._refused("unknown_lease", f"lease {header.lease_id} is not live")
             if header.block_index in lease.received or header.block_index < lease.num_cached:
                 raise self._refused("duplicate", f"block {header.block_index} of lease {header.lease_id} is there")
+            if header.block_index in lease.writing:
+                detail = f"block {header.block_index} of lease {header.lease_id} is being written"
+                raise self._refused("duplicate", detail)
             refusal = misfit(
                 header, lease.offer.block_hashes, self._store.block_nbytes, is_sealed=lease.opener is not None
             )
             if refusal is None:
-                lease.writing = self._store.open_write(lease.block_ids[header.block_index])
+                lease.writing[header.block_index] = self._store.open_write(lease.block_ids[header.block_index])
                 return
             self._counted(refusal)
             self._doom(lease, FailureCode.INTEGRITY, str(refusal))
@@ -208,7 +212,7 @@ class LeaseTable:
         """Write what came (None: not one payload frame) into the pool's block and prove it there. Raises BlockRefusedError."""
         with self._lock:
             lease = self._leases[header.lease_id]
-            block_id, view = lease.block_ids[header.block_index], lease.writing
+            block_id, view = lease.block_ids[header.block_index], lease.writing.get(header.block_index)
         assert view is not None, f"block {header.block_index} of lease {header.lease_id} is finished, but was not begun"
         # Outside of the lock: nobody else may touch this block now.
         refusal = land(header, payload, view, lease.opener)
@@ -216,7 +220,7 @@ class LeaseTable:
             self._counted(refusal)
         self._store.close_write(block_id)
         with self._lock:
-            lease.writing = None
+            del lease.writing[header.block_index]
             if lease.state is HandoffState.ABORTING:
                 pass  # the lease ended during the write; it is settled below
             elif refusal is not None:
@@ -288,7 +292,7 @@ class LeaseTable:
         """Bring a lease to its end if it has reached one; exactly one caller gets to tell the handler."""
         verified: VerifiedLease | None = None
         with self._lock:
-            if lease.lease_id not in self._leases or lease.writing is not None:
+            if lease.lease_id not in self._leases or lease.writing:
                 return
             if lease.state is HandoffState.ABORTING:
                 lease.advance(HandoffState.ABORTED)

@@ -17,7 +17,7 @@ import zmq
 
 logger = logging.getLogger(__name__)
 
-_MESSAGES_AT_ONCE = 64  # before others on the loop get their turn
+_MESSAGES_AT_ONCE = 8  # before others on the loop get their turn: one may bring a token for each of hundreds of streams
 
 
 class LoopSocket:

@@ -26,6 +26,8 @@ from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
 
+ABOUT_GUIDE = "guide"  # the sampling parameters' guide, whichever field of a client's request it came from
+
 
 class Role(enum.StrEnum):
     """Who speaks."""
@@ -93,6 +95,7 @@ class Welcome(_Message, tag=True, frozen=True, kw_only=True):
     data_address: str | None = None  # decode only: where KV blocks go; a host of 0.0.0.0 means "as you reached me"
     seals_kv: bool = False  # decode only: it takes sealed blocks, and only those
     data_token: str | None = None  # decode to prefill only: what its data socket lets connections in by; None: all
+    shared_memory: str | None = None  # decode to prefill only: name of the socket that takes shared memory on its host
 
 
 class HelloRefused(_Message, tag=True, frozen=True, kw_only=True):
@@ -213,6 +216,7 @@ class Failed(_Message, tag=True, frozen=True, kw_only=True):
     code: FailureCode
     detail: str
     retry_after_s: float | None = None
+    about: str | None = None  # what of the request is at fault, if the worker says: ABOUT_GUIDE; others may come
 
 
 class Cancelled(_Message, tag=True, frozen=True, kw_only=True):

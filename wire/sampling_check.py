@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvrelay.common.model_card import ModelCard
-from kvrelay.common.sampling import SamplingParams
+from kvrelay.common.sampling import Guide, SamplingParams
 
 MAX_PROMPT_LOGPROBS = 2**18  # of one prompt, which travel in one message: 4 MiB of the 16 that one may have
 
@@ -41,7 +41,7 @@ def invalid_sampling(sampling: SamplingParams, num_prompt_tokens: int, card: Mod
     return (
         _invalid_tokens(sampling, card.vocab_size)
         or _invalid_watermark(sampling)
-        or _invalid_guide(sampling)
+        or invalid_guide(sampling.guide)
         or _invalid_processors(sampling, card)
         or _too_many_logprobs(sampling, num_prompt_tokens)
     )
@@ -71,8 +71,9 @@ def _invalid_tokens(sampling: SamplingParams, vocab_size: int) -> str | None:
     )
 
 
-def _invalid_guide(sampling: SamplingParams) -> str | None:
-    size = 0 if sampling.guide is None else len(sampling.guide.text.encode(errors="surrogatepass"))
+def invalid_guide(guide: Guide | None) -> str | None:
+    """Why no worker takes the guide, as far as that shows without compiling it; None if nothing does."""
+    size = 0 if guide is None else len(guide.text.encode(errors="surrogatepass"))
     if size > _MAX_GUIDE_BYTES:
         return f"the guide has {size} bytes; it must have at most {_MAX_GUIDE_BYTES}"
     return None

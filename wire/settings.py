@@ -47,3 +47,14 @@ class SecuritySettings:
     def seals_kv(self) -> bool:
         """Whether KV blocks travel sealed."""
         return self.seal_kv or self.keys is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SameHostSettings:
+    """Whether KV blocks take a shorter way between workers on one host."""
+
+    shared_memory: str = setting(
+        "auto",
+        "send KV blocks through shared memory to workers on the same host, over TCP to all others: auto (finds workers of the same "
+        "machine, or pod), off, or a directory that workers of one host have in common (pods: a hostPath)",
+    )

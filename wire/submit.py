@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvrelay.common.model_card import ModelCard
 from kvrelay.wire.beam_check import invalid_beams, unfit_beams
-from kvrelay.wire.messages import Failed, FailureCode, Offer, Status, Submit, WorkerState
+from kvrelay.wire.messages import ABOUT_GUIDE, Failed, FailureCode, Offer, Status, Submit, WorkerState
 from kvrelay.wire.sampling_check import invalid_sampling
 
 
@@ -48,6 +48,12 @@ def submit_refusal(
     if status.num_waiting >= identity.max_waiting:
         return failed(FailureCode.QUEUE_FULL, f"{status.num_waiting} requests wait already", retry_after_s=1.0)
     return None
+
+
+def guide_failed(key: tuple[str, int], detail: str, *, is_invalid: bool = True) -> Failed:
+    """The end of the attempt ``key`` by its guide; ``is_invalid``: it is the guide's own fault, and no other worker would do."""
+    code = FailureCode.INVALID if is_invalid else FailureCode.INTERNAL
+    return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, about=ABOUT_GUIDE)
 
 
 def is_late(request: Submit | Offer) -> bool:

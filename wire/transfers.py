@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.wire.block_frames import BlockHeader
-from kvrelay.wire.data_plane import SendTicket
+from kvrelay.wire.errors import WireError
 from kvrelay.wire.handoff import HandoffState, advance
 from kvrelay.wire.messages import (
     Abort,
@@ -32,6 +32,7 @@ from kvrelay.wire.messages import (
 )
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import KEY_NBYTES, BlockSealer
+from kvrelay.wire.send_job import SendTicket
 
 Key = tuple[str, int]
 
@@ -44,7 +45,7 @@ class MessageSender(Protocol):
 
 
 class FrameSender(Protocol):
-    """A data link (kvrelay.wire.data_plane.BlockSender)."""
+    """A data link (kvrelay.wire.block_sender.BlockSender)."""
 
     def send(self, header: BlockHeader, payload: memoryview, sealer: BlockSealer | None) -> SendTicket:
         """Queue a block, sealed if there is a sealer."""
@@ -262,7 +263,13 @@ class TransferTable:
                 payload_nbytes=len(payload),
                 block_hash=transfer.offer.block_hashes[index],
             )
-            transfer.tickets.append((block_id, transfer.link.data.send(header, payload, transfer.sealer)))
+            try:
+                ticket = transfer.link.data.send(header, payload, transfer.sealer)
+            except WireError as error:  # the way to the decode worker has died, and the link's end will be noticed next
+                self._store.close_read(block_id)
+                self._fail(transfer, FailureCode.PEER_LOST, str(error))
+                return
+            transfer.tickets.append((block_id, ticket))
             transfer.next_block += 1
             if transfer.state is HandoffState.GRANTED:
                 transfer.advance(HandoffState.SHIPPING, self._clock())

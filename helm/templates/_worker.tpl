@@ -64,6 +64,13 @@ spec:
             - name: KVRELAY_INSECURE
               value: "true"
             {{- end }}
+            {{- if .root.Values.sameHost.hostPath }}
+            {{- if $values.settings.shared_memory }}
+            {{- fail (printf "%s.settings.shared_memory and sameHost.hostPath say different things; leave one of them out" .role) }}
+            {{- end }}
+            - name: KVRELAY_SHARED_MEMORY
+              value: /run/kvrelay
+            {{- end }}
             - name: KVRELAY_LOG_FORMAT
               value: json
             {{- include "kvrelay.model.env" .root | nindent 12 }}
@@ -103,6 +110,10 @@ spec:
             {{- include "kvrelay.model.mounts" .root | nindent 12 }}
             - name: shm
               mountPath: /dev/shm
+            {{- if .root.Values.sameHost.hostPath }}
+            - name: same-host
+              mountPath: /run/kvrelay
+            {{- end }}
             {{- with include "kvrelay.keys.mount" .root }}
             {{- . | nindent 12 }}
             {{- end }}
@@ -113,6 +124,12 @@ spec:
         {{- include "kvrelay.model.volumes" .root | nindent 8 }}
         - name: shm
           emptyDir: {medium: Memory, sizeLimit: {{ $values.sharedMemory }}}
+        {{- with .root.Values.sameHost.hostPath }}
+        - name: same-host
+          hostPath:
+            path: {{ . }}
+            type: Directory
+        {{- end }}
         {{- with include "kvrelay.keys.volume" . }}
         {{- . | nindent 8 }}
         {{- end }}

@@ -320,6 +320,21 @@ def test_settings_reach_the_program_as_they_are() -> None:
 
 
 @needs_helm
+def test_workers_of_one_node_meet_in_a_directory_of_the_node() -> None:
+    found = objects("--set", "sameHost.hostPath=/var/lib/kvrelay")
+    for component in ("prefill-worker", "decode-worker"):
+        pod = pod_of(found, component)
+        (container,) = pod["containers"]
+        directory = env_of(pod)["KVRELAY_SHARED_MEMORY"]
+        assert {"name": "same-host", "mountPath": directory} in container["volumeMounts"]
+        assert {"name": "same-host", "hostPath": {"path": "/var/lib/kvrelay", "type": "Directory"}} in pod["volumes"]
+    assert "KVRELAY_SHARED_MEMORY" not in env_of(pod_of(found, "gateway"))
+    assert "same-host" not in rendered()
+    ended = helm("template", str(CHART), "--set", "sameHost.hostPath=/x,decode.settings.shared_memory=off")
+    assert "decode.settings.shared_memory and sameHost.hostPath say different things" in ended.stderr
+
+
+@needs_helm
 def test_gpus_are_asked_for_by_any_name() -> None:
     found = objects("--set", r"decode.gpu.resource=nvidia\.com/mig-3g\.40gb", "--set", "prefill.gpu.resource=")
     decode = pod_of(found, "decode-worker")["containers"][0]

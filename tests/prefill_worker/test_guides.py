@@ -10,7 +10,7 @@ import pytest
 from kvrelay.common.sampling import FinishReason, Guide, GuideKind
 from kvrelay.engine.sequence import Sequence
 from kvrelay.prefill_worker.model_worker import Add
-from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode, HandedOver, Role, Submit, Tokens
+from kvrelay.wire.messages import ABOUT_GUIDE, Cancel, Cancelled, Failed, FailureCode, HandedOver, Role, Submit, Tokens
 
 from ..guides import PlayedGuides, tokens_guide
 from .test_service import PROMPT, Rig, submit
@@ -78,7 +78,7 @@ def test_an_output_that_the_guide_does_not_allow_is_told() -> None:
     rig.ask(guided("a", 77, 5, 9, output=(77, 6)))
     rig.guides.answer()
     assert rig.told(Failed) == [
-        Failed(request_id="a", attempt=1, code=FailureCode.INVALID, detail="6 came instead of 5")
+        Failed(request_id="a", attempt=1, code=FailureCode.INVALID, detail="6 came instead of 5", about=ABOUT_GUIDE)
     ]
     rig.assert_nothing_left()
 
@@ -96,7 +96,7 @@ def test_a_guide_that_does_not_compile_is_told_with_the_reason(text: str, code: 
     sampling = msgspec.structs.replace(request.sampling, guide=Guide(kind=GuideKind.REGEX, text=text))
     rig.ask(msgspec.structs.replace(request, sampling=sampling))
     rig.guides.answer()
-    assert rig.told(Failed) == [Failed(request_id="a", attempt=1, code=code, detail=detail)]
+    assert rig.told(Failed) == [Failed(request_id="a", attempt=1, code=code, detail=detail, about=ABOUT_GUIDE)]
     rig.assert_nothing_left()
 
 

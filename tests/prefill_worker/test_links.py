@@ -79,7 +79,7 @@ class Silent:
 
 async def test_a_worker_that_is_gone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    identity = LinkIdentity("p", fake_card().layout, LinkSettings(hello_timeout_s=0.05, ping_interval_s=0.05))
+    identity = LinkIdentity("p", fake_card(), LinkSettings(hello_timeout_s=0.05, ping_interval_s=0.05))
     made = DecodeLinks(identity, Silent(), WireMetrics(CollectorRegistry()), context)
     assert made.link_to("tcp://127.0.0.1:1") is None
     made.sweep()
@@ -151,7 +151,7 @@ async def decode_port() -> AsyncIterator[tuple[DecodePort, ControlServer, str, D
     port, heard = DecodePort(), Heard()
     server = ControlServer("tcp://127.0.0.1:*", port, settings, metrics=metrics, context=context)
     address = await server.start()
-    made = DecodeLinks(LinkIdentity("p", fake_card().layout, settings), heard, metrics, context)
+    made = DecodeLinks(LinkIdentity("p", fake_card(), settings), heard, metrics, context)
     try:
         yield port, server, address, made, heard
     finally:
@@ -197,6 +197,20 @@ async def test_a_link_whose_sender_has_died_is_made_anew() -> None:
         assert "its block sender has died" in detail
         second, _ = await heard.next("up")
         assert second is not first
+
+
+async def test_a_link_whose_sender_has_died_is_found_by_the_sweep_too() -> None:
+    """Its hand-offs under way need not wait until somebody offers another one."""
+    async with decode_port() as (_, _, address, made, heard):
+        assert made.link_to(address) is None
+        first, _ = await heard.next("up")
+        made.sweep()
+        sender = made._peers[address]._sender
+        assert sender is not None
+        sender.close()
+        made.sweep()
+        lost, _ = await heard.next(FailureCode.PEER_LOST.value)
+        assert lost is first
 
 
 async def test_a_link_that_is_reset_comes_up_anew_when_it_is_asked_for() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket as sockets
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,14 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.sampling import SampledToken
 from kvrelay.wire.addresses import SocketFile
 from kvrelay.wire.block_frames import BlockHeader, parse_header
-from kvrelay.wire.data_plane import BlockReceiver, BlockSender, SendTicket
+from kvrelay.wire.block_sender import BlockSender
+from kvrelay.wire.data_plane import BlockReceiver, TcpLine
 from kvrelay.wire.errors import WireError
 from kvrelay.wire.messages import FailureCode, Grant, Timings
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.send_job import SendTicket
+
+from .rig import assert_done_soon
 
 WAIT_S = 10.0
 BIG_NBYTES = 4 * 2**20
@@ -32,11 +35,9 @@ def sender_to(context: Any, address: str) -> BlockSender:
     return BlockSender(address, metrics=WireMetrics(CollectorRegistry()), context=context)
 
 
-def assert_done_soon(ticket: SendTicket) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not ticket.is_done:
-        assert time.monotonic() < deadline_s, "a ticket that is never done"
-        time.sleep(0.001)
+@pytest.fixture
+def rig(tcp_rig: Any) -> Any:
+    return tcp_rig
 
 
 @pytest.mark.parametrize("nbytes", [1, 512, BIG_NBYTES])
@@ -194,12 +195,18 @@ class BreaksOnce:
         return self._socket.send(*arguments, **options)
 
 
+def break_once(sender: BlockSender, error: Exception) -> None:
+    line = sender._line
+    assert isinstance(line, TcpLine)
+    line._socket = BreaksOnce(line._socket, error)  # type: ignore[assignment]
+
+
 def test_a_connection_that_breaks_between_asking_and_sending_costs_no_block(context: Any) -> None:
     with context.socket(zmq.ROUTER) as peer:
         peer.linger = 0
         port = peer.bind_to_random_port("tcp://127.0.0.1")
         sender = sender_to(context, f"tcp://127.0.0.1:{port}")
-        sender._socket = BreaksOnce(sender._socket, zmq.Again())  # type: ignore[assignment]
+        break_once(sender, zmq.Again())
         payloads = [memoryview(bytes([number]) * 100) for number in range(3)]
         tickets = [sender.send(header_for(payload, index), payload) for index, payload in enumerate(payloads)]
         for payload in payloads:
@@ -213,7 +220,7 @@ def test_a_connection_that_breaks_between_asking_and_sending_costs_no_block(cont
 def test_a_thread_that_dies_leaves_no_block_held(context: Any) -> None:
     """Else its prefill worker would hold them for ever, and offer every further request to the same dead end."""
     sender = sender_to(context, "tcp://127.0.0.1:9")
-    sender._socket = BreaksOnce(sender._socket, OSError("broken"))  # type: ignore[assignment]
+    break_once(sender, OSError("broken"))
     payload = memoryview(bytes(100))
     tickets: list[SendTicket] = []
     while sender.is_alive:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvrelay.wire.block_frames import HEADER_NBYTES, BlockHeader, parse_header
 from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec

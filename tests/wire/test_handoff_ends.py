@@ -7,24 +7,19 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrelay.engine.block_manager import Owner, OwnerKind
 from kvrelay.wire.block_frames import BlockHeader
-from kvrelay.wire.data_plane import BlockSender, SendTicket
+from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.messages import Abort, FailureCode, Grant, Renew
 from kvrelay.wire.seal import BlockSealer
+from kvrelay.wire.send_job import SendTicket
 
-from .handoffs import (
-    NUM_TOKENS,
-    TTL_S,
-    WAIT_S,
-    commit_of,
-    content_of,
-    offer_for,
-    send_block,
-)
+from .handoffs import NUM_TOKENS, commit_of, offer_for, send_block
+from .rig import TTL_S, WAIT_S, content_of
 
 
 def await_taken(sender: BlockSender) -> None:
@@ -338,7 +333,7 @@ def test_a_tampered_header_of_a_real_transfer_rejects_and_fails_it(rig: Any) -> 
     key, grant = rig.granted(NUM_TOKENS)
     offer = rig.offer_of(list(range(NUM_TOKENS)))
     payload = memoryview(content_of(offer.block_hashes[0]))
-    header = replace(rig.header(grant, offer, 0), block_hash=b"?" * 16)
+    header = msgspec.structs.replace(rig.header(grant, offer, 0), block_hash=b"?" * 16)
     rig.link.data.send(header, payload)
     assert rig.next_block() == "wrong_block"
     rig.rejection()

@@ -13,17 +13,8 @@ import pytest
 from kvrelay.engine.block_manager import Owner, OwnerKind
 from kvrelay.wire.messages import Abort, FailureCode, Grant, Refuse
 
-from .handoffs import (
-    BLOCK_NBYTES,
-    NUM_TOKENS,
-    TTL_S,
-    WAIT_S,
-    commit_of,
-    content_of,
-    hand_over,
-    offer_for,
-    send_block,
-)
+from .handoffs import NUM_TOKENS, commit_of, hand_over, offer_for, send_block
+from .rig import BLOCK_NBYTES, TTL_S, WAIT_S, content_of
 
 # -- what must work ----------------------------------------------------------------------------------------------------
 
@@ -38,8 +29,8 @@ def test_every_byte_arrives(rig: Any) -> None:
     assert not +rig.source.reads
     assert rig.registry.get_sample_value("kvrelay_kv_blocks_received_total") == 3
     assert rig.registry.get_sample_value("kvrelay_kv_bytes_received_total") == 3 * BLOCK_NBYTES
-    assert rig.prefill_registry.get_sample_value("kvrelay_kv_blocks_sent_total") == 3
-    assert rig.prefill_registry.get_sample_value("kvrelay_kv_bytes_sent_total") == 3 * BLOCK_NBYTES
+    assert rig.prefill_registry.get_sample_value("kvrelay_kv_blocks_sent_total", {"path": rig.path}) == 3
+    assert rig.prefill_registry.get_sample_value("kvrelay_kv_bytes_sent_total", {"path": rig.path}) == 3 * BLOCK_NBYTES
     assert rig.prefill_registry.get_sample_value("kvrelay_handoffs_total", {"outcome": "verified"}) == 1
     assert rig.handoffs("verified") == 1
     assert rig.registry.get_sample_value("kvrelay_transfer_wait_seconds_count") == 1
@@ -58,7 +49,7 @@ def test_full_blocks_are_published_and_a_later_hand_off_does_not_send_them(rig: 
     # The partial block is never published, so it is sent again.
     assert rig.registry.get_sample_value("kvrelay_kv_blocks_received_total") == 4
     assert rig.registry.get_sample_value("kvrelay_kv_blocks_reused_total") == 2
-    assert rig.prefill_registry.get_sample_value("kvrelay_kv_blocks_sent_total") == 4
+    assert rig.prefill_registry.get_sample_value("kvrelay_kv_blocks_sent_total", {"path": rig.path}) == 4
 
 
 def test_a_prompt_that_is_cached_as_a_whole_ships_nothing(rig: Any) -> None:
@@ -100,8 +91,8 @@ def test_a_commit_may_overtake_the_blocks(rig: Any) -> None:
     assert rig.lease_ends.verified.get(timeout=WAIT_S).offer is offer
 
 
-def test_hand_off_over_ipc(context: Any, tmp_path: Any, rig: Any) -> None:
-    other = type(rig)(context, f"ipc://{tmp_path}/kv")
+def test_hand_off_over_ipc(context: Any, tmp_path: Any, tcp_rig: Any) -> None:
+    other = type(tcp_rig)(context, f"ipc://{tmp_path}/kv")
     hand_over(other)
     other.close()
     assert list(tmp_path.iterdir()) == [], "a socket file stays behind"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any
 
@@ -22,22 +21,9 @@ from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import Abort, Commit, Grant, Offer, Renew, Timings
 from kvrelay.wire.metrics import WireMetrics
 
+from .rig import LeaseBlocks
+
 BLOCK_SIZE, BLOCK_NBYTES, EPOCH, TTL_S, FINGERPRINT = 4, 64, 3, 30.0, b"f" * 16
-
-
-class Blocks:
-    def __init__(self, manager: BlockManager) -> None:
-        self.manager = manager
-
-    def reserve(self, lease_key: str, num_blocks: int, hashes: Any) -> tuple[list[int], int] | None:
-        allocation = self.manager.allocate(Owner(OwnerKind.LEASE, lease_key), num_blocks, hashes)
-        return None if allocation is None else (allocation.block_ids, allocation.num_cached)
-
-    def release(self, lease_key: str) -> None:
-        self.manager.release(Owner(OwnerKind.LEASE, lease_key))
-
-    def publish(self, lease_key: str, index: int, block_hash: bytes) -> None:
-        self.manager.publish(Owner(OwnerKind.LEASE, lease_key), index, block_hash)
 
 
 def content_of(block_hash: bytes) -> bytes:
@@ -70,7 +56,7 @@ def commit_of(lease_id: int, offer: Offer) -> Commit:
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """One receiver (so at most one write is open), any number of leases from two peers, a pool that runs out."""
+    """Two receivers (each with one write open at most), any number of leases from two peers, a pool that runs out."""
 
     leases = Bundle("leases")
 
@@ -83,10 +69,10 @@ class LeaseMachine(RuleBasedStateMachine):
         self.peers: dict[int, str] = {}
         self.ended: list[int] = []
         self.blocks_of: dict[int, list[int]] = {}  # verified
-        self.open: BlockHeader | None = None
+        self.open: dict[int, BlockHeader] = {}  # by receiver
         self.table = LeaseTable(
             LeaseSettings(epoch=EPOCH, fingerprint=FINGERPRINT, block_size=BLOCK_SIZE, ttl_s=TTL_S),
-            Blocks(self.manager),
+            LeaseBlocks(self.manager),
             self.store,
             self,
             WireMetrics(CollectorRegistry()),
@@ -111,9 +97,15 @@ class LeaseMachine(RuleBasedStateMachine):
         self.peers[answer.lease_id] = peer
         return answer.lease_id
 
-    @rule(lease_id=leases, index=st.integers(0, 4), epoch=st.sampled_from([EPOCH, EPOCH, EPOCH, 2]), skew=st.booleans())
-    def begin(self, lease_id: int, index: int, epoch: int, skew: bool) -> None:
-        if self.open is not None:
+    @rule(
+        lease_id=leases,
+        index=st.integers(0, 4),
+        epoch=st.sampled_from([EPOCH, EPOCH, EPOCH, 2]),
+        skew=st.booleans(),
+        receiver=st.integers(0, 1),
+    )
+    def begin(self, lease_id: int, index: int, epoch: int, skew: bool, receiver: int) -> None:
+        if receiver in self.open:
             return
         hashes = self.offers[lease_id].block_hashes
         wrong = skew and index == 4
@@ -122,15 +114,20 @@ class LeaseMachine(RuleBasedStateMachine):
         header = BlockHeader(
             lease_id, epoch, index, BLOCK_NBYTES, block_hash, draft.checksum_of(memoryview(content_of(block_hash)))
         )
-        with contextlib.suppress(BlockRefusedError):
+        elsewhere = [(other.lease_id, other.block_index) for other in self.open.values()]
+        try:
             self.table.begin_block(header)
-            self.open = header
+            assert (lease_id, index) not in elsewhere, "two writers at one block"
+            self.open[receiver] = header
+        except BlockRefusedError as refusal:
+            if (lease_id, index) in elsewhere and refusal.cause_name != "stale_epoch":
+                assert refusal.cause_name in ("duplicate", "unknown_lease"), refusal  # noqa: PT017
 
-    @rule(fault=st.sampled_from(["none", "none", "none", "bytes", "size"]))
-    def finish(self, fault: str) -> None:
-        if self.open is None:
+    @rule(fault=st.sampled_from(["none", "none", "none", "bytes", "size"]), receiver=st.integers(0, 1))
+    def finish(self, fault: str, receiver: int) -> None:
+        if receiver not in self.open:
             return
-        header, self.open = self.open, None
+        header = self.open.pop(receiver)
         content = memoryview(content_of(b"x" * 16 if fault == "bytes" else header.block_hash))
         try:
             self.table.finish_block(header, content[:-1] if fault == "size" else content)
@@ -145,8 +142,8 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(lease_id=leases)
     def ship_the_rest(self, lease_id: int) -> None:
         for index in range(len(self.offers[lease_id].block_hashes)):
-            self.begin(lease_id, index, EPOCH, False)
-            self.finish("none")
+            self.begin(lease_id, index, EPOCH, False, index % 2)
+            self.finish("none", index % 2)
 
     @rule(lease_id=leases, epoch=st.sampled_from([EPOCH, 2]))
     def abort(self, lease_id: int, epoch: int) -> None:
@@ -196,8 +193,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @invariant()
     def an_open_write_has_its_block_to_itself(self) -> None:
-        if self.open is not None:
-            header = self.open
+        for header in self.open.values():
             block_id = self.manager.owned_blocks(Owner(OwnerKind.LEASE, str(header.lease_id)))[header.block_index]
             for lease_id, block_ids in self.blocks_of.items():
                 assert block_id not in block_ids, lease_id
@@ -209,12 +205,12 @@ TestLeasesAtRandom.settings = settings(
 )
 
 
-def test_two_threads_at_once() -> None:
-    """A receiver thread ships leases while the network thread commits and cancels them: each ends exactly once."""
+def test_threads_at_once() -> None:
+    """Two receiver threads are sent the same blocks while the network thread commits and cancels: each lease ends exactly once."""
     machine = LeaseMachine()
     table = machine.table
     offers = [offer_of(str(request), 7, first=request) for request in range(300)]
-    turn = threading.Barrier(2, timeout=20)
+    turn = threading.Barrier(3, timeout=20)
     ids: list[int] = []
 
     def receive() -> None:
@@ -229,11 +225,12 @@ def test_two_threads_at_once() -> None:
                     table.begin_block(header)
                     table.finish_block(header, memoryview(content_of(block_hash)))
                 except BlockRefusedError as error:
-                    assert error.cause_name == "unknown_lease", error  # noqa: PT017
+                    assert error.cause_name in ("unknown_lease", "duplicate"), error  # noqa: PT017
             turn.wait()
 
-    thread = threading.Thread(target=receive)
-    thread.start()
+    threads = [threading.Thread(target=receive) for _ in range(2)]
+    for thread in threads:
+        thread.start()
     for number, offer in enumerate(offers):
         answer = table.offer("p", offer)
         assert isinstance(answer, Grant)
@@ -246,5 +243,6 @@ def test_two_threads_at_once() -> None:
         assert machine.ended.count(answer.lease_id) == 1
         machine.manager.release(Owner(OwnerKind.LEASE, str(answer.lease_id)))  # if it was verified
         machine.manager.check_integrity()
-    thread.join(20)
+    for thread in threads:
+        thread.join(20)
     assert machine.manager.num_allocatable == machine.manager.num_blocks

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.wire.block_frames import HEADER_NBYTES, SEALED_HEADER_NBYTES, BlockHeader, parse_header

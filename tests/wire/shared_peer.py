@@ -1,0 +1,118 @@
+"""Either end of shared memory, played by a test, which may say anything; and what such ends leave behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Self
+
+from kvrelay.wire.block_frames import BlockHeader
+from kvrelay.wire.shared_packets import Greeting, pack_block, parse_slots, refusal_in
+from kvrelay.wire.shared_place import SharedPlace
+from kvrelay.wire.shared_ring import RingShape, make_ring
+
+from .rig import WAIT_S
+
+
+class SharedPeer:
+    """A connection to a receiver, and a ring if it greets. Use it in ``with``."""
+
+    def __init__(self, name: str, place: SharedPlace | None = None) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(WAIT_S)
+        self.socket.connect((place or SharedPlace()).address(name))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def greet(self, block_nbytes: int, token: bytes = b"") -> str | None:
+        """As a sender does; returns the refusal."""
+        self.ring, descriptor = make_ring(RingShape.of(block_nbytes))
+        refusal = self.introduce(Greeting(self.ring.shape, token).pack(), descriptor)
+        os.close(descriptor)
+        return refusal
+
+    def introduce(self, packet: bytes, *descriptors: int) -> str | None:
+        """Any greeting; returns the refusal."""
+        socket.send_fds(self.socket, [packet], list(descriptors))
+        return refusal_in(self.socket.recv(1000))
+
+    def send(self, slot: int, frame: bytes, payload: bytes) -> None:
+        """A block through a slot."""
+        self.ring.slots[slot][: len(payload)] = payload
+        self.socket.send(pack_block(slot, frame))
+
+    def slots_back(self) -> list[int]:
+        """Wait for slots; none if the connection is closed instead."""
+        return parse_slots(self.ended_with())
+
+    def ended_with(self) -> bytes:
+        """Wait for a packet; an empty one is the connection's end."""
+        try:
+            return self.socket.recv(1000)
+        except ConnectionResetError:  # closed with packets unread
+            return b""
+
+
+class SharedDoor:
+    """A decode worker's socket that answers what the test says, and gives no slot back by itself. Use it in ``with``."""
+
+    def __init__(self) -> None:
+        self.name = SharedPlace().new_name()
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.settimeout(WAIT_S)
+        self.listener.bind(SharedPlace().address(self.name))
+        self.listener.listen(8)
+        self.connection: socket.socket | None = None
+        self.descriptors: list[int] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hang_up()
+        self.listener.close()
+
+    def accept(self, answer: bytes | None = b"+") -> socket.socket:
+        """Take a sender's greeting and its descriptor."""
+        self.connection, _ = self.listener.accept()
+        self.connection.settimeout(WAIT_S)
+        _, self.descriptors, _, _ = socket.recv_fds(self.connection, 1000, 4)
+        if answer is not None:
+            self.connection.send(answer)
+        return self.connection
+
+    def hang_up(self) -> None:
+        """As the end of the process would."""
+        if self.connection is not None:
+            self.connection.close()
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+def header_for(payload: memoryview, index: int = 0) -> BlockHeader:
+    """For doors, which do not look at it."""
+    return BlockHeader(lease_id=1, epoch=1, block_index=index, payload_nbytes=len(payload), block_hash=b"h" * 16)
+
+
+def open_descriptors() -> set[str]:
+    """What this process has open of what this path uses, by number and target. ZeroMQ opens others when it likes."""
+    unix = {f"socket:[{line.split()[6]}]" for line in Path("/proc/self/net/unix").read_text().splitlines()[1:]}
+    links: set[str] = set()
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(path.readlink())
+        except FileNotFoundError:  # the one that lists
+            continue
+        if target in unix or target.startswith(("/memfd:", "pipe:", "anon_inode:[eventpoll]")):
+            links.add(f"{path.name} {target}")
+    return links
+
+
+def num_mapped_rings() -> int:
+    """Rings that are mapped in this process."""
+    return Path("/proc/self/maps").read_text().count("kvrelay-ring")

@@ -1,0 +1,98 @@
+"""One KV block on its way out: what a block sender is given, and what its lines do with it. No socket is opened here."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from kvrelay.wire.block_frames import BlockHeader
+from kvrelay.wire.seal import BlockSealer
+
+
+class SendTicket:
+    """One block on its way: queued, then taken by the sender's thread and ZeroMQ, then done. Queued, it can be called off.
+
+    ``is_done``: nobody reads the block's memory any more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_taken = False
+        self._is_over = False
+        self._tracker: zmq.MessageTracker | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the memory may be written again."""
+        return self._is_over or (self._tracker is not None and self._tracker.done)
+
+    def take(self) -> bool:
+        """The memory is read from now on; False if the block was called off."""
+        with self._lock:
+            self._is_taken = not self._is_over
+            return self._is_taken
+
+    def call_off(self) -> None:
+        """Nobody wants the block any more: done at once, unless it is taken already."""
+        with self._lock:
+            self._is_over = self._is_over or not self._is_taken
+
+    def follow(self, tracker: zmq.MessageTracker) -> None:
+        """ZeroMQ reads the memory until ``tracker`` says otherwise."""
+        self._tracker = tracker
+
+    def end(self) -> None:
+        """The memory was read for the last time, or never will be."""
+        self._is_over = True
+
+    def end_unless_followed(self) -> None:
+        """The same, unless ZeroMQ reads it."""
+        self._is_over = self._is_over or self._tracker is None
+
+
+class SendJob(msgspec.Struct, frozen=True):
+    """A block that waits to be sent. Its payload's memory does not change until the ticket is done."""
+
+    ticket: SendTicket
+    header: BlockHeader
+    payload: memoryview
+    sealer: BlockSealer | None
+
+
+class Line(Protocol):
+    """One connection to a decode worker's pool. Only the sender's thread calls it."""
+
+    def ship(self, job: SendJob) -> bool:
+        """Wait for room, take the block and send it, or leave it if it was called off.
+
+        False if the wakeup came first: nothing more will be sent. Raises PeerLostError if the other side is gone for good.
+        """
+
+    def close(self) -> None:
+        """Close the connection. What was given away meanwhile may arrive or not."""
+
+
+class Wakeup:
+    """Ends the waits of one thread, for good: a descriptor that can be read from ``set`` on. ``close`` it behind the thread."""
+
+    def __init__(self) -> None:
+        self._readable, self._writable = os.pipe()
+        self.is_set = False
+
+    def fileno(self) -> int:
+        """What to wait for, beside what the thread waits for anyway."""
+        return self._readable
+
+    def set(self) -> None:
+        """On any thread, once."""
+        self.is_set = True
+        os.write(self._writable, b"\0")
+
+    def close(self) -> None:
+        """Give both descriptors back."""
+        os.close(self._readable)
+        os.close(self._writable)
