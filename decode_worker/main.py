@@ -16,6 +16,7 @@ from kvrelay.engine.factory import load_engine, load_guides
 from kvrelay.engine.progress import LoggedProgress
 from kvrelay.wire.keys import keys_of
 from kvrelay.wire.messages import Role
+from kvrelay.wire.shared_place import SharedPlace
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ def serve(settings: DecodeSettings) -> int:
     worker_id = settings.worker_id or f"decode-{socket.gethostname()}-{os.getpid()}"
     registry = CollectorRegistry()
     keys = keys_of(settings.security, Role.DECODE, (settings.address, settings.data_address))
+    shared_memory = SharedPlace.of(settings.same_host)
 
     def load() -> Component:
         engine = load_engine(
@@ -33,6 +35,8 @@ def serve(settings: DecodeSettings) -> int:
             settings.kv,
             settings.fake,
             max_num_seqs=settings.scheduler.max_num_seqs,
+            max_batched_tokens=settings.scheduler.max_batched_tokens,
+            decodes=True,
             progress=LoggedProgress(logger),
         )
         return DecodeWorker(
@@ -44,6 +48,7 @@ def serve(settings: DecodeSettings) -> int:
             registry,
             seal_kv=settings.security.seals_kv,
             keys=keys,
+            shared_memory=shared_memory,
             max_retained_share=settings.kv.max_retained_share,
             guides=load_guides(settings.model, settings.fake, engine.card.vocab_size),
         )

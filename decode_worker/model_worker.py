@@ -1,7 +1,12 @@
-"""What runs on the decode worker's model thread: schedule → run → postprocess, fed by commands."""
+"""What runs on the decode worker's model thread: schedule → run → postprocess, fed by commands.
+
+With an engine that runs ahead, step N+1 is scheduled and launched before step N's tokens are fetched, whenever that does not
+depend on them (:mod:`kvrelay.decode_worker.run_ahead`); sending, scheduling and building batches then cost the device no time.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +14,9 @@ from dataclasses import dataclass
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.decode_worker.beams import FinishedBeam
 from kvrelay.decode_worker.scheduler import DecodeScheduler, Progress, Schedule
-from kvrelay.engine.interface import Engine
+from kvrelay.engine.interface import Engine, LaunchedStep
 from kvrelay.engine.metrics import EngineMetrics
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.sequence import Sequence, SequenceStatus
 
 Key = tuple[str, int]
 
@@ -58,6 +63,12 @@ class Report:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    plan: Schedule
+    step: LaunchedStep | None  # None: no rows, only admissions
+
+
 class DecodeModelWorker:
     """Implements :class:`kvrelay.engine.loop.LoopWorker`. ``emit`` is called on the model thread and must not block."""
 
@@ -72,6 +83,9 @@ class DecodeModelWorker:
         self._scheduler = scheduler
         self._metrics = metrics
         self._emit = emit
+        self._launched: list[_Launched] = []  # steps whose tokens are not fetched yet, oldest first; two at most
+        self._removals: list[Key] = []  # asked for while a step is under way
+        self._since_s = 0.0  # when the device began with the oldest, as far as the host can tell
 
     def handle(self, command: Command) -> None:
         """Take a command in."""
@@ -79,40 +93,69 @@ class DecodeModelWorker:
             case Add(sequence, first):
                 self._scheduler.add(sequence, first)
             case Remove(key):
-                self._scheduler.remove(key)
-                self._emit(Report(removed=(key,)))
+                self._removals.append(key)
+                if not self._launched:
+                    self._remove()
 
     def has_work(self) -> bool:
-        """Whether any sequence waits or runs."""
-        return bool(self._scheduler.waiting or self._scheduler.running)
+        """Whether any sequence waits or runs, or a step is under way."""
+        return bool(self._launched or self._scheduler.waiting or self._scheduler.running)
 
     def step(self) -> bool:
         """One step of the batch; False if no sequence could get room."""
-        plan = self._scheduler.schedule()
-        self._metrics.preemptions.inc(len(plan.preempted))
+        if not self._launched:
+            plan = self._scheduler.schedule()
+            self._metrics.preemptions.inc(len(plan.preempted))
+            if not plan.rows and not plan.admitted:
+                # A preemption without a row changed the books: look again at once.
+                return bool(plan.preempted)
+            self._since_s = time.monotonic()
+            self._launch(plan)
+        # Whoever is to be removed must not write to its blocks any more.
+        if self._engine.runs_ahead and not self._removals:
+            ahead = self._scheduler.ahead(self._launched[0].plan.rows)
+            if ahead is not None:
+                self._launch(ahead)
+        step = self._launched[0].step
+        outputs = [] if step is None else step.wait()
+        self._finish(self._launched.pop(0).plan, outputs)
+        if not self._launched:
+            self._remove()
+        return True
+
+    def _launch(self, plan: Schedule) -> None:
         for sequence in plan.admitted:
             if sequence.num_preemptions == 0:
                 self._metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
                 self._metrics.cached_tokens.inc(sequence.num_cached_tokens)
-        if not plan.rows and not plan.admitted:
-            # A preemption without a row changed the books: look again at once.
-            return bool(plan.preempted)
         if plan.admitted:
             self._emit(Report(started=tuple(sequence.key for sequence in plan.admitted)))
-        outputs = self._compute(plan) if plan.rows else []
-        self._metrics.sampled_tokens.inc(sum(1 for token in outputs if token is not None))
-        tokens = tuple(map(_new_token, self._scheduler.postprocess(plan.rows, outputs)))
-        if tokens:
-            self._emit(Report(tokens=tokens))
-        return True
-
-    def _compute(self, plan: Schedule) -> list[SampledToken | None]:
-        start_s = time.monotonic()
         if plan.copies:
             self._engine.copy_blocks([(copy.source, copy.target) for copy in plan.copies])
-        outputs = self._engine.step(plan.rows)
-        self._metrics.step_s.observe(time.monotonic() - start_s)
-        return outputs
+        behind = self._launched[-1].step if self._launched else None
+        self._launched.append(_Launched(plan, self._engine.launch(plan.rows, behind) if plan.rows else None))
+
+    def _finish(self, plan: Schedule, outputs: list[SampledToken | None]) -> None:
+        if plan.rows:
+            now_s = time.monotonic()
+            self._metrics.step_s.observe(now_s - self._since_s)
+            self._since_s = now_s
+        is_over = [row.sequence.status is SequenceStatus.FINISHED for row in plan.rows]
+        self._metrics.sampled_tokens.inc(
+            sum(1 for token, over in zip(outputs, is_over, strict=True) if token and not over)
+        )
+        behind = self._launched[0].plan.rows if self._launched else ()
+        tokens = tuple(map(_new_token, self._scheduler.postprocess(plan.rows, outputs, behind)))
+        if tokens:
+            self._emit(Report(tokens=tokens))
+
+    def _remove(self) -> None:
+        while self._removals:
+            key = self._removals.pop(0)
+            try:
+                self._scheduler.remove(key)
+            finally:
+                self._emit(Report(removed=(key,)))
 
     def on_step_failed(self, error: Exception) -> None:
         """End every running sequence: which of them broke the step is unknown, and their K/V may be half written.
@@ -121,11 +164,19 @@ class DecodeModelWorker:
         books do not agree afterwards.
         """
         self._metrics.failed_steps.inc()
-        ended = self._scheduler.running or self._scheduler.waiting[:1]
+        for launched in self._launched:
+            with contextlib.suppress(Exception):  # whatever it says, it has ended: nobody writes to its blocks any more
+                if launched.step is not None:
+                    launched.step.wait()
+            self._scheduler.abandon(launched.plan.rows)
+        was_under_way = bool(self._launched)
+        self._launched.clear()
+        ended = self._scheduler.running or ([] if was_under_way else self._scheduler.waiting[:1])
         keys = tuple(dict.fromkeys(sequence.key for sequence in ended))  # the beams of a search share one
         for key in keys:
             self._scheduler.remove(key)
         self._emit(Report(failed=keys, detail=f"the model step failed: {type(error).__name__}"))
+        self._remove()
         self._scheduler.check_integrity()
 
     def on_command_failed(self, command: Command, error: Exception) -> None:
@@ -134,8 +185,8 @@ class DecodeModelWorker:
             case Add(sequence):
                 self._scheduler.drop(sequence)
                 self._emit(Report(failed=(sequence.key,), detail=f"not taken in: {type(error).__name__}"))
-            case Remove(key):
-                self._emit(Report(removed=(key,)))
+            case Remove():
+                pass  # reported, however it went
         self._scheduler.check_integrity()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvrelay.decode_worker.model_worker import Command
+from kvrelay.decode_worker.welcome import DataPorts
 from kvrelay.engine.guidance import GuideCompiler, NoGuides
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.wire.leases import LeaseTable
@@ -19,6 +20,5 @@ class Ports:
     send: Callable[[str, Message], bool]
     loop: ModelLoop[Command]
     leases: LeaseTable
-    data_address: str
-    data_token: str | None = None  # what the data socket lets connections in by; None: all
+    data: DataPorts
     guides: GuideCompiler = field(default_factory=NoGuides)  # answers on the asyncio loop

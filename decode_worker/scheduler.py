@@ -21,6 +21,7 @@ from kvrelay.common.block_hash import chain_hashes
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.beam_group import BeamGroup, num_common
 from kvrelay.decode_worker.beams import FinishedBeam
+from kvrelay.decode_worker.run_ahead import sequences_that_go_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.block_manager import BlockManager, Owner, sequence_owner
 from kvrelay.engine.interface import StepRow
@@ -130,11 +131,44 @@ class DecodeScheduler:
             self._admit_waiting(plan, budget)
         return plan
 
-    def postprocess(self, rows: Seq[StepRow], outputs: Seq[SampledToken | None]) -> list[Progress]:
-        """Advance the sequences by what was computed; finished ones leave and their blocks are released."""
+    def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
+        """The step behind one that still runs (:mod:`kvrelay.decode_worker.run_ahead`), with no tokens of that known.
+
+        None if there is none to launch before they are. Nobody is preempted.
+        """
+        joining = self.waiting[: self._num_free_places()]
+        going_on = sequences_that_go_on(flying, self.running, joining, self._max_model_len)
+        if going_on is None or len(going_on) > self._settings.max_batched_tokens:
+            return None
+        plan = Schedule(rows=[])
+        for sequence in going_on:
+            if not self._extend(sequence, sequence.num_computed_tokens + 2):
+                return None
+            plan.rows.append(StepRow(sequence, 1, num_ahead=1))
+        self._admit_complete(plan, self._settings.max_batched_tokens - len(going_on))
+        return plan if plan.rows else None
+
+    def abandon(self, rows: Seq[StepRow]) -> None:
+        """A step that ran ahead is over and yields nothing: release the blocks that only it still held."""
+        for row in rows:
+            if row.sequence.status is SequenceStatus.FINISHED:
+                self._release(row.sequence)
+
+    def postprocess(
+        self, rows: Seq[StepRow], outputs: Seq[SampledToken | None], behind: Seq[StepRow] = ()
+    ) -> list[Progress]:
+        """Advance the sequences by what was computed; finished ones leave and their blocks are released.
+
+        ``behind``: the step that runs already. Who finishes and is in it keeps its blocks until that step is postprocessed or
+        abandoned: it writes to them.
+        """
         progress: list[Progress] = []
+        writes_on = {row.sequence for row in behind}
+        self.abandon(rows)
         for row, token in zip(rows, outputs, strict=True):
             sequence = row.sequence
+            if sequence.status is SequenceStatus.FINISHED:
+                continue  # with a token of the step before: this one is too many
             sequence.num_computed_tokens += row.num_tokens
             self._publish(sequence)
             if token is None:
@@ -145,7 +179,7 @@ class DecodeScheduler:
             progress.append(Progress(sequence, token))
             sequence.append(token, self._max_model_len)
             if sequence.is_over:
-                self._end(sequence)
+                self._end(sequence, keeps_blocks=sequence in writes_on)
         for key, group in list(self._groups.items()):
             if group.leader.status is SequenceStatus.RUNNING:
                 progress += self._go_forward(key, group)
@@ -330,12 +364,16 @@ class DecodeScheduler:
     def _queue(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=_arrival)
 
-    def _end(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and release its blocks."""
+    def _end(self, sequence: Sequence, *, keeps_blocks: bool = False) -> None:
+        """Take a sequence out, wherever it is, and release its blocks, unless a step still writes to them."""
         for place in (self.waiting, self.running):
             if sequence in place:
                 place.remove(sequence)
         sequence.set_status(SequenceStatus.FINISHED)
+        if not keeps_blocks:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
         self._blocks.release(_owner(sequence), sequence.retention)
         sequence.block_table = []
 

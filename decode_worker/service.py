@@ -55,7 +55,7 @@ from kvrelay.wire.messages import (
     Welcome,
     WorkerState,
 )
-from kvrelay.wire.submit import WorkerIdentity, deadline_of, invalid_submit, is_late, submit_refusal
+from kvrelay.wire.submit import WorkerIdentity, deadline_of, guide_failed, invalid_submit, is_late, submit_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +100,7 @@ class DecodeService:
     def welcome(self, hello: Hello) -> Welcome | HelloRefused:
         """Gateways, and prefill workers whose KV fits."""
         ports = self.ports
-        return welcome(
-            hello, self._identity, ports.data_address, seals_kv=ports.leases.seals_kv, data_token=ports.data_token
-        )
+        return welcome(hello, self._identity, ports.data, seals_kv=ports.leases.seals_kv)
 
     def status(self) -> Status:
         """What routing sees."""
@@ -287,8 +285,7 @@ class DecodeService:
         if entry.phase not in {Phase.LEASED, Phase.COMPILING}:
             return  # it came to its end meanwhile
         if isinstance(result, GuideRefusal):
-            code = FailureCode.INVALID if result.is_invalid else FailureCode.INTERNAL
-            self._close(entry, _failed(entry.key, code, result.detail))
+            self._close(entry, guide_failed(entry.key, result.detail, is_invalid=result.is_invalid))
         else:
             entry.guide = result
             self._run_if_ready(entry)
@@ -304,7 +301,7 @@ class DecodeService:
                 for token in entry.unsent:  # the first one came from the prefill worker
                     sequence.guide.accept(token.token_id)
             except ValueError as error:
-                return self._close(entry, _failed(entry.key, FailureCode.INVALID, f"the first token: {error}"))
+                return self._close(entry, guide_failed(entry.key, f"the first token: {error}"))
         entry.advance(Phase.RUNNING)
         self.ports.loop.post(entry.waiting)
 
@@ -322,11 +319,11 @@ class DecodeService:
             if entry.phase is Phase.CLOSING:
                 continue  # its removal is asked for, and answered in any case
             if new.failure is not None:
-                self._end_failed(entry, FailureCode.INVALID, new.failure)
+                self._end_failed(entry, guide_failed(entry.key, new.failure))
                 continue
             by_gateway.setdefault(entry.gateway_id, []).append(entry.delta(new, now_s))
             if new.finish_reason is not None:
-                self._tell_and_forget(entry)  # the scheduler has released the blocks already
+                self._tell_and_forget(entry)  # its blocks are back, or are so with the step under way
         for gateway_id, items in by_gateway.items():
             if not self.ports.send(gateway_id, Tokens(items=items)):
                 self._on_unheard(items)
@@ -335,12 +332,12 @@ class DecodeService:
         for key in report.failed:
             entry = self._entries[key]
             if entry.phase is Phase.RUNNING:
-                self._end_failed(entry, FailureCode.INTERNAL, report.detail)
+                self._end_failed(entry, _failed(entry.key, FailureCode.INTERNAL, report.detail))
 
-    def _end_failed(self, entry: Entry, code: FailureCode, detail: str) -> None:
+    def _end_failed(self, entry: Entry, outcome: Failed) -> None:
         """The model thread has ended it and released its blocks."""
         entry.advance(Phase.CLOSING)
-        entry.outcome = _failed(entry.key, code, detail)
+        entry.outcome = outcome
         self._tell_and_forget(entry)
 
     def _on_unheard(self, items: list[TokenDelta]) -> None:

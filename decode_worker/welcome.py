@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvrelay.wire.messages import PROTOCOL_MAX, FailureCode, Hello, HelloRefused, Role, Welcome
 from kvrelay.wire.seal import seal_mismatch
 from kvrelay.wire.submit import WorkerIdentity
 
 
-def welcome(
-    hello: Hello, identity: WorkerIdentity, data_address: str, *, seals_kv: bool, data_token: str | None
-) -> Welcome | HelloRefused:
-    """Gateways, and prefill workers whose KV fits; only the latter get ``data_token``, which the data socket asks for."""
+@dataclass(frozen=True, slots=True)
+class DataPorts:
+    """Where this worker takes KV blocks."""
+
+    address: str  # of the data socket
+    token: str | None = None  # what both let connections in by; None: all
+    shared_memory: str | None = None  # name of the socket for senders on this host; None: they use the data socket, too
+
+
+def welcome(hello: Hello, identity: WorkerIdentity, data: DataPorts, *, seals_kv: bool) -> Welcome | HelloRefused:
+    """Gateways, and prefill workers whose KV fits; only the latter learn the token, and where shared memory is taken."""
     mine = identity.card.layout
     if hello.role is Role.PREFILL:
         if hello.layout is None or hello.layout.fingerprint() != mine.fingerprint():
@@ -29,7 +38,8 @@ def welcome(
         epoch=identity.epoch,
         protocol=min(hello.protocol_max, PROTOCOL_MAX),
         card=identity.card,
-        data_address=data_address,
+        data_address=data.address,
         seals_kv=seals_kv,
-        data_token=data_token if hello.role is Role.PREFILL else None,
+        data_token=data.token if hello.role is Role.PREFILL else None,
+        shared_memory=data.shared_memory if hello.role is Role.PREFILL else None,
     )

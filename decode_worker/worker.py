@@ -1,4 +1,4 @@
-"""The decode worker, assembled: engine, scheduler, model loop, leases, block receiver, control socket."""
+"""The decode worker, assembled: engine, scheduler, model loop, leases, block receivers, control socket."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvrelay.decode_worker.ports import Ports
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import DecodeService, lease_owner
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.decode_worker.welcome import DataPorts
 from kvrelay.engine.block_manager import BlockManager
 from kvrelay.engine.guidance import GuideCompiler, GuidesOnLoop, NoGuides
 from kvrelay.engine.health import ledger_json, not_live, not_ready
@@ -32,6 +33,8 @@ from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import FailureCode, Role
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
+from kvrelay.wire.shared_place import SharedPlace
+from kvrelay.wire.shared_receiver import open_shared_receiver
 from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.ticker import every
 
@@ -88,6 +91,7 @@ class DecodeWorker:
         link_settings: LinkSettings | None = None,
         seal_kv: bool = False,
         keys: WireKeys | None = None,
+        shared_memory: SharedPlace | None = None,
         max_retained_share: float = 0.5,
         guides: GuideCompiler | None = None,
     ) -> None:
@@ -128,20 +132,22 @@ class DecodeWorker:
         self._server = ControlServer(
             address, self.service, link_settings, metrics=wire_metrics, context=self._context, gate=gate
         )
-        data_token = None if gate is None else gate.data_token
+        token = None if gate is None else gate.data_token
+        self._shared = open_shared_receiver(shared_memory, self.leases, card.block_nbytes, wire_metrics, token)
+        data = DataPorts(self._receiver.address, token, None if self._shared is None else self._shared.name)
         self._guides = GuidesOnLoop(guides or NoGuides())
-        self.service.attach(
-            Ports(self._server.send, self._loop, self.leases, self._receiver.address, data_token, self._guides)
-        )
+        self.service.attach(Ports(self._server.send, self._loop, self.leases, data, self._guides))
         self._tickers: list[asyncio.Task[None]] = []
         self.address = address
         self.data_address = self._receiver.address
 
     async def start(self) -> None:
-        """Open the sockets and start both threads. Raises WireError if an address is taken."""
+        """Open the sockets and start the threads. Raises WireError if an address is taken."""
         self._events.asyncio_loop = self._guides.asyncio_loop = asyncio.get_running_loop()
         self._loop.start()
         self._receiver.start()
+        if self._shared is not None:
+            self._shared.start()
         self.address = await self._server.start()
         self._tickers = [asyncio.create_task(every(_TICK_S, call)) for call in (self.leases.reap, self.service.tick)]
 
@@ -172,6 +178,8 @@ class DecodeWorker:
         await asyncio.gather(*self._tickers, return_exceptions=True)
         await self._server.stop()
         await asyncio.to_thread(self._receiver.stop)
+        if self._shared is not None:
+            await asyncio.to_thread(self._shared.stop)
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._guides.close)
         await asyncio.to_thread(self._context.term)
@@ -179,7 +187,8 @@ class DecodeWorker:
     def _dead_sockets(self) -> list[str]:
         """Nothing in this process would open them again."""
         dead = [] if self._server.is_alive else ["the control socket is dead"]
-        return dead + ([] if self._receiver.is_alive else ["the KV port is dead"])
+        dead += [] if self._receiver.is_alive else ["the KV port is dead"]
+        return dead + (["the shared memory's socket is dead"] if self._shared and not self._shared.is_alive else [])
 
     def _emit(self, report: Report) -> None:
         loop = self._events.asyncio_loop

@@ -9,8 +9,11 @@ import numpy.typing as npt
 import torch
 
 _BITS_OF_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")  # [256, 8]
-# What each token's logit may be at most: infinity where it may come.
-_LIMITS_OF_BYTE = np.where(_BITS_OF_BYTE == 1, np.float32(np.inf), np.float32(-np.inf))
+# What each token's logit may be at most: infinity where it may come. As words, since numpy knows no bf16.
+_LIMITS_OF_BYTE = {
+    dtype: torch.where(torch.from_numpy(_BITS_OF_BYTE) == 1, torch.inf, -torch.inf).to(dtype).view(words).numpy()
+    for dtype, words in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16), (torch.float16, torch.int16))
+}
 
 
 def num_words(vocab_size: int) -> int:
@@ -19,16 +22,18 @@ def num_words(vocab_size: int) -> int:
 
 
 def apply_bitmask(logits: torch.Tensor, rows: Seq[int], bitmask: npt.NDArray[np.int32]) -> None:
-    """Set the logits of tokens without a bit to -inf, in place, in ``rows`` of ``logits`` ``[num_rows, vocab]`` fp32.
+    """Set the logits of tokens without a bit to -inf, in place, in ``rows`` of ``logits`` ``[num_rows, vocab]`` fp32, bf16 or fp16.
 
     ``bitmask`` ``[len(rows), ceil(vocab / 32)]``: token ``t`` has bit ``t % 32`` of word ``t // 32``.
     """
     vocab_size = logits.shape[-1]
     if logits.device.type == "cpu":
         # A minimum with a table's rows takes a fifteenth of the time of a masked fill, whose branches nobody can predict.
+        table = _LIMITS_OF_BYTE[logits.dtype]
         for row, words in zip(rows, bitmask, strict=True):
-            limits = _LIMITS_OF_BYTE.take(words.astype("<i4", copy=False).view(np.uint8), axis=0)
-            torch.minimum(logits[row], torch.from_numpy(limits.reshape(-1)[:vocab_size]), out=logits[row])
+            limits = table.take(words.astype("<i4", copy=False).view(np.uint8), axis=0)
+            of_row = logits[row]
+            torch.minimum(of_row, torch.from_numpy(limits).view(logits.dtype).view(-1)[:vocab_size], out=of_row)
     else:
         may_come = unpack_on_device(torch.from_numpy(bitmask).to(logits.device), vocab_size)
         index = torch.tensor(rows, device=logits.device)

@@ -23,12 +23,14 @@ def load_engine(
     fake: FakeSettings,
     *,
     max_num_seqs: int,
+    max_batched_tokens: int,
+    decodes: bool,
     progress: Callable[[int, int], None],
 ) -> Engine:
     """Load the model that ``model.model`` names; it must be a directory by now (the launcher resolves names).
 
-    ``progress`` hears (bytes loaded, bytes in all). Raises ModelError if the directory cannot be served, SettingsError on a
-    logits processor that there is not.
+    ``decodes``: whether it is for a worker that decodes. ``progress`` hears (bytes loaded, bytes in all). Raises ModelError if
+    the directory cannot be served, SettingsError on a logits processor that there is not.
     """
     directory = Path(model.model)
     if not directory.is_dir():
@@ -37,12 +39,14 @@ def load_engine(
         )
     if fake.is_fake:
         return _fake_engine(directory, model, kv, fake)
-    from kvrelay.engine.torch_engine import EngineOptions, TorchEngine  # noqa: PLC0415 - torch takes seconds to import
+    from kvrelay.engine.engine_options import EngineOptions  # noqa: PLC0415 - torch takes seconds to import
+    from kvrelay.engine.torch_engine import TorchEngine  # noqa: PLC0415
 
     options = EngineOptions(
         model_dir=directory,
         model_id=directory.name,
         dtype=model.dtype,
+        kv_dtype=model.kv_dtype,
         device=model.device,
         weight_format=model.weight_format,
         cpu_kernels=model.cpu_kernels,
@@ -51,7 +55,12 @@ def load_engine(
         kv_memory_bytes=None if kv.kv_memory_mb is None else kv.kv_memory_mb * 2**20,
         max_model_len=model.max_model_len,
         num_threads=model.threads or os.cpu_count() or 1,
+        kv_memory_fraction=kv.kv_memory_fraction,
         max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        decodes=decodes,
+        cuda_graphs=model.cuda_graphs,
+        run_ahead=model.run_ahead,
         processors=load_processors(model.logits_processors),
     )
     return TorchEngine.load(options, progress)
@@ -87,7 +96,7 @@ def _fake_engine(directory: Path, model: ModelSettings, kv: KvSettings, fake: Fa
         processors=tuple(load_processors(model.logits_processors)),  # which are not run: there are no logits
     )
     pace = FakePace(step_s=fake.fake_step_ms * 1e-3, token_s=fake.fake_token_us * 1e-6)
-    return FakeEngine(card, pace=pace, reads_back_once=True)
+    return FakeEngine(card, pace=pace, reads_back_once=True, runs_ahead=model.run_ahead == "on")
 
 
 def _sizes(directory: Path) -> tuple[int, int]:

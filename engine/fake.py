@@ -7,6 +7,7 @@ stale or never written is found exactly where a real model would silently comput
 
 from __future__ import annotations
 
+import copy
 import math
 import mmap
 import random
@@ -20,7 +21,7 @@ import xxhash
 
 from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.interface import StepRow
+from kvrelay.engine.interface import LaunchedStep, StepRow
 from kvrelay.engine.sequence import GuideState, Sequence, SequenceStatus
 
 _DIGEST_NBYTES = 8
@@ -116,6 +117,52 @@ class _Memory:
     num_verified: int = 0  # … and how many of those positions still hold
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One row as it was launched: whose, how its sequence stood, whether its last input token is still to come."""
+
+    owner: Sequence
+    sequence: Sequence
+    num_tokens: int
+    samples: bool
+    is_ahead: bool = False
+
+    @classmethod
+    def of(cls, row: StepRow) -> _Share:
+        """A row that is computed at once."""
+        return cls(row.sequence, row.sequence, row.num_tokens, row.samples)
+
+    @classmethod
+    def for_later(cls, row: StepRow) -> _Share:
+        """A row that is computed when the sequence may have gone on, ended, and lost its blocks: as a device has it."""
+        sequence = copy.copy(row.sequence)
+        sequence.token_ids, sequence.block_table = list(sequence.token_ids), list(sequence.block_table)
+        sequence.num_computed_tokens += row.num_ahead
+        return cls(row.sequence, sequence, row.num_tokens, row.samples, row.num_ahead > 0)
+
+
+class _FakeStep:
+    """Implements LaunchedStep: computes when it is asked."""
+
+    def __init__(self, engine: FakeEngine, shares: list[_Share], behind: _FakeStep | None) -> None:
+        self._engine = engine
+        self._shares = shares
+        self._behind = behind
+        self._tokens: dict[Sequence, SampledToken | None] = {}
+
+    def wait(self) -> list[SampledToken | None]:
+        """See LaunchedStep."""
+        for share in self._shares:
+            if share.is_ahead:
+                token = None if self._behind is None else self._behind._tokens.get(share.owner)
+                assert token is not None, f"{share.owner.key}: a row ahead, and no step before it sampled its token"
+                share.sequence.token_ids.append(token.token_id)
+        tokens = self._engine.compute(self._shares)
+        self._tokens = {share.owner: token for share, token in zip(self._shares, tokens, strict=True)}
+        self._behind = None
+        return tokens
+
+
 class FakeEngine:
     """Implements :class:`kvrelay.engine.interface.Engine`; ``on_step`` is called at the start of every step.
 
@@ -123,6 +170,9 @@ class FakeEngine:
     yet: everything before a sequence's first token here (that is what a hand-off must prove), and again after its blocks
     changed or its computation started over; then only new positions. So a step costs what its new tokens cost. With a
     ``pace`` a step sleeps until that much time has passed since it began.
+
+    One that ``runs_ahead`` computes a launched step only when it is waited for, with blocks and positions as they were at the
+    launch: as late as a device may. Whoever gives blocks away that a step under way still writes to is found out.
     """
 
     def __init__(
@@ -132,6 +182,7 @@ class FakeEngine:
         *,
         pace: FakePace | None = None,
         reads_back_once: bool = False,
+        runs_ahead: bool = False,
     ) -> None:
         if card.layout.head_dim < _DIGEST_NBYTES:
             raise ValueError(f"{card.layout.head_dim} bytes per token; a fake engine needs at least {_DIGEST_NBYTES}")
@@ -140,6 +191,7 @@ class FakeEngine:
         self._on_step = on_step
         self._pace = pace
         self._reads_back_once = reads_back_once
+        self.runs_ahead = runs_ahead
         self._token_nbytes = card.layout.head_dim
         self._memories: dict[Sequence, _Memory] = {}
         self._max_memories = _MIN_MEMORIES
@@ -150,25 +202,36 @@ class FakeEngine:
         for (_, target), content in zip(pairs, contents, strict=True):
             self.store.block(target)[:] = content
 
+    def launch(self, rows: Seq[StepRow], behind: LaunchedStep | None = None) -> LaunchedStep:
+        """See Engine."""
+        assert behind is None or isinstance(behind, _FakeStep)
+        share_of = _Share.for_later if self.runs_ahead else _Share.of
+        return _FakeStep(self, [share_of(row) for row in rows], behind)
+
     def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:
         """See Engine. Raises KvMismatchError if a sampling row's K/V in the pool is not its tokens' K/V."""
+        return self.compute([_Share.of(row) for row in rows])
+
+    def compute(self, shares: Seq[_Share]) -> list[SampledToken | None]:
+        """All of a step, now."""
         started_s = time.monotonic()
+        rows = [StepRow(share.sequence, share.num_tokens) for share in shares]
         self._on_step(rows)
-        results = [self._run(row) for row in rows]
+        results = [self._run(share) for share in shares]
         if len(self._memories) > self._max_memories:
             self._forget_finished()
         if self._pace is not None:
             time.sleep(max(0.0, started_s + self._pace.of(rows) - time.monotonic()))
         return results
 
-    def _run(self, row: StepRow) -> SampledToken | None:
-        sequence = row.sequence
-        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + row.num_tokens
-        if row.num_tokens < 1 or end > sequence.num_tokens:
-            raise ValueError(f"{sequence.key}: no {row.num_tokens} tokens behind {sequence.num_computed_tokens}")
+    def _run(self, share: _Share) -> SampledToken | None:
+        sequence = share.sequence
+        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + share.num_tokens
+        if share.num_tokens < 1 or end > sequence.num_tokens:
+            raise ValueError(f"{sequence.key}: no {share.num_tokens} tokens behind {sequence.num_computed_tokens}")
         if len(sequence.block_table) * self.card.layout.block_size < end:
             raise ValueError(f"{sequence.key}: {len(sequence.block_table)} blocks do not hold {end} tokens")
-        memory = self._remember(sequence)
+        memory = self._remember(share.owner, sequence.token_ids)
         # A preempted sequence may get the same blocks again, with others' bytes in them: what it had read then proves nothing.
         blocks_stayed = memory.verified_blocks == sequence.block_table[: len(memory.verified_blocks)]
         if start < memory.num_verified or not blocks_stayed:
@@ -177,7 +240,7 @@ class FakeEngine:
             self._slots(sequence, first, last)[:] = self._kv(memory, first, last)
         if sequence.sampling.num_prompt_logprobs is not None:
             self._add_prompt_logprobs(sequence, memory, end)
-        if not row.samples:
+        if not share.samples:
             return None
         self._read_back(sequence, memory, end)
         digest = bytes(memory.digests[-_DIGEST_NBYTES:])
@@ -198,15 +261,15 @@ class FakeEngine:
             token = with_logprobs(sequence.token_ids[position], digest, num_top, self.card.vocab_size)
             sequence.prompt_logprobs.append(token)
 
-    def _remember(self, sequence: Sequence) -> _Memory:
-        """The sequence's memory, with a digest of every token."""
+    def _remember(self, sequence: Sequence, token_ids: Seq[int]) -> _Memory:
+        """The sequence's memory, with a digest of each of its ``token_ids`` as they stand."""
         memory = self._memories.get(sequence)
         if memory is None:
             memory = self._memories[sequence] = _Memory(bytearray(), [])
         digests = memory.digests
         num_known = len(digests) // _DIGEST_NBYTES
-        if num_known < len(sequence.token_ids):
-            for digest in token_digests(sequence.token_ids[num_known:], bytes(digests[-_DIGEST_NBYTES:])):
+        if num_known < len(token_ids):
+            for digest in token_digests(token_ids[num_known:], bytes(digests[-_DIGEST_NBYTES:])):
                 digests += digest
         return memory
 

@@ -1,6 +1,6 @@
-"""Compiles guides with xgrammar, off the model loop and off the asyncio loop, each once.
+"""Compiles guides, off the model loop and off the asyncio loop, each once: to automata, or with xgrammar.
 
-A guide's grammar is compiled by a process (:mod:`kvrelay.engine.guide_process`), is read back here, and kept: the least recently
+A guide is compiled by a process (:mod:`kvrelay.engine.guide_process`), is read back here, and kept: the least recently
 used go when the memory that is theirs is full. Guides that are equal and in flight are compiled once. A guide that was refused is
 remembered too. The first process starts with the first guide: before that, a worker has none. Import this module on a thread
 where a second does not matter: xgrammar brings transformers.
@@ -23,6 +23,7 @@ from kvrelay.common.sampling import Guide, SamplingParams
 from kvrelay.engine.guidance import GuideRefusal, GuideResult
 from kvrelay.engine.guide_child import GuideLimits, GuideProcess, GuideProcessError
 from kvrelay.engine.guide_process import tokenizer_info
+from kvrelay.engine.guide_regular import RegularGuide, RegularState
 from kvrelay.engine.guide_state import XGrammarState
 from kvrelay.engine.guide_vocabulary import load_vocabulary
 
@@ -34,7 +35,7 @@ _CACHE_BYTES = 2**28  # of grammars, as xgrammar counts them
 _MAX_DETAIL = 500
 _REFUSAL_BYTES = 1024  # what a remembered refusal counts
 
-Compiled = xgr.CompiledGrammar | GuideRefusal
+Compiled = xgr.CompiledGrammar | RegularGuide | GuideRefusal
 
 
 class XGrammarCompiler:
@@ -45,7 +46,8 @@ class XGrammarCompiler:
     ) -> None:
         """``vocab_size``: the width of the model's logits. Raises ModelError if the model's files have no vocabulary."""
         self._vocab_size = vocab_size
-        self._info = tokenizer_info(*load_vocabulary(model_dir, vocab_size))
+        self._vocabulary, end_token = load_vocabulary(model_dir, vocab_size)
+        self._info = tokenizer_info(self._vocabulary, end_token)
         self._cache = _Cache(cache_bytes)
         self._lock = threading.Lock()
         self._in_flight: dict[Guide, Future[Compiled]] = {}
@@ -103,6 +105,8 @@ class XGrammarCompiler:
             compiled: Compiled
             if answer.error:
                 compiled = GuideRefusal(_detail(guide, answer.error))
+            elif answer.regular:
+                compiled = RegularGuide.from_bytes(answer.regular, self._vocab_size)
             else:
                 compiled = xgr.CompiledGrammar.deserialize_json(answer.grammar.decode(), self._info)
         except Exception as error:
@@ -121,8 +125,14 @@ class XGrammarCompiler:
     def _state(self, compiled: Compiled, sampling: SamplingParams, output: list[int]) -> GuideResult:
         if isinstance(compiled, GuideRefusal):
             return compiled
+        # A model's list of them may name tokens that it has no logits for.
+        stops = [token_id for token_id in sampling.stop_token_ids if 0 <= token_id < self._vocab_size]
         try:
-            state = XGrammarState(compiled, sampling.stop_token_ids, self._vocab_size, self._mask_threads)
+            state: XGrammarState | RegularState
+            if isinstance(compiled, RegularGuide):
+                state = RegularState(compiled, self._vocabulary, stops)
+            else:
+                state = XGrammarState(compiled, stops, self._vocab_size, self._mask_threads)
             for position, token_id in enumerate(output):
                 try:
                     state.accept(token_id)

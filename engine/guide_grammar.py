@@ -1,6 +1,7 @@
-"""From a guide's text to an xgrammar grammar, in the compiling process. JSON comes out on one line, as ``json.dumps`` writes it.
+"""From a guide's text to an automaton or an xgrammar grammar, in the compiling process.
 
-Free whitespace is not allowed: a model that may write a line break after every token sometimes never stops doing so.
+JSON comes out on one line, as ``json.dumps`` writes it. Free whitespace is not allowed: a model that may write a line break after
+every token sometimes never stops doing so.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from typing import Any
 import xgrammar as xgr
 
 from kvrelay.common.sampling import GuideKind
+from kvrelay.engine.guide_automaton import Automaton, NoAutomatonError, build_automaton
 from kvrelay.engine.guide_errors import UnsupportedGuideError
+from kvrelay.engine.guide_rules import UnknownGrammarError, read_rules
 from kvrelay.engine.guide_schema import followable, followable_schema, parse_json
+
+_UNROLLED = 128  # what is counted further is no set of states to xgrammar, but checked token by token
 
 
 def compile_guide(compiler: xgr.GrammarCompiler, kind: GuideKind, text: str) -> xgr.CompiledGrammar:
@@ -31,6 +36,36 @@ def compile_guide(compiler: xgr.GrammarCompiler, kind: GuideKind, text: str) -> 
         case GuideKind.STRUCTURAL_TAG:
             tag = parse_json(text, "the structural tag")
             return compiler.compile_structural_tag(json.dumps(_with_followable_schemas(tag)))
+
+
+def regular_automaton(kind: GuideKind, text: str) -> Automaton | None:
+    """The automaton of a guide; None where there is none, or xgrammar follows the guide as fast.
+
+    It does so with choices and most schemas, but not with counts within counts, nor with a ``maxLength`` beyond what it unrolls
+    (some 13 ms a mask). Raises UnsupportedGuideError, and RuntimeError from xgrammar, on what is not taken.
+    """
+    match kind:
+        case GuideKind.REGEX:
+            grammar = xgr.Grammar.from_regex(text)
+        case GuideKind.GRAMMAR:
+            grammar = xgr.Grammar.from_ebnf(text)
+        case GuideKind.JSON_SCHEMA:
+            grammar = xgr.Grammar.from_json_schema(followable_schema(text), any_whitespace=False)
+        case _:
+            return None
+    try:
+        rules = read_rules(grammar.serialize_json(), is_of_schema=kind is GuideKind.JSON_SCHEMA)
+        if kind is GuideKind.JSON_SCHEMA and rules.most_counted <= _UNROLLED:
+            return None
+        return build_automaton(rules)
+    except (UnknownGrammarError, NoAutomatonError):
+        return None
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+    ):  # written otherwise than we read it: that must not refuse what xgrammar takes
+        return None
 
 
 def _choice_grammar(text: str) -> str:

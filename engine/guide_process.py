@@ -23,7 +23,8 @@ import xgrammar as xgr
 
 from kvrelay.common.sampling import Guide
 from kvrelay.engine.guide_errors import UnsupportedGuideError
-from kvrelay.engine.guide_grammar import compile_guide
+from kvrelay.engine.guide_grammar import compile_guide, regular_automaton
+from kvrelay.engine.guide_regular import RegularGuide, RegularState, TokenTree, make_regular_guide
 from kvrelay.engine.guide_state import MAX_FILL_S, XGrammarState
 from kvrelay.engine.guide_vocabulary import load_vocabulary
 
@@ -44,9 +45,10 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The compiled grammar as xgrammar serializes it, or what is wrong with the guide."""
+    """The compiled guide, or what is wrong with it."""
 
-    grammar: bytes = b""
+    grammar: bytes = b""  # as xgrammar serializes it
+    regular: bytes = b""  # a RegularGuide instead
     error: str = ""
 
 
@@ -76,8 +78,8 @@ def main(model_dir: str, vocab_size: str) -> None:
     os.nice(5)  # who generates comes before who begins
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whoever prints must not break the stream of answers
-    info = tokenizer_info(*load_vocabulary(Path(model_dir), int(vocab_size)))
-    compiler = xgr.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    vocabulary, end_token = load_vocabulary(Path(model_dir), int(vocab_size))
+    compiler = _Compiler(vocabulary, end_token)
     write_frame(answers, msgspec.msgpack.encode(Answer()))
     limit = _data_bytes() + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -86,35 +88,51 @@ def main(model_dir: str, vocab_size: str) -> None:
     while (frame := read_frame(sys.stdin.buffer)) is not None:
         request = decoder.decode(frame)
         signal.setitimer(signal.ITIMER_PROF, request.cpu_s)  # its signal ends the process, wherever it is
-        answer = _compile(compiler, request, int(vocab_size))
+        answer = compiler.compile(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
         write_frame(answers, msgspec.msgpack.encode(answer))
 
 
-def _compile(compiler: xgr.GrammarCompiler, request: Request, vocab_size: int) -> Answer:
-    with _Stderr() as stderr:
-        try:
-            grammar = compile_guide(compiler, request.guide.kind, request.guide.text)
-        except MemoryError:
-            return Answer(error=f"it takes more than {_MEMORY_BYTES >> 20} MiB to compile: make it simpler")
-        except (UnsupportedGuideError, RuntimeError, ValueError, TypeError) as error:
-            return Answer(error=_SOURCE_PLACE.sub("", str(error)).strip() or type(error).__name__)
-    # xgrammar warns where it leaves something out that it cannot do. The output would not be what was asked for.
-    if warnings := [line for line in stderr.text.splitlines() if "arning:" in line]:
-        return Answer(error=warnings[0].partition("arning:")[2].strip())
-    serialized = grammar.serialize_json().encode()
-    if len(serialized) > request.max_bytes:
-        return Answer(
-            error=f"its grammar takes {len(serialized)} bytes, more than {request.max_bytes}: make it simpler"
-        )
-    if trouble := _probe(grammar, vocab_size):
-        return Answer(error=trouble)
-    return Answer(grammar=serialized)
+class _Compiler:
+    """What the process has of its model."""
+
+    def __init__(self, vocabulary: list[bytes], end_token: int) -> None:
+        self._vocabulary = vocabulary
+        self._tree = TokenTree.of(vocabulary)
+        self._xgrammar = xgr.GrammarCompiler(tokenizer_info(vocabulary, end_token), max_threads=1, cache_enabled=False)
+
+    def compile(self, request: Request) -> Answer:
+        """The answer to a request."""
+        with _Stderr() as stderr:
+            try:
+                compiled = self._compiled(request.guide)
+            except MemoryError:
+                return Answer(error=f"it takes more than {_MEMORY_BYTES >> 20} MiB to compile: make it simpler")
+            except (UnsupportedGuideError, RuntimeError, ValueError, TypeError) as error:
+                return Answer(error=_SOURCE_PLACE.sub("", str(error)).strip() or type(error).__name__)
+        # xgrammar warns where it leaves something out that it cannot do. The output would not be what was asked for.
+        if warnings := [line for line in stderr.text.splitlines() if "arning:" in line]:
+            return Answer(error=warnings[0].partition("arning:")[2].strip())
+        state: XGrammarState | RegularState
+        if isinstance(compiled, RegularGuide):
+            answer = Answer(regular=compiled.to_bytes())
+            state = RegularState(compiled, self._vocabulary, ())
+        else:
+            answer = Answer(grammar=compiled.serialize_json().encode())
+            state = XGrammarState(compiled, (), len(self._vocabulary))
+        if (size := len(answer.grammar) + len(answer.regular)) > request.max_bytes:
+            return Answer(error=f"its grammar takes {size} bytes, more than {request.max_bytes}: make it simpler")
+        trouble = _probe(state, len(self._vocabulary))
+        return Answer(error=trouble) if trouble else answer
+
+    def _compiled(self, guide: Guide) -> RegularGuide | xgr.CompiledGrammar:
+        automaton = regular_automaton(guide.kind, guide.text)
+        regular = None if automaton is None else make_regular_guide(automaton, self._tree)
+        return regular or compile_guide(self._xgrammar, guide.kind, guide.text)
 
 
-def _probe(grammar: xgr.CompiledGrammar, vocab_size: int) -> str | None:
-    """What is wrong with the grammar, as far as an output at random shows it: it allows nothing, or takes too long."""
-    state = XGrammarState(grammar, (), vocab_size)
+def _probe(state: XGrammarState | RegularState, vocab_size: int) -> str | None:
+    """What is wrong with the guide, as far as an output at random shows it: it allows nothing, or takes too long."""
     mask = np.zeros(-(-vocab_size // 32), dtype=np.int32)
     random = np.random.default_rng(0)
     for _ in range(_PROBE_STEPS):

@@ -3,8 +3,8 @@
 Touched by one thread at a time: by the compiler's until the state is handed out, by the model thread from then on. A state that
 met a dead end, or a grammar too slow to follow, says so at the next ``accept``: one sequence's trouble ends no step.
 
-A mask takes some 20 us, in most grammars. Where the last one took long (regular expressions with counts in counts), the next one is
-made on another thread from the moment that the token came: while the model computes, which is when nobody needs it yet.
+A mask takes some 20 us, in most grammars. Where the last one took long (a tool's argument with a ``maxLength`` above 128), the next
+one is made on another thread from the moment that the token came: while the model computes, which is when nobody needs it yet.
 """
 
 from __future__ import annotations

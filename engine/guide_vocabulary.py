@@ -1,6 +1,8 @@
 """The bytes of every token of a model, as grammars need them, read from its ``tokenizer.json``.
 
-Special tokens (and the end of text) get no bytes: they are not text, so no grammar may take them for the text that names them.
+Special tokens are not text, so no grammar may take them for the text that names them. Their names stand behind a byte that no text
+has: a structural tag can ask for one of them by its id, and only what takes any byte, such as a structural tag's free text, matches
+it beside that. (With no bytes at all, nothing would match it.) What ends the text gets no bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 from kvrelay.common.errors import ModelError
 
+_SPECIAL = b"\xff"  # in no UTF-8
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -37,17 +40,17 @@ def load_vocabulary(directory: Path, vocab_size: int) -> tuple[list[bytes], int]
     ends = _end_tokens(directory)
     for token_id, token in added.items():
         if token_id < vocab_size:
-            vocabulary[token_id] = b"" if token.get("special") else str(token["content"]).encode()
+            vocabulary[token_id] = (_SPECIAL if token.get("special") else b"") + str(token["content"]).encode()
     for token_id in ends:
         if 0 <= token_id < vocab_size:
             vocabulary[token_id] = b""
-    empty = next(
-        (token_id for token_id in (*ends, *range(vocab_size)) if token_id < vocab_size and not vocabulary[token_id]),
-        None,
-    )
-    if empty is None:
+    special = [token_id for token_id, token in added.items() if token.get("special")]
+    unused = (token_id for token_id, piece in enumerate(vocabulary) if not piece)
+    end = next((token_id for token_id in (*ends, *special, *unused) if 0 <= token_id < vocab_size), None)
+    if end is None:
         raise ModelError(f"{path} has no special token: nothing could end a text that matches a grammar")
-    return vocabulary, empty
+    vocabulary[end] = b""
+    return vocabulary, end
 
 
 def _pieces(vocab: Any) -> dict[int, str]:

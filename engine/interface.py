@@ -25,17 +25,40 @@ class StepRow:
     The row samples a token exactly if the step computes the sequence's last token, that is if
     ``num_tokens == sequence.num_uncomputed_tokens``. ``sequence.block_table`` must already cover the computed tokens.
 
+    ``num_ahead``: how many tokens behind ``sequence.num_computed_tokens`` a step that still runs computes; this row starts behind
+    those. The last of its input tokens is then one that step samples, and that nobody knows yet (see ``Engine.launch``).
+
     If ``sequence.sampling.num_prompt_logprobs`` is set, the engine appends to ``sequence.prompt_logprobs`` an entry for each
     prompt token that the row's tokens predict (a row over tokens ``s`` to ``e`` predicts ``s + 1`` to ``e + 1``).
     """
 
     sequence: Sequence
     num_tokens: int
+    num_ahead: int = 0
 
     @property
     def samples(self) -> bool:
         """Whether the step yields a token for this row."""
+        # A step that runs ahead computes tokens that the sequence does not have yet, one for each that it will have computed.
         return self.num_tokens == self.sequence.num_uncomputed_tokens
+
+
+class LaunchedStep(Protocol):
+    """A step under way."""
+
+    def wait(self) -> list[SampledToken | None]:
+        """What ``Engine.step`` returns, once it is there: everything that the step wrote is then visible. Call it once."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A step that was over when it was launched. Implements :class:`LaunchedStep`."""
+
+    tokens: list[SampledToken | None]
+
+    def wait(self) -> list[SampledToken | None]:
+        """See LaunchedStep."""
+        return self.tokens
 
 
 class BlockStore(Protocol):
@@ -81,6 +104,18 @@ class Engine(Protocol):
         """Copy whole blocks inside the pool, (source, target) each; the next ``step`` sees the copies.
 
         All sources are read before any target is written; no target may come twice. Model thread only.
+        """
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether steps are worth launching while the one before them runs."""
+
+    def launch(self, rows: Seq[StepRow], behind: LaunchedStep | None = None) -> LaunchedStep:
+        """Begin a step and return before it is done. Steps run in the order of their launches; at most two are under way.
+
+        ``behind``: the step that was launched before and not waited for; rows with ``num_ahead`` get their tokens from it. Until
+        ``wait`` the blocks of all rows belong to the step, also those of sequences that meanwhile turned out to have ended.
+        Model thread only; raises as ``step``.
         """
 
     def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:

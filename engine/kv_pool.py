@@ -31,16 +31,24 @@ class KvPool:
     """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        num_spare: int = 0,
     ) -> None:
-        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        """``num_spare``: blocks behind the last one that the engine keeps for itself; nobody opens or owns them."""
+        shape = (num_blocks + num_spare, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         # Zeros, not empty: attention reads the unwritten tail of a block under a mask, and NaN survives masks.
         self.tensor = (
             _host_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         )
         self.num_blocks = num_blocks
         self.block_nbytes = self.tensor[0].nbytes
-        self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)  # [num_blocks, block_nbytes]
+        self._bytes = self.tensor.view(len(self.tensor), -1).view(torch.uint8)  # [num_blocks + num_spare, block_nbytes]
         self._host: memoryview | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cpu":
@@ -61,8 +69,9 @@ class KvPool:
         with self._lock:
             read = self._reads.get(block_id)
             if read is None:
-                read = self._reads[block_id] = _OpenRead(self._take_staging())
+                read = _OpenRead(self._take_staging())
                 self._copy(read.staging, self._bytes[block_id])
+                self._reads[block_id] = read  # not before: the next reader would take what a failed copy left
             read.num_readers += 1
             return read.staging.numpy().data
 

@@ -1,7 +1,8 @@
 """What a sequence's parameters set or forbid: bias, allowed tokens, bad words, stop tokens before their time, the guide.
 
 Only rows that ask are touched. What is forbidden has a logit of -inf, which no later step can raise but an operator's processor,
-and after those it is forbidden once more.
+and after those it is forbidden once more. A guide's mask comes first, on logits of whatever type: a row that has nothing else needs
+no copy in fp32.
 
 A bad word is a sequence of tokens that is never completed: one of a single token never comes, of a longer one the last token
 does not come where the others stand at the end of the tokens so far, prompt included. Text that the tokenizer splits otherwise
@@ -22,12 +23,10 @@ from kvrelay.engine.sequence import Sequence
 
 
 def has_rules(sequence: Sequence) -> bool:
-    """Whether anything is set or forbidden for the sequence's next token."""
+    """Whether anything is set or forbidden for the sequence's next token by other than its guide."""
     params = sequence.sampling
-    return (
-        sequence.guide is not None
-        or bool(params.logit_bias or params.allowed_token_ids or params.bad_words)
-        or (params.min_tokens > 0 and sequence.num_output_tokens < params.min_tokens)
+    return bool(params.logit_bias or params.allowed_token_ids or params.bad_words) or (
+        params.min_tokens > 0 and sequence.num_output_tokens < params.min_tokens
     )
 
 
@@ -74,21 +73,26 @@ class LogitRules:
         self.forbidden_rows.extend([row] * len(forbidden))
         self.forbidden_tokens.extend(forbidden)
 
+    def mask(self, logits: torch.Tensor) -> None:
+        """Forbid what the guides do not allow, in ``logits`` ``[num_rows, vocab]`` of any floating type, in place."""
+        if self.guided_rows:
+            apply_bitmask(logits, self.guided_rows, self.bitmask)
+
     def apply(self, logits: torch.Tensor) -> None:
-        """Set and forbid in ``logits`` ``[num_rows, vocab]`` fp32, in place."""
+        """Set, and forbid the rest, in ``logits`` ``[num_rows, vocab]`` fp32 that are masked, in place."""
         if self.bias_rows:
             values = torch.tensor(self.bias_values, dtype=logits.dtype, device=logits.device)
             logits.index_put_(_entries(logits, self.bias_rows, self.bias_tokens), values, accumulate=True)
-        self.forbid(logits)
+        self._forbid(logits)
 
-    def forbid(self, logits: torch.Tensor) -> None:
-        """Only forbid.
+    def forbid_again(self, logits: torch.Tensor) -> None:
+        """Forbid all of it in ``logits`` ``[num_rows, vocab]`` fp32, in place: somebody may have raised them."""
+        self.mask(logits)
+        self._forbid(logits)
 
-        A guide may leave just tokens that the rest forbids, as at the end of its grammar before ``min_tokens``. Then it alone
-        counts: a token outside of a grammar cannot be taken back, and nobody could read what follows.
-        """
-        if self.guided_rows:
-            apply_bitmask(logits, self.guided_rows, self.bitmask)
+    def _forbid(self, logits: torch.Tensor) -> None:
+        # A guide may leave just tokens that the rest forbids, as at the end of its grammar before ``min_tokens``. Then it alone
+        # counts: a token outside of a grammar cannot be taken back, and nobody could read what follows.
         others = {row for row, _ in self.allowed}.union(self.forbidden_rows)
         contested = [row for row in self.guided_rows if row in others]
         guided = logits[contested] if contested else None

@@ -27,6 +27,19 @@ class StepContext(Protocol):
         """Causal attention over the pool, ``[num_tokens, num_q_heads, head_dim]``."""
 
 
+class StepGraphs(Protocol):
+    """Whole steps of a kind, prepared (:class:`kvrelay.engine.decode_graphs.DecodeGraphs`)."""
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether the batch is of that kind."""
+
+    def run(self, batch: Batch, token_ids: torch.Tensor) -> torch.Tensor:
+        """Logits ``[num_rows, vocab]`` of a batch that ``fits``, for its ``token_ids`` ``[num_rows]`` on the device.
+
+        They last until the next call, and may be changed.
+        """
+
+
 class Ops(SamplerOps, Protocol):
     """A device's operations, the sampler's among them."""
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -81,6 +85,10 @@ class CpuOps:
         if self._has_int8_weights:
             return Int8Linear(weight, bias, lambda integers: PackedLinear(integers, None))
         return PackedLinear(weight, bias) if self._packs else PlainLinear(weight, bias)
+
+    def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """See Ops. They are there already."""
+        return [torch.from_numpy(array) for array in arrays]
 
     def begin_step(self, batch: Batch) -> CpuStep:
         """See Ops."""

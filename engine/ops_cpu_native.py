@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvrelay.engine.attention import AttentionPlan, AttentionScratch
@@ -98,6 +102,10 @@ class NativeCpuOps:
         if self._has_int8_weights:
             return Int8Linear(weight, bias, lambda integers: NativeLinear(self._kernels, integers, None))
         return NativeLinear(self._kernels, weight, bias)
+
+    def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """See Ops."""
+        return self._plain.upload(arrays)
 
     def begin_step(self, batch: Batch) -> NativeCpuStep:
         """See Ops."""

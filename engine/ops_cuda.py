@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -13,15 +18,46 @@ from kvrelay.engine.ops import Linear
 from kvrelay.engine.penalties import Penalties
 from kvrelay.engine.rope import cos_sin_tables
 from kvrelay.engine.sampling_rows import SamplingRows
+from kvrelay.engine.uploads import Uploader
 from kvrelay.kernels.activation import silu_mul
-from kvrelay.kernels.decode_attention import DecodeWorkspace, paged_decode_attention
+from kvrelay.kernels.decode_attention import DecodeWorkspace, paged_decode_attention, splits_for_device
+from kvrelay.kernels.kv_scales import require_compute_dtype, require_e4m3
 from kvrelay.kernels.norm import add_rms_norm, rms_norm
 from kvrelay.kernels.penalties import apply_penalties
 from kvrelay.kernels.prefill_attention import paged_prefill_attention
 from kvrelay.kernels.rotary import rotary_kv_write
 from kvrelay.kernels.sampling import sample
 
-_MAX_SPLITS = 32
+# Where the operations run in an interpreter: any number does.
+_MULTIPROCESSORS_OF_A_CPU = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step's numbers on the device. Rows of a single token come first."""
+
+    positions: torch.Tensor  # [num_tokens] int64
+    slot_mapping: torch.Tensor  # [num_tokens] int64
+    block_tables: torch.Tensor  # [num_rows, max_blocks] int32
+    seq_lens: torch.Tensor  # [num_rows] int32, 0 for padding
+    query_start_loc: torch.Tensor  # [num_prefill_rows + 1] int32, of the rows behind num_decode_rows
+    num_decode_rows: int
+    max_query_len: int
+
+    @classmethod
+    def of(cls, batch: Batch, uploader: Uploader) -> StepInputs:
+        """Upload a batch's."""
+        num_decode = batch.num_decode_rows
+        positions, slot_mapping, block_tables, seq_lens, query_start_loc = uploader.upload(
+            (
+                batch.positions,
+                batch.slot_mapping,
+                batch.block_tables.astype(np.int32),
+                batch.seq_lens.astype(np.int32),
+                (batch.query_start_loc[num_decode:] - num_decode).astype(np.int32),
+            )
+        )
+        return cls(positions, slot_mapping, block_tables, seq_lens, query_start_loc, num_decode, batch.max_query_len)
 
 
 class CudaStep:
@@ -29,84 +65,128 @@ class CudaStep:
 
     def __init__(
         self,
-        batch: Batch,
+        inputs: StepInputs,
         config: ModelConfig,
         pool: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor],
         workspace: DecodeWorkspace,
+        kv_scales: torch.Tensor | None,
     ) -> None:
-        device = pool.device
         self._config = config
         self._pool = pool
+        self._kv_scales = kv_scales
         self._cos, self._sin = tables
         self._workspace = workspace
-        self._positions = torch.from_numpy(batch.positions).to(device)
-        self._slot_mapping = torch.from_numpy(batch.slot_mapping).to(device)
-        self._block_tables = torch.from_numpy(batch.block_tables.astype(np.int32)).to(device)
-        self._seq_lens = torch.from_numpy(batch.seq_lens.astype(np.int32)).to(device)
-        self._num_decode = batch.num_decode_rows
-        prefill_starts = batch.query_start_loc[self._num_decode :] - self._num_decode
-        self._query_start_loc = torch.from_numpy(prefill_starts.astype(np.int32)).to(device)
-        self._has_prefill = self._num_decode < len(batch.rows)
-        self._max_query_len = batch.max_query_len
+        self._inputs = inputs
         self._scale = config.head_dim**-0.5
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
         """See StepContext."""
-        rotary_kv_write(query, key, value, self._cos, self._sin, self._positions, self._pool, layer, self._slot_mapping)
+        inputs = self._inputs
+        rotary_kv_write(
+            query,
+            key,
+            value,
+            self._cos,
+            self._sin,
+            inputs.positions,
+            self._pool,
+            layer,
+            inputs.slot_mapping,
+            self._kv_scales,
+        )
         return query
 
     def attention(self, query: torch.Tensor, layer: int) -> torch.Tensor:
         """See StepContext."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        window, split = self._config.sliding_windows[layer], self._num_decode
+        inputs, window = self._inputs, self._config.sliding_windows[layer]
+        split = inputs.num_decode_rows
         if split:
             paged_decode_attention(
                 query[:split],
                 self._pool,
                 layer,
-                self._block_tables[:split],
-                self._seq_lens[:split],
+                inputs.block_tables[:split],
+                inputs.seq_lens[:split],
                 scale=self._scale,
                 sliding_window=window,
                 workspace=self._workspace,
                 out=out[:split],
+                kv_scales=self._kv_scales,
             )
-        if self._has_prefill:
+        if split < inputs.seq_lens.shape[0]:
             paged_prefill_attention(
                 query[split:],
                 self._pool,
                 layer,
-                self._block_tables[split:],
-                self._query_start_loc,
-                self._seq_lens[split:],
+                inputs.block_tables[split:],
+                inputs.query_start_loc,
+                inputs.seq_lens[split:],
                 scale=self._scale,
                 sliding_window=window,
-                max_query_len=self._max_query_len,
+                max_query_len=inputs.max_query_len,
                 out=out[split:],
+                kv_scales=self._kv_scales,
             )
         return out
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _MULTIPROCESSORS_OF_A_CPU
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class CudaOps:
     """Implements Ops."""
 
-    def __init__(self, config: ModelConfig, pool: torch.Tensor, max_model_len: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: torch.Tensor,
+        max_model_len: int,
+        max_num_seqs: int,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
+        """An fp8 (e4m3) pool needs ``kv_scales`` ``[num_layers, 2, num_kv_heads]`` fp32, on the pool's device.
+
+        Raises:
+            ValueError: an fp8 pool on a device without that type; scales that are missing, not wanted or of another shape.
+        """
+        if kv_scales is not None:
+            require_e4m3(pool.device)
+        require_compute_dtype(pool, kv_scales)
         self._config = config
         self._pool = pool
+        self._kv_scales = kv_scales
+        self._uploader = Uploader(pool.device)
         cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
         self._tables = (cos.to(pool.device), sin.to(pool.device))
+        max_splits = splits_for_device(_num_multiprocessors(pool.device), config.num_kv_heads)
         self._workspace = DecodeWorkspace.allocate(
-            max_num_seqs, config.num_q_heads, config.head_dim, _MAX_SPLITS, pool.device
+            max_num_seqs, config.num_q_heads, config.head_dim, max_splits, pool.device
         )
 
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See Ops. cuBLAS reads ``[out, in]`` as it is."""
         return lambda hidden: F.linear(hidden, weight, bias)
 
+    def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """See Ops."""
+        return self._uploader.upload(arrays)
+
     def begin_step(self, batch: Batch) -> CudaStep:
         """See Ops."""
-        return CudaStep(batch, self._config, self._pool, self._tables, self._workspace)
+        return self.step_of(self.inputs_of(batch))
+
+    def inputs_of(self, batch: Batch) -> StepInputs:
+        """A batch's numbers, uploaded."""
+        return StepInputs.of(batch, self._uploader)
+
+    def step_of(self, inputs: StepInputs) -> CudaStep:
+        """A step over numbers that are on the device."""
+        return CudaStep(inputs, self._config, self._pool, self._tables, self._workspace, self._kv_scales)
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See Ops."""
@@ -126,15 +206,18 @@ class CudaOps:
 
     def penalize(self, logits: torch.Tensor, penalties: Penalties) -> None:
         """See SamplerOps."""
-        device = logits.device
         apply_penalties(
             logits,
-            torch.tensor(penalties.entry_rows, dtype=torch.int64, device=device),
-            torch.tensor(penalties.entry_tokens, dtype=torch.int64, device=device),
-            torch.tensor(penalties.entry_counts, dtype=torch.int32, device=device),
-            torch.from_numpy(penalties.repetition).to(device),
-            torch.from_numpy(penalties.presence).to(device),
-            torch.from_numpy(penalties.frequency).to(device),
+            *self._uploader.upload(
+                (
+                    np.array(penalties.entry_rows, dtype=np.int64),
+                    np.array(penalties.entry_tokens, dtype=np.int64),
+                    np.array(penalties.entry_counts, dtype=np.int32),
+                    penalties.repetition,
+                    penalties.presence,
+                    penalties.frequency,
+                )
+            ),
         )
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -142,15 +225,8 @@ class CudaOps:
 
         It knows no typical sampling: rows that ask for it come to it filtered.
         """
-        device = logits.device
         rows = filter_typical_rows(logits, rows)
         # A draw next to 1 must not become 1.
         draws = np.minimum(rows.uniforms.astype(np.float32), np.nextafter(np.float32(1), np.float32(0)))
-        return sample(
-            logits,
-            torch.from_numpy(rows.temperature).to(device),
-            torch.from_numpy(rows.top_k).to(device),
-            torch.from_numpy(rows.top_p).to(device),
-            torch.from_numpy(rows.min_p).to(device),
-            torch.from_numpy(draws).to(device),
-        )
+        of_rows = self._uploader.upload((rows.temperature, rows.top_k, rows.top_p, rows.min_p, draws))
+        return sample(logits, *of_rows)

@@ -31,8 +31,14 @@ class SamplingRows:
     uniforms: npt.NDArray[np.float64]
 
     @classmethod
-    def of(cls, sequences: Seq[Sequence]) -> SamplingRows:
-        """From the sequences' parameters; the noise is that of the next position."""
+    def of(cls, sequences: Seq[Sequence], num_ahead: Seq[int] | None = None) -> SamplingRows:
+        """From the sequences' parameters; the noise is that of the next position.
+
+        ``num_ahead``: how many tokens each sequence will have by then that it does not have yet; None: none.
+        """
+        positions = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.uint64)
+        if num_ahead is not None:
+            positions += np.array(num_ahead, dtype=np.uint64)
         params = [sequence.sampling for sequence in sequences]
         return cls(
             temperature=np.array(
@@ -46,6 +52,6 @@ class SamplingRows:
             uniforms=uniforms(
                 np.array([row.seed & _LOW64 for row in params], dtype=np.uint64),
                 np.array([row.choice & _LOW32 for row in params], dtype=np.uint64),
-                np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.uint64),
+                positions,
             ),
         )

@@ -28,7 +28,7 @@ class SequenceStatus(enum.Enum):
 
     WAITING = "waiting"  # holds no blocks
     RUNNING = "running"  # holds blocks, computes at every step
-    FINISHED = "finished"  # holds no blocks, will not come back
+    FINISHED = "finished"  # holds no blocks, or until the step under way is over; will not come back
 
 
 _TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {

@@ -16,6 +16,12 @@ class ModelSettings:
     device: str = setting(
         "auto", "where the model runs; auto takes CUDA if there is a GPU", choices=("auto", "cpu", "cuda")
     )
+    kv_dtype: str = setting(
+        "auto",
+        "number format of KV: that of --dtype, or fp8 (e4m3): half the memory and half the bytes per step, a little less exact; on "
+        "GPUs of compute capability 8.9 or later; the same on all workers",
+        choices=("auto", "fp8"),
+    )
     weight_format: str = setting(
         "full",
         "weights as --dtype has them, or rounded to 8 bits: fewer bytes per step of few streams, on a CPU in bf16",
@@ -26,6 +32,15 @@ class ModelSettings:
         "what runs between matrix products on a CPU in bf16: our kernels (compiled with g++ at the first start), or torch; "
         "auto takes ours where they compile",
         choices=("auto", "native", "torch"),
+    )
+    cuda_graphs: bool = setting(
+        True,
+        "prepare decode steps as CUDA graphs at the start: a few seconds and some memory for steps without launch costs",
+    )
+    run_ahead: str = setting(
+        "auto",
+        "launch a decode step before the tokens of the last one are known, where it does not depend on them; auto does on a GPU",
+        choices=("auto", "on", "off"),
     )
     max_model_len: int | None = setting(
         None,
@@ -64,7 +79,14 @@ class KvSettings:
 
     block_size: int = setting(16, "tokens per KV block; the same on all workers", unit="tokens", minimum=1, maximum=256)
     kv_memory_mb: int | None = setting(
-        None, "memory of the KV pool; default: 1024 on CPU, 60 % of what is free on a GPU", unit="MiB", minimum=1
+        None, "memory of the KV pool; default: 1024 on CPU, --kv-memory-fraction on a GPU", unit="MiB", minimum=1
+    )
+    kv_memory_fraction: float = setting(
+        0.9,
+        "share of a GPU's memory that the KV pool takes of what is free beside the weights and the largest step, which is run "
+        "to measure it; workers that share a GPU need smaller ones",
+        minimum=0.01,
+        maximum=1,
     )
     num_blocks: int | None = setting(None, "blocks in the KV pool, instead of --kv-memory-mb", minimum=1)
     max_retained_share: float = setting(

@@ -11,6 +11,7 @@ from kvrelay.kernels.decode_attention import (
     DecodeWorkspace,
     paged_decode_attention,
     paged_decode_attention_reference,
+    splits_for_device,
 )
 from kvrelay.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from kvrelay.kernels.penalties import apply_penalties, apply_penalties_reference
@@ -38,4 +39,5 @@ __all__ = [
     "sample_reference",
     "silu_mul",
     "silu_mul_reference",
+    "splits_for_device",
 ]

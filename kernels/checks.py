@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP8_DTYPE = torch.float8_e4m3fn
 BLOCK_SIZES = (8, 16, 32, 64)
 MAX_HEAD_DIM = 256
 
@@ -59,7 +60,7 @@ class PoolGeometry:
             ValueError: wrong rank, dtype, block size or head_dim, not contiguous, or no such layer.
         """
         require_shape("pool", pool, ("num_blocks", "num_layers", 2, "num_kv_heads", "block_size", "head_dim"))
-        require_dtype("pool", pool, *FLOAT_DTYPES)
+        require_dtype("pool", pool, *FLOAT_DTYPES, FP8_DTYPE)
         num_layers, (num_kv_heads, block_size, head_dim) = pool.shape[1], pool.shape[3:]
         if not pool.is_contiguous():
             raise ValueError(f"pool has strides {pool.stride()}, expected a contiguous tensor")

@@ -3,8 +3,8 @@
     python -P -m kvrelay.kernels.compile_check [--jobs N] [--json]
 
 compiles what the wrappers launch (block sizes, warps and specialisations are recorded from real calls, so
-they cannot drift from the code), reads shared memory, registers and spills back from the binaries, prints a
-table and exits 1 where a limit is broken. Not a proof of speed, and not for processes that set
+they cannot drift from the code), reads shared memory, registers, spills and instructions back from the
+binaries (see `binaries`), prints a table and exits 1 where a limit is broken. Not a proof of speed, and not for processes that set
 TRITON_INTERPRET: there a kernel is not compilable.
 """
 
@@ -14,7 +14,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import struct
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -28,36 +27,58 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kvrelay.kernels import activation, decode_attention, norm, penalties, prefill_attention, rotary, sampling
+from kvrelay.kernels import (
+    activation,
+    decode_attention,
+    decode_splits,
+    norm,
+    penalties,
+    prefill_attention,
+    rotary,
+    sampling,
+    sampling_kernels,
+)
+from kvrelay.kernels.binaries import (
+    PROCESSORS,
+    LoopInstructions,
+    amdgcn_resources,
+    cubin_resources,
+    loop_instructions,
+    programs_per_processor,
+)
 
 _KERNELS = {
     kernel.__name__: kernel
     for kernel in (
         activation._silu_mul_kernel,
-        decode_attention._decode_combine_kernel,
+        decode_splits.decode_combine_kernel,
         decode_attention._decode_split_kernel,
         norm._rms_norm_kernel,
         penalties._penalties_kernel,
         prefill_attention._prefill_attention_kernel,
         rotary._rotary_kv_write_kernel,
-        sampling._sample_kernel,
+        sampling_kernels.draw_kernel,
+        sampling_kernels.group_kernel,
     )
 }
 _TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_HEADER = """\
+| kernel | case | target | threads | registers | shared bytes | spilled | programs | loads in loops | matrix |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 _WARP_SIZES = {"cuda": 32, "hip": 64}
-# Backend and architecture, with the shared memory one program may use there, in bytes.
-TARGETS: dict[tuple[str, int | str], int] = {
-    ("cuda", 80): 163 * 1024,
-    ("cuda", 90): 227 * 1024,
-    ("cuda", 100): 227 * 1024,
-    ("hip", "gfx942"): 64 * 1024,
-}
+# e4m3 is a type of the hardware from compute capability 8.9 on: before, Triton refuses it; on gfx942, whose fp8 has another
+# bias, it emulates it, slowly and with spills.
+_FP8_TARGETS = {("cuda", 90), ("cuda", 100)}
+Target = tuple[str, int | str]  # backend and architecture
 
 
 @dataclass(frozen=True)
@@ -79,9 +100,12 @@ class KernelResources:
     case: str
     kernel: str
     target: str
+    threads: int
     shared_bytes: int
     registers: int  # per thread
     spill_bytes: int  # local memory per thread; nothing but spills puts data there
+    programs: int  # that one multiprocessor holds at once
+    loops: LoopInstructions | None  # None where there is no PTX
 
     def broken_limits(self, shared_limit: int) -> list[str]:
         """The limits that do not hold, in words."""
@@ -102,7 +126,7 @@ def _specialise(case: str, kernel: Any, args: tuple[Any, ...], kwargs: dict[str,
     for param in kernel.params:
         value = given.pop(param.name)
         specialised = not param.do_not_specialize
-        if param.is_constexpr or (specialised and type(value) is int and value == 1):
+        if param.is_constexpr or value is None or (specialised and type(value) is int and value == 1):
             signature[param.name] = "constexpr"
             constexprs[param.name] = value
         elif isinstance(value, torch.Tensor):
@@ -131,10 +155,12 @@ def _record(case: str, call: Callable[[], object]) -> list[Launch]:
 
 
 def _attention_launches(
-    head_dim: int, num_q_heads: int, num_kv_heads: int, dtype: torch.dtype, window: int | None
+    head_dim: int, num_q_heads: int, num_kv_heads: int, dtype: torch.dtype, window: int | None, *, fp8: bool = False
 ) -> list[Launch]:
-    case = f"{str(dtype).removeprefix('torch.')} d{head_dim} {num_q_heads}/{num_kv_heads} window {window}"
-    pool = torch.empty((2, 2, 2, num_kv_heads, 16, head_dim), dtype=dtype)
+    case = f"{_NAMES[dtype]} d{head_dim} {num_q_heads}/{num_kv_heads}"
+    case += (" fp8 pool" if fp8 else "") + (f" window {window}" if window else "")
+    pool = torch.empty((2, 2, 2, num_kv_heads, 16, head_dim), dtype=torch.float8_e4m3fn if fp8 else dtype)
+    scales = torch.empty((2, 2, num_kv_heads)) if fp8 else None
     qkv = torch.empty((4, num_q_heads + 2 * num_kv_heads, head_dim), dtype=dtype)
     q, k, v = qkv.split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)  # type: ignore[no-untyped-call]
     out = torch.empty((4, num_q_heads, head_dim), dtype=dtype)
@@ -142,22 +168,26 @@ def _attention_launches(
     lens = torch.empty((5,), dtype=torch.int32)
     long = torch.empty((4,), dtype=torch.int64)
     table = torch.empty((32, head_dim // 2))
-    workspace = decode_attention.DecodeWorkspace.allocate(4, num_q_heads, head_dim, 16, "cpu")
+    workspace = decode_attention.DecodeWorkspace.allocate(4, num_q_heads, head_dim, 33, "cpu")
+    options: dict[str, Any] = {"scale": 0.1, "sliding_window": window, "out": out, "kv_scales": scales}
 
     def call() -> None:
-        rotary.rotary_kv_write(q, k, v, table, table, long, pool, 1, long)
-        prefill_attention.paged_prefill_attention(
-            q, pool, 1, tables, lens, lens[:4], scale=0.1, sliding_window=window, max_query_len=4, out=out
-        )
-        decode_attention.paged_decode_attention(
-            q, pool, 1, tables, lens[:4], scale=0.1, sliding_window=window, workspace=workspace, out=out
-        )
+        rotary.rotary_kv_write(q, k, v, table, table, long, pool, 1, long, scales)
+        prefill_attention.paged_prefill_attention(q, pool, 1, tables, lens, lens[:4], max_query_len=4, **options)
+        decode_attention.paged_decode_attention(q, pool, 1, tables, lens[:4], workspace=workspace, **options)
 
     return _record(case, call)
 
 
-def launches() -> list[Launch]:
-    """The representative specialisations: SmolLM2-135M, Llama-3-8B, and the edges of the tile tables."""
+def launches(target: Target) -> list[Launch]:
+    """The representative specialisations for a target: SmolLM2-135M, Llama-3-8B, and the edges of the tile tables."""
+    # What a wrapper asks the device that it launches on.
+    with mock.patch.object(prefill_attention, "looks_ahead", return_value=target != ("cuda", 80)):
+        found = _all_launches()
+    return [launch for launch in found if target in _FP8_TARGETS or "*fp8e4nv" not in launch.signature.values()]
+
+
+def _all_launches() -> list[Launch]:
     bf16 = torch.bfloat16
     hidden = torch.empty((4, 4096), dtype=bf16)
     heads = torch.empty((4, 32, 128), dtype=bf16)
@@ -177,54 +207,24 @@ def launches() -> list[Launch]:
         *_attention_launches(128, 32, 8, bf16, None),
         *_attention_launches(128, 32, 8, bf16, 4096),
         *_attention_launches(256, 16, 8, bf16, None),
+        *_attention_launches(128, 32, 8, bf16, None, fp8=True),
+        *_attention_launches(64, 9, 3, bf16, None, fp8=True),
+        *_attention_launches(256, 16, 8, bf16, None, fp8=True),
         *_attention_launches(64, 9, 3, torch.float32, None),
         *_attention_launches(128, 32, 8, torch.float32, None),
     ):
-        # The rotary kernel does not depend on the window, the combine kernel on the dtype hardly at all.
-        if launch.kernel.startswith(("_prefill", "_decode_split")) or "bfloat16 d128 32/8 window None" in launch.case:
+        # The rotary kernel depends on no window, the combine kernel on the pool's dtype neither.
+        is_representative = launch.case == "bf16 d128 32/8"
+        if launch.kernel.startswith("_rotary"):
+            is_representative |= launch.case == "bf16 d128 32/8 fp8 pool"
+        if is_representative or launch.kernel.startswith(("_prefill", "_decode_split")):
             found.append(launch)
     return found
 
 
-def cubin_resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes per thread, from the `.nv.info` section of a single-kernel cubin.
-
-    Attributes (as `cuobjdump -elf` names them): EIATTR_REGCOUNT 0x2f and EIATTR_FRAME_SIZE 0x11, each
-    carrying a symbol index and a value.
-    """
-    section_offset = struct.unpack_from("<Q", cubin, 0x28)[0]
-    entry_size, num_sections, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, section_offset + i * entry_size) for i in range(num_sections)]
-    names_at = headers[names_index][4]
-    found: dict[int, int] = {}
-    for name_offset, _, _, _, start, size in headers:
-        name_start = names_at + name_offset
-        if cubin[name_start : cubin.index(b"\0", name_start)] != b".nv.info":
-            continue
-        position = start
-        while position < start + size:
-            form, attribute, length = struct.unpack_from("<BBH", cubin, position)
-            position += 4
-            # Only the last of the four forms is followed by `length` bytes; the others hold a value in it.
-            if form == 4:
-                if attribute in (0x2F, 0x11):
-                    found[attribute] = struct.unpack_from("<II", cubin, position)[1]
-                position += length
-    return found[0x2F], found[0x11]
-
-
-def amdgcn_resources(assembly: str) -> tuple[int, int]:
-    """Vector registers and spill bytes per thread, from the kernel's metadata in the assembly text."""
-    values = {}
-    for line in assembly.splitlines():
-        key, _, value = line.strip().removeprefix("- ").partition(":")
-        if key in (".vgpr_count", ".vgpr_spill_count", ".private_segment_fixed_size"):
-            values[key] = int(value)
-    return values[".vgpr_count"], max(4 * values[".vgpr_spill_count"], values[".private_segment_fixed_size"])
-
-
-def compile_launch(launch: Launch, backend: str, arch: int | str) -> KernelResources:
+def compile_launch(launch: Launch, target: Target) -> KernelResources:
     """Compile one specialisation for one target; the result is also left in Triton's cache."""
+    backend, arch = target
     kernel = _KERNELS[launch.kernel]
     source = ASTSource(
         fn=kernel,
@@ -232,22 +232,53 @@ def compile_launch(launch: Launch, backend: str, arch: int | str) -> KernelResou
         constexprs=launch.constexprs,
         attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in launch.divisible},
     )
-    compiled = triton.compile(source, target=GPUTarget(backend, arch, _WARP_SIZES[backend]), options=launch.options)
+    warp_size = _WARP_SIZES[backend]
+    compiled = triton.compile(source, target=GPUTarget(backend, arch, warp_size), options=launch.options)
     registers, spill_bytes = (
         cubin_resources(compiled.asm["cubin"]) if backend == "cuda" else amdgcn_resources(compiled.asm["amdgcn"])
     )
+    threads, shared_bytes = compiled.metadata.num_warps * warp_size, compiled.metadata.shared
     return KernelResources(
-        launch.case, launch.kernel, f"{backend}:{arch}", compiled.metadata.shared, registers, spill_bytes
+        launch.case,
+        launch.kernel,
+        f"{backend}:{arch}",
+        threads,
+        shared_bytes,
+        registers,
+        spill_bytes,
+        programs_per_processor(PROCESSORS[target], threads, registers, shared_bytes),
+        loop_instructions(compiled.asm["ptx"]) if backend == "cuda" else None,
     )
 
 
 def compile_all(jobs: int) -> list[KernelResources]:
     """Compile every launch for every target in `jobs` processes."""
-    work = [(launch, backend, arch) for launch in launches() for backend, arch in TARGETS]
+    work = [(launch, target) for target in PROCESSORS for launch in launches(target)]
+    work.sort(key=lambda item: (item[0].kernel, item[0].case))
     # A forked child would inherit torch's threads half-way.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         return list(pool.map(compile_launch, *zip(*work, strict=True)))
+
+
+def _table_row(resources: KernelResources, broken: list[str]) -> str:
+    loops = resources.loops
+    loads = " ".join(f"{width}B:{count}" for width, count in loops.global_loads.items()) if loops else ""
+    matrix = f"{loops.matrix_kind}:{loops.matrix_count}" if loops and loops.matrix_kind else ""
+    cells = (
+        resources.kernel.removeprefix("_").removesuffix("_kernel"),
+        resources.case,
+        resources.target,
+        resources.threads,
+        resources.registers,
+        resources.shared_bytes,
+        resources.spill_bytes,
+        resources.programs,
+        loads,
+        matrix,
+        *broken,
+    )
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> int:
@@ -258,19 +289,14 @@ def main() -> int:
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("TRITON_INTERPRET is set: interpreted kernels cannot be compiled")
-    limits = {f"{backend}:{arch}": limit for (backend, arch), limit in TARGETS.items()}
+    limits = {f"{backend}:{arch}": processor.shared_limit for (backend, arch), processor in PROCESSORS.items()}
+    if not options.json:
+        sys.stdout.write(f"{_HEADER}\n")
     failed = False
     for resources in compile_all(options.jobs):
         broken = resources.broken_limits(limits[resources.target])
         failed |= bool(broken)
-        if options.json:
-            line = json.dumps(asdict(resources))
-        else:
-            line = (
-                f"{resources.kernel:28} {resources.case:28} {resources.target:11}"
-                f" shared {resources.shared_bytes:7} registers {resources.registers:4}"
-                f" spill {resources.spill_bytes:4}  {', '.join(broken)}"
-            )
+        line = json.dumps(asdict(resources)) if options.json else _table_row(resources, broken)
         sys.stdout.write(line + "\n")
     return int(failed)
 

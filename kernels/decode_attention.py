@@ -2,8 +2,10 @@
 
 Split-KV: programs share out a long sequence's keys, each leaves an fp32 partial result and the log-sum-exp
 of its scores in the caller's workspace, a second kernel combines them (Flash-Decoding, Dao et al., 2023).
-The grid is an upper bound and every length is read on the device, so a launch can be captured in a CUDA
-graph and replayed for other lengths. Not for several queries per sequence; see `prefill_attention`.
+The splits of the whole batch are numbered one after the other, and every program finds its own from the
+lengths on the device: the grid is an upper bound with few programs to spare, and a launch can be captured
+in a CUDA graph and replayed for other lengths. Not for several queries per sequence; see
+`prefill_attention`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.attention_tiles import LOG2_E, to_half
 from kvrelay.kernels.checks import (
     PoolGeometry,
     next_power_of_2,
@@ -23,13 +26,19 @@ from kvrelay.kernels.checks import (
     require_unit_stride,
     require_window,
 )
-from kvrelay.kernels.prefill_attention import LOG2_E, paged_prefill_attention_reference
+from kvrelay.kernels.decode_splits import (
+    COMBINE_SPLITS,
+    MIN_KEYS_PER_SPLIT,
+    decode_combine_kernel,
+    find_split,
+    first_key_of,
+)
+from kvrelay.kernels.kv_scales import require_compute_dtype
+from kvrelay.kernels.prefill_attention import paged_prefill_attention_reference
 
-# Below this a split's partial result costs more traffic than the parallelism is worth.
-MIN_KEYS_PER_SPLIT = 256
 # A tensor core's tile has 16 rows; a group of fewer query heads is padded up to it.
 _MIN_ROWS = 16
-_COMBINE_SPLITS = 8
+_MIN_SEQS = 16
 
 
 @dataclass(frozen=True)
@@ -39,9 +48,10 @@ class DecodeWorkspace:
     One workspace serves all layers, and all batches up to `max_seqs`, of one stream.
     """
 
-    partial_out: torch.Tensor  # [max_seqs, num_q_heads, max_splits, head_dim] fp32
-    partial_lse: torch.Tensor  # [max_seqs, num_q_heads, max_splits] fp32, base 2
-    max_splits: int  # upper bound of the splits of one sequence
+    partial_out: torch.Tensor  # [max_splits + 2 * max_seqs, num_q_heads, head_dim] fp32
+    partial_lse: torch.Tensor  # [max_splits + 2 * max_seqs, num_q_heads] fp32, base 2
+    plan: torch.Tensor  # [max_seqs, 2] int32: a sequence's first split and its number of splits
+    max_splits: int  # upper bound of the splits of one sequence that decodes alone
 
     @classmethod
     def allocate(
@@ -54,17 +64,27 @@ class DecodeWorkspace:
     ) -> DecodeWorkspace:
         """Allocates uninitialised buffers on `device`.
 
+        A batch of n sequences is cut into about `max_splits + n` splits of equal length, fewer where they
+        would be short; each split is one program per KV head. Twice as many programs as the device has
+        multiprocessors keep its memory busy: `splits_for_device` says how many splits that is.
+
         Raises:
             ValueError: max_splits < 1.
         """
         if max_splits < 1:
             raise ValueError(f"max_splits is {max_splits}, expected >= 1")
-        shape = (max_seqs, num_q_heads, max_splits)
+        shape = (max_splits + 2 * max_seqs, num_q_heads)
         return cls(
             torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
             torch.empty(shape, dtype=torch.float32, device=device),
+            torch.empty((max_seqs, 2), dtype=torch.int32, device=device),
             max_splits,
         )
+
+
+def splits_for_device(num_multiprocessors: int, num_kv_heads: int) -> int:
+    """The `max_splits` of a workspace with which one sequence fills a device: two programs per multiprocessor."""
+    return -(-2 * num_multiprocessors // num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -77,9 +97,9 @@ class _Tile:
 def _tile(head_dim_pad: int, element_size: int) -> _Tile:
     if element_size == 4:
         return _Tile(keys=32 if head_dim_pad <= 64 else 16, num_warps=4, num_stages=1)
-    if head_dim_pad <= 64:
+    if head_dim_pad <= 64 or (head_dim_pad == 128 and element_size == 1):
         return _Tile(keys=128, num_warps=4, num_stages=3)
-    if head_dim_pad == 128:
+    if head_dim_pad == 128 or element_size == 1:
         return _Tile(keys=64, num_warps=4, num_stages=3)
     return _Tile(keys=32, num_warps=4, num_stages=3)
 
@@ -94,6 +114,7 @@ def paged_decode_attention_reference(
     scale: float,
     sliding_window: int | None,
     out: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """The same contract as `paged_decode_attention`; reads lengths on the host."""
     out[seq_lens == 0] = 0
@@ -110,40 +131,37 @@ def paged_decode_attention_reference(
         sliding_window=sliding_window,
         max_query_len=1,
         out=result,
+        kv_scales=kv_scales,
     )
     out[rows] = result
 
 
 @triton.jit
 @no_type_check
-def _plan_splits(
-    seq_len,
-    window,
-    MAX_SPLITS: tl.constexpr,
-    KEYS: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
-    """First key to read, keys per split (a multiple of KEYS) and number of splits of a sequence."""
-    first_key = seq_len * 0
-    if HAS_WINDOW:
-        first_key = tl.maximum(seq_len - window, 0) // KEYS * KEYS
-    num_keys = seq_len - first_key
-    split_len = tl.maximum(tl.cdiv(tl.cdiv(num_keys, MAX_SPLITS), KEYS) * KEYS, MIN_KEYS)
-    return first_key, split_len, tl.cdiv(num_keys, split_len)
+def _low_halves(pairs):
+    """The e4m3 numbers in the low bytes of int16s, as fp16.
+
+    A tensor core wants values key by key, an e4m3 at a time a gather of bytes from shared memory; two neighbouring
+    dimensions at a time, the hardware's transposing load of 16-bit elements does it.
+    """
+    return (pairs & 255).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
-@triton.jit(do_not_specialize=["block_tables_stride_seq"])
+@triton.jit(do_not_specialize=["num_seqs", "block_tables_stride_seq"])
 @no_type_check
 def _decode_split_kernel(
     q_ptr,
     pool_ptr,
+    pairs_ptr,
+    kv_scales_ptr,
     block_tables_ptr,
     seq_lens_ptr,
     partial_out_ptr,
     partial_lse_ptr,
+    plan_ptr,
     scale_log2,
     window,
+    num_seqs,
     q_stride_seq,
     q_stride_head,
     block_tables_stride_seq,
@@ -151,51 +169,82 @@ def _decode_split_kernel(
     pool_stride_value,
     pool_stride_head,
     NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
+    ACC_DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SEQS: tl.constexpr,
     KEYS: tl.constexpr,
     MIN_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
-    seq = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    seq_len = tl.load(seq_lens_ptr + seq)
-    first_key, split_len, num_splits = _plan_splits(seq_len, window, MAX_SPLITS, KEYS, MIN_KEYS, HAS_WINDOW)
-    if split >= num_splits:
+    # Neighbouring programs read neighbouring heads of the same blocks.
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    seq, first_split, num_splits = find_split(
+        item, seq_lens_ptr, window, num_seqs, SEQS, KEYS, MIN_KEYS, MAX_SPLITS, HAS_WINDOW
+    )
+    if seq >= num_seqs:
         return
-    split_start = first_key + split * split_len
+    if (kv_head == 0) & (item == first_split):
+        tl.store(plan_ptr + 2 * seq, first_split)
+        tl.store(plan_ptr + 2 * seq + 1, num_splits)
+    seq_len = tl.load(seq_lens_ptr + seq)
+    first_key = first_key_of(seq_len, window, KEYS, HAS_WINDOW)
+    split_len = tl.cdiv(tl.cdiv(seq_len - first_key, num_splits), KEYS) * KEYS
+    # Rounded up to tiles, a sequence's last splits may have no key left: theirs is an empty loop.
+    split_start = first_key + (item - first_split) * split_len
     split_end = tl.minimum(split_start + split_len, seq_len)
 
     rows = tl.arange(0, ROWS)
     heads = kv_head * GROUP + rows
     dims = tl.arange(0, HEAD_DIM_PAD)
     row_mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_offsets = seq * q_stride_seq + (heads * q_stride_head)[:, None] + dims[None, :]
+    q_offsets = seq.to(tl.int64) * q_stride_seq + (heads * q_stride_head)[:, None] + dims[None, :]
     q = tl.load(q_ptr + q_offsets, mask=row_mask, other=0.0)
-    table_ptr = block_tables_ptr + seq * block_tables_stride_seq
+    if HAS_SCALES:
+        q, q_scale = to_half(q)
+        scale_log2 *= q_scale * tl.load(kv_scales_ptr + kv_head)
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * block_tables_stride_seq
     head_ptr = pool_ptr + kv_head * pool_stride_head
 
     # Every tile holds a visible key (the first starts at most KEYS - 1 before the window), so that the
     # running maximum is finite after the first tile.
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, HEAD_DIM_PAD], tl.float32)
+    acc = tl.zeros([ROWS, ACC_DIMS], tl.float32)
+    # Over an fp8 pool `acc` has the even dimensions, and this one the odd.
+    acc_odd = tl.zeros([ROWS, ACC_DIMS], tl.float32)
+    pairs = tl.arange(0, ACC_DIMS)
+    offsets_in_tile = tl.arange(0, KEYS)
+    # A tile's block ids are loaded one iteration ahead: the loads of keys, whose addresses they are, then wait for nothing.
+    positions = split_start + offsets_in_tile
+    blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < split_end, other=0)
     for tile_start in range(split_start, split_end, KEYS):
-        positions = tile_start + tl.arange(0, KEYS)
+        positions = tile_start + offsets_in_tile
+        next_positions = positions + KEYS
+        next_blocks = tl.load(table_ptr + next_positions // BLOCK_SIZE, mask=next_positions < split_end, other=0)
         visible = positions < split_end
         if HAS_WINDOW:
             visible = visible & (positions >= seq_len - window)
-        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=visible, other=0)
         offsets = blocks.to(tl.int64) * pool_stride_block + (positions % BLOCK_SIZE) * HEAD_DIM
         key_ptrs = head_ptr + offsets[:, None] + dims[None, :]
         load_mask = visible[:, None] & (dims < HEAD_DIM)[None, :]
         keys = tl.load(key_ptrs, mask=load_mask, other=0.0)
-        values = tl.load(key_ptrs + pool_stride_value, mask=load_mask, other=0.0)
+        if HAS_SCALES:
+            keys = keys.to(tl.float16)
+            pair_offsets = (kv_head * pool_stride_head + pool_stride_value + offsets) // 2
+            pair_mask = visible[:, None] & (pairs < HEAD_DIM // 2)[None, :]
+            value_pairs = tl.load(pairs_ptr + pair_offsets[:, None] + pairs[None, :], mask=pair_mask, other=0)
+            values = _low_halves(value_pairs)
+            odd_values = _low_halves(value_pairs >> 8)
+        else:
+            values = tl.load(key_ptrs + pool_stride_value, mask=load_mask, other=0.0)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
         scores = tl.where(visible[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
@@ -203,64 +252,19 @@ def _decode_split_kernel(
         weights = tl.exp2(scores - new_max[:, None])
         row_sum = row_sum * correction + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(values.dtype), values, acc * correction[:, None], input_precision="ieee")
+        if HAS_SCALES:
+            odd_weights = weights.to(values.dtype)
+            acc_odd = tl.dot(odd_weights, odd_values, acc_odd * correction[:, None], input_precision="ieee")
         row_max = new_max
+        blocks = next_blocks
 
-    partials = (seq * NUM_Q_HEADS + heads) * MAX_SPLITS + split
-    tl.store(
-        partial_out_ptr + partials[:, None] * HEAD_DIM + dims[None, :],
-        acc / row_sum[:, None],
-        mask=row_mask,
-    )
+    if HAS_SCALES:
+        acc = tl.join(acc, acc_odd).reshape(ROWS, HEAD_DIM_PAD) * tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
+    # A split without keys counts for nothing: its log-sum-exp is -inf.
+    acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+    partials = item.to(tl.int64) * NUM_Q_HEADS + heads
+    tl.store(partial_out_ptr + partials[:, None] * HEAD_DIM + dims[None, :], acc, mask=row_mask)
     tl.store(partial_lse_ptr + partials, row_max + tl.log2(row_sum), mask=rows < GROUP)
-
-
-@triton.jit
-@no_type_check
-def _decode_combine_kernel(
-    partial_out_ptr,
-    partial_lse_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    window,
-    out_stride_seq,
-    out_stride_head,
-    NUM_Q_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PAD: tl.constexpr,
-    KEYS: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
-    seq = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    seq_len = tl.load(seq_lens_ptr + seq)
-    _, _, num_splits = _plan_splits(seq_len, window, MAX_SPLITS, KEYS, MIN_KEYS, HAS_WINDOW)
-    dims = tl.arange(0, HEAD_DIM_PAD)
-    first_partial = (seq * NUM_Q_HEADS + head) * MAX_SPLITS
-    lse_max = tl.full([1], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([1], tl.float32)
-    acc = tl.zeros([HEAD_DIM_PAD], tl.float32)
-    for start in range(0, num_splits, SPLITS):
-        splits = start + tl.arange(0, SPLITS)
-        present = splits < num_splits
-        lse = tl.load(partial_lse_ptr + first_partial + splits, mask=present, other=float("-inf"))
-        partial = tl.load(
-            partial_out_ptr + (first_partial + splits)[:, None] * HEAD_DIM + dims[None, :],
-            mask=present[:, None] & (dims < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        new_max = tl.maximum(lse_max, tl.max(lse, axis=0))
-        correction = tl.exp2(lse_max - new_max)
-        weights = tl.exp2(lse - new_max)
-        weight_sum = weight_sum * correction + tl.sum(weights, axis=0)
-        acc = acc * correction + tl.sum(weights[:, None] * partial, axis=0)
-        lse_max = new_max
-    # An empty sequence (padding of a captured batch) has no split: its row is zero, not NaN.
-    result = acc / tl.where(weight_sum > 0.0, weight_sum, 1.0)
-    out_offsets = seq * out_stride_seq + head * out_stride_head + dims
-    tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 def paged_decode_attention(
@@ -274,11 +278,12 @@ def paged_decode_attention(
     sliding_window: int | None,
     workspace: DecodeWorkspace,
     out: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Attention of the last position of every sequence; its key and value are already in the pool.
 
     Args:
-        q: `[num_seqs, num_q_heads, head_dim]`, pool's dtype; may be a strided view.
+        q: `[num_seqs, num_q_heads, head_dim]`, pool's dtype, any float type over an fp8 pool; may be strided.
         pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`; layer `layer` is read.
         block_tables: `[num_seqs, max_blocks]` int32; entries past a sequence's blocks are not read.
         seq_lens: `[num_seqs]` int32, context including this query; 0 marks padding, whose row becomes 0.
@@ -286,6 +291,7 @@ def paged_decode_attention(
         sliding_window: None, or the query sees the last `sliding_window` positions, its own included.
         workspace: for at least num_seqs sequences of this num_q_heads and head_dim; overwritten.
         out: as q; every row is written.
+        kv_scales: `[num_layers, 2, num_kv_heads]` fp32, what an fp8 pool was written with; else None.
 
     Raises:
         ValueError: a shape, dtype, stride or bound is not as above.
@@ -295,8 +301,9 @@ def paged_decode_attention(
     num_seqs, num_q_heads, head_dim = q.shape
     group = geometry.group_size(num_q_heads)
     require_shape("out", out, q.shape)
+    require_compute_dtype(pool, kv_scales, q=q)
     for name, tensor in (("q", q), ("out", out)):
-        require_dtype(name, tensor, pool.dtype)
+        require_dtype(name, tensor, q.dtype)
         require_unit_stride(name, tensor)
     require_shape("block_tables", block_tables, (num_seqs, "max_blocks"))
     require_shape("seq_lens", seq_lens, (num_seqs,))
@@ -305,25 +312,28 @@ def paged_decode_attention(
         require_unit_stride(name, tensor)
     require_window(sliding_window)
     max_splits = workspace.max_splits
-    max_seqs = workspace.partial_out.shape[0]
-    require_shape("partial_out", workspace.partial_out, (max_seqs, num_q_heads, max_splits, head_dim))
-    require_shape("partial_lse", workspace.partial_lse, (max_seqs, num_q_heads, max_splits))
+    max_seqs = workspace.plan.shape[0]
+    require_shape("partial_out", workspace.partial_out, (max_splits + 2 * max_seqs, num_q_heads, head_dim))
+    require_shape("partial_lse", workspace.partial_lse, (max_splits + 2 * max_seqs, num_q_heads))
     if num_seqs > max_seqs:
         raise ValueError(f"{num_seqs} sequences, the workspace holds {max_seqs}")
 
     head_dim_pad = next_power_of_2(head_dim)
     tile = _tile(head_dim_pad, pool.element_size())
     layer_pool = pool[:, layer]
-    window = sliding_window or 0
-    _decode_split_kernel[(num_seqs, geometry.num_kv_heads, max_splits)](
+    _decode_split_kernel[(geometry.num_kv_heads, max_splits + 2 * num_seqs - 1)](
         q,
         layer_pool,
+        None if kv_scales is None else layer_pool.view(torch.int16),
+        None if kv_scales is None else kv_scales[layer],
         block_tables,
         seq_lens,
         workspace.partial_out,
         workspace.partial_lse,
+        workspace.plan,
         scale * LOG2_E,
-        window,
+        sliding_window or 0,
+        num_seqs,
         q.stride(0),
         q.stride(1),
         block_tables.stride(0),
@@ -331,33 +341,33 @@ def paged_decode_attention(
         layer_pool.stride(1),
         layer_pool.stride(2),
         NUM_Q_HEADS=num_q_heads,
+        NUM_KV_HEADS=geometry.num_kv_heads,
         GROUP=group,
         ROWS=max(_MIN_ROWS, next_power_of_2(group)),
         HEAD_DIM=head_dim,
         HEAD_DIM_PAD=head_dim_pad,
+        ACC_DIMS=head_dim_pad // 2 if kv_scales is not None else head_dim_pad,
         BLOCK_SIZE=geometry.block_size,
+        SEQS=max(_MIN_SEQS, next_power_of_2(num_seqs)),
         KEYS=tile.keys,
         MIN_KEYS=MIN_KEYS_PER_SPLIT,
         MAX_SPLITS=max_splits,
         HAS_WINDOW=sliding_window is not None,
+        HAS_SCALES=kv_scales is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    _decode_combine_kernel[(num_seqs, num_q_heads)](
+    decode_combine_kernel[(num_seqs, num_q_heads)](
         workspace.partial_out,
         workspace.partial_lse,
+        workspace.plan,
         seq_lens,
         out,
-        window,
         out.stride(0),
         out.stride(1),
         NUM_Q_HEADS=num_q_heads,
         HEAD_DIM=head_dim,
         HEAD_DIM_PAD=head_dim_pad,
-        KEYS=tile.keys,
-        MIN_KEYS=MIN_KEYS_PER_SPLIT,
-        MAX_SPLITS=max_splits,
-        SPLITS=min(_COMBINE_SPLITS, next_power_of_2(max_splits)),
-        HAS_WINDOW=sliding_window is not None,
+        SPLITS=COMBINE_SPLITS,
         num_warps=2,
     )

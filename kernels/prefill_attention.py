@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvrelay.kernels.attention_tiles import LOG2_E, accumulate, to_half
 from kvrelay.kernels.checks import (
     PoolGeometry,
     next_power_of_2,
@@ -26,8 +27,7 @@ from kvrelay.kernels.checks import (
     require_unit_stride,
     require_window,
 )
-
-LOG2_E = math.log2(math.e)
+from kvrelay.kernels.kv_scales import dequantise, require_compute_dtype
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,12 @@ def _tile(head_dim_pad: int, element_size: int) -> _Tile:
     return _Tile(rows=64, keys=32, num_warps=8, num_stages=2)
 
 
+def looks_ahead(device: torch.device) -> bool:
+    """Whether block ids are loaded an iteration before they are needed: not before Hopper, where it makes the kernel spill."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return not is_nvidia or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def gather_context(
     pool: torch.Tensor, layer: int, block_table: torch.Tensor, seq_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,6 +83,7 @@ def paged_prefill_attention_reference(
     sliding_window: int | None,
     max_query_len: int,
     out: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """The same contract as `paged_prefill_attention`, in at least fp32; reads lengths on the host."""
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -84,7 +91,9 @@ def paged_prefill_attention_reference(
     for index, seq_len in enumerate(lens):
         start, end = starts[index], starts[index + 1]
         assert end - start <= min(max_query_len, seq_len), (start, end, max_query_len, seq_len)
-        keys, values = (t.to(dtype) for t in gather_context(pool, layer, block_tables[index], seq_len))
+        scales = None if kv_scales is None else kv_scales[layer]
+        context = gather_context(pool, layer, block_tables[index], seq_len)
+        keys, values = (dequantise(t, scales, kind).to(dtype) for kind, t in enumerate(context))
         num_kv_heads, head_dim = keys.shape[0], keys.shape[2]
         # [num_kv_heads, group, query_len, head_dim]
         by_group = (end - start, num_kv_heads, q.shape[1] // num_kv_heads, head_dim)
@@ -100,75 +109,12 @@ def paged_prefill_attention_reference(
         out[start:end] = result.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
 
 
-@triton.jit
-@no_type_check
-def _accumulate(
-    q,
-    acc,
-    row_max,
-    row_sum,
-    query_positions,
-    key_start,
-    key_end,
-    seq_len,
-    table_ptr,
-    head_ptr,
-    scale_log2,
-    window,
-    pool_stride_block,
-    pool_stride_value,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    dims = tl.arange(0, HEAD_DIM_PAD)
-    for tile_start in range(key_start, key_end, KEYS):
-        positions = tile_start + tl.arange(0, KEYS)
-        # Whatever lies past seq_len in the last block is old data, NaN included: never load it.
-        present = positions < seq_len
-        if MASKED:
-            blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=present, other=0)
-        else:
-            blocks = tl.load(table_ptr + positions // BLOCK_SIZE)
-        offsets = blocks.to(tl.int64) * pool_stride_block + (positions % BLOCK_SIZE) * HEAD_DIM
-        key_ptrs = head_ptr + offsets[:, None] + dims[None, :]
-        if MASKED:
-            load_mask = present[:, None] & (dims < HEAD_DIM)[None, :]
-            keys = tl.load(key_ptrs, mask=load_mask, other=0.0)
-        elif HEAD_DIM != HEAD_DIM_PAD:
-            keys = tl.load(key_ptrs, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-        else:
-            keys = tl.load(key_ptrs)
-        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
-        if MASKED:
-            distance = query_positions[:, None] - positions[None, :]
-            visible = distance >= 0
-            if HAS_WINDOW:
-                visible = visible & (distance < window)
-            scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        correction = tl.exp2(row_max - new_max)
-        weights = tl.exp2(scores - new_max[:, None])
-        row_sum = row_sum * correction + tl.sum(weights, axis=1)
-        if MASKED:
-            values = tl.load(key_ptrs + pool_stride_value, mask=load_mask, other=0.0)
-        elif HEAD_DIM != HEAD_DIM_PAD:
-            values = tl.load(key_ptrs + pool_stride_value, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-        else:
-            values = tl.load(key_ptrs + pool_stride_value)
-        acc = tl.dot(weights.to(values.dtype), values, acc * correction[:, None], input_precision="ieee")
-        row_max = new_max
-    return acc, row_max, row_sum
-
-
 @triton.jit(do_not_specialize=["block_tables_stride_seq"])
 @no_type_check
 def _prefill_attention_kernel(
     q_ptr,
     pool_ptr,
+    kv_scales_ptr,
     block_tables_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
@@ -183,6 +129,7 @@ def _prefill_attention_kernel(
     pool_stride_block,
     pool_stride_value,
     pool_stride_head,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PAD: tl.constexpr,
@@ -190,6 +137,8 @@ def _prefill_attention_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    LOOK_AHEAD: tl.constexpr,
 ):
     # The last tiles of a sequence see the most keys: start them first, so that none finishes alone.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -210,6 +159,9 @@ def _prefill_attention_kernel(
     token_rows = (query_start + tokens).to(tl.int64)
     q_offsets = (token_rows * q_stride_token + heads * q_stride_head)[:, None] + dims[None, :]
     q = tl.load(q_ptr + q_offsets, mask=row_mask, other=0.0)
+    if HAS_SCALES:
+        q, q_scale = to_half(q)
+        scale_log2 *= q_scale * tl.load(kv_scales_ptr + kv_head)
 
     query_positions = context_len + tokens
     first_position = context_len + tile * ROWS // GROUP
@@ -228,7 +180,7 @@ def _prefill_attention_kernel(
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM_PAD], tl.float32)
     if not HAS_WINDOW:
-        acc, row_max, row_sum = _accumulate(
+        acc, row_max, row_sum = accumulate(
             q,
             acc,
             row_max,
@@ -248,9 +200,11 @@ def _prefill_attention_kernel(
             BLOCK_SIZE,
             KEYS,
             HAS_WINDOW,
+            HAS_SCALES,
+            LOOK_AHEAD,
             False,
         )
-    acc, row_max, row_sum = _accumulate(
+    acc, row_max, row_sum = accumulate(
         q,
         acc,
         row_max,
@@ -270,12 +224,16 @@ def _prefill_attention_kernel(
         BLOCK_SIZE,
         KEYS,
         HAS_WINDOW,
+        HAS_SCALES,
+        LOOK_AHEAD,
         True,
     )
     # Rows past the sequence may have seen no key; they are divided by 1 and not stored.
     result = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+    if HAS_SCALES:
+        result *= tl.load(kv_scales_ptr + NUM_KV_HEADS + kv_head)
     out_offsets = (token_rows * out_stride_token + heads * out_stride_head)[:, None] + dims[None, :]
-    tl.store(out_ptr + out_offsets, result.to(q.dtype), mask=row_mask)
+    tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=row_mask)
 
 
 def paged_prefill_attention(
@@ -290,11 +248,12 @@ def paged_prefill_attention(
     sliding_window: int | None,
     max_query_len: int,
     out: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Causal attention; a sequence's queries are the last `query_len` positions of its context.
 
     Args:
-        q: `[num_tokens, num_q_heads, head_dim]`, pool's dtype, packed by sequence; may be a strided view.
+        q: `[num_tokens, num_q_heads, head_dim]`, packed by sequence; pool's dtype, any float type over an fp8 pool; may be strided.
         pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`; layer `layer` is read.
         block_tables: `[num_seqs, max_blocks]` int32; entries past a sequence's blocks are not read.
         query_start_loc: `[num_seqs + 1]` int32, cumulative query lengths from 0; an empty query is allowed.
@@ -303,6 +262,7 @@ def paged_prefill_attention(
         sliding_window: None, or a query at p sees keys with p - key < sliding_window (transformers' meaning).
         max_query_len: host upper bound of the query lengths; sizes the grid.
         out: as q; rows `[0, query_start_loc[-1])` are written, later ones are left alone.
+        kv_scales: `[num_layers, 2, num_kv_heads]` fp32, what an fp8 pool was written with; else None.
 
     Raises:
         ValueError: a shape, dtype, stride or bound is not as above.
@@ -311,8 +271,9 @@ def paged_prefill_attention(
     require_shape("q", q, ("num_tokens", "num_q_heads", geometry.head_dim))
     group = geometry.group_size(q.shape[1])
     require_shape("out", out, q.shape)
+    require_compute_dtype(pool, kv_scales, q=q)
     for name, tensor in (("q", q), ("out", out)):
-        require_dtype(name, tensor, pool.dtype)
+        require_dtype(name, tensor, q.dtype)
         require_unit_stride(name, tensor)
     num_seqs = seq_lens.shape[0]
     require_shape("block_tables", block_tables, (num_seqs, "max_blocks"))
@@ -334,6 +295,7 @@ def paged_prefill_attention(
     _prefill_attention_kernel[(triton.cdiv(max_query_len * group, tile.rows), geometry.num_kv_heads, num_seqs)](
         q,
         layer_pool,
+        None if kv_scales is None else kv_scales[layer],
         block_tables,
         query_start_loc,
         seq_lens,
@@ -348,6 +310,7 @@ def paged_prefill_attention(
         layer_pool.stride(0),
         layer_pool.stride(1),
         layer_pool.stride(2),
+        NUM_KV_HEADS=geometry.num_kv_heads,
         GROUP=group,
         HEAD_DIM=geometry.head_dim,
         HEAD_DIM_PAD=head_dim_pad,
@@ -355,6 +318,8 @@ def paged_prefill_attention(
         ROWS=tile.rows,
         KEYS=tile.keys,
         HAS_WINDOW=sliding_window is not None,
+        HAS_SCALES=kv_scales is not None,
+        LOOK_AHEAD=looks_ahead(q.device),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

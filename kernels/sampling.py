@@ -1,26 +1,27 @@
 """Next-token sampling: temperature, top-k, top-p, min-p and an inverse-CDF draw, without a sort.
 
-One program samples one row. The cut of top-k and that of top-p are found by bisection over the
-order-preserving integer image of the logits, so that equal logits are kept or dropped together. The
-uniform number comes from the caller: this module holds no random state. The penalties, which come before,
-live in `penalties`.
+Two launches, see `sampling_kernels`: the first reads every logit once, the second only the few groups of
+tokens that can survive the filters. The uniform number comes from the caller: this module holds no random
+state. The penalties, which come before, live in `penalties`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import no_type_check
 
 import torch
 import triton
-import triton.language as tl
 
 from kvrelay.kernels.checks import next_power_of_2, require_dtype, require_shape, require_unit_stride
+from kvrelay.kernels.sampling_kernels import MIN_TEMPERATURE, draw_kernel, group_kernel
 
 _LOG2_E = math.log2(math.e)
-_MAX_BLOCK = 8192
-# Keeps 1 / temperature finite: 0 * inf at the maximum would be NaN.
-_MIN_TEMPERATURE = tl.constexpr(1.0e-30)
+# Tokens of a group: a line of 128 bytes. More where the draw's program, which holds all groups of a row, would have too many.
+_MIN_GROUP = 32
+_MAX_GROUPS = 4096
+# Logits of one program's tile: 16 per thread of the draw's 16 warps, 32 per thread of the 4 warps before it.
+_DRAW_TILE = 8192
+_GROUP_TILE = 4096
 
 
 def kept_mask_reference(
@@ -40,7 +41,7 @@ def kept_mask_reference(
     """
     vocab = logits.shape[1]
     wide = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).double()
-    divisor = torch.where(temperature > 0, temperature, 1.0).double().clamp(min=_MIN_TEMPERATURE.value)
+    divisor = torch.where(temperature > 0, temperature, 1.0).double().clamp(min=MIN_TEMPERATURE.value)
     maximum = wide.amax(1, keepdim=True)
     weights = torch.where(wide == maximum, 1.0, ((wide - maximum) / divisor[:, None]).exp())
     sorted_logits, order = wide.sort(dim=1, descending=True)
@@ -73,143 +74,6 @@ def sample_reference(
     target = uniforms.double()[:, None] * cumulative[:, -1:]
     drawn = ((cumulative > target) & (weights > 0)).int().argmax(1)
     return torch.where(temperature > 0, drawn, greedy)
-
-
-@triton.jit
-@no_type_check
-def _load_logits(row_ptr, start, vocab, BLOCK: tl.constexpr):
-    """A tile of logits, its token ids, and its order-preserving int32 keys.
-
-    NaN becomes -inf and -0.0 becomes 0.0, so that keys compare as the logits do.
-    """
-    tokens = start + tl.arange(0, BLOCK)
-    logits = tl.load(row_ptr + tokens, mask=tokens < vocab, other=float("-inf"))
-    logits = tl.where(logits == logits, logits, float("-inf"))  # noqa: PLR0124
-    logits = tl.where(logits == 0.0, 0.0, logits)
-    bits = logits.to(tl.int32, bitcast=True)
-    return tokens, logits, bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-@no_type_check
-def _weights(logits, maximum, exponent_scale):
-    """exp((logit - maximum) / temperature); 1 at the maximum even where that is infinite."""
-    at_maximum = logits == maximum
-    difference = tl.where(at_maximum, 0.0, logits - tl.where(at_maximum, 0.0, maximum))
-    return tl.exp2(difference * exponent_scale)
-
-
-@triton.jit
-@no_type_check
-def _count_and_mass(row_ptr, vocab, threshold, maximum, exponent_scale, BLOCK: tl.constexpr, WITH_MASS: tl.constexpr):
-    """Number of logits with a key >= threshold, and the sum of their weights.
-
-    The order of the sum does not depend on the threshold, hence the sum is monotone in it.
-    """
-    count = vocab * 0
-    mass = 0.0
-    for start in range(0, vocab, BLOCK):
-        tokens, logits, keys = _load_logits(row_ptr, start, vocab, BLOCK)
-        above = (keys >= threshold) & (tokens < vocab)
-        count += tl.sum(above.to(tl.int32), axis=0)
-        if WITH_MASS:
-            weights = _weights(logits, maximum, exponent_scale)
-            mass += tl.sum(tl.where(above, weights, 0.0), axis=0)
-    return count, mass
-
-
-@triton.jit
-@no_type_check
-def _sample_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    uniforms_ptr,
-    tokens_ptr,
-    vocab,
-    logits_stride_seq,
-    BLOCK: tl.constexpr,
-    LOG2_E: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * logits_stride_seq
-
-    maximum = float("-inf")
-    max_key = -2147483648
-    min_key = 2147483647
-    best_token = vocab * 0
-    for start in range(0, vocab, BLOCK):
-        tokens, logits, keys = _load_logits(row_ptr, start, vocab, BLOCK)
-        tile_maximum, tile_best = tl.max(logits, axis=0, return_indices=True)
-        best_token = tl.where(tile_maximum > maximum, start + tile_best, best_token)
-        maximum = tl.maximum(maximum, tile_maximum)
-        max_key = tl.maximum(max_key, tl.max(keys, axis=0))
-        min_key = tl.minimum(min_key, tl.min(tl.where(tokens < vocab, keys, 2147483647), axis=0))
-
-    temperature = tl.load(temperature_ptr + row)
-    if temperature <= 0.0:
-        tl.store(tokens_ptr + row, best_token.to(tl.int64))
-        return
-    exponent_scale = LOG2_E / tl.maximum(temperature, _MIN_TEMPERATURE)
-
-    # Both searches keep: the logits with a key >= low are enough, those with a key >= high are not. They
-    # may stop early: top-k when exactly k logits are left, top-p when at most one lies in [low, high).
-    # 64-bit, since high - low may exceed 2**31.
-    low = min_key.to(tl.int64)
-    top_k = tl.load(top_k_ptr + row)
-    if (top_k > 0) & (top_k < vocab):
-        high = max_key.to(tl.int64) + 1
-        low_count = vocab
-        while (high - low > 1) & (low_count > top_k):
-            middle = low + (high - low) // 2
-            count, _ = _count_and_mass(row_ptr, vocab, middle.to(tl.int32), maximum, exponent_scale, BLOCK, False)
-            enough = count >= top_k
-            low = tl.where(enough, middle, low)
-            low_count = tl.where(enough, count, low_count)
-            high = tl.where(enough, high, middle)
-    top_p = tl.load(top_p_ptr + row)
-    if top_p < 1.0:
-        high = max_key.to(tl.int64) + 1
-        high_count = vocab * 0
-        low_count, mass = _count_and_mass(row_ptr, vocab, low.to(tl.int32), maximum, exponent_scale, BLOCK, True)
-        target = top_p * mass
-        while (high - low > 1) & (low_count - high_count > 1):
-            middle = low + (high - low) // 2
-            count, mass = _count_and_mass(row_ptr, vocab, middle.to(tl.int32), maximum, exponent_scale, BLOCK, True)
-            enough = mass >= target
-            low = tl.where(enough, middle, low)
-            low_count = tl.where(enough, count, low_count)
-            high = tl.where(enough, high, middle)
-            high_count = tl.where(enough, high_count, count)
-
-    threshold = low.to(tl.int32)
-    min_p = tl.load(min_p_ptr + row)
-    total = 0.0
-    for start in range(0, vocab, BLOCK):
-        tokens, logits, keys = _load_logits(row_ptr, start, vocab, BLOCK)
-        weights = _weights(logits, maximum, exponent_scale)
-        kept = (tokens < vocab) & (keys >= threshold) & (weights >= min_p)
-        total += tl.sum(tl.where(kept, weights, 0.0), axis=0)
-
-    target = tl.load(uniforms_ptr + row) * total
-    cumulative = 0.0
-    drawn = vocab
-    # A rounded cumulative sum may stay below the target to the end: then the last candidate is drawn.
-    last_candidate = best_token
-    for start in range(0, vocab, BLOCK):
-        tokens, logits, keys = _load_logits(row_ptr, start, vocab, BLOCK)
-        weights = _weights(logits, maximum, exponent_scale)
-        candidate = (tokens < vocab) & (keys >= threshold) & (weights >= min_p) & (weights > 0.0)
-        weights = tl.where(candidate, weights, 0.0)
-        passed = candidate & (cumulative + tl.cumsum(weights, axis=0) > target)
-        drawn = tl.minimum(drawn, tl.min(tl.where(passed, tokens, vocab), axis=0))
-        tile_last = tl.max(tl.where(candidate, tokens, -1), axis=0)
-        last_candidate = tl.where(tile_last >= 0, tile_last, last_candidate)
-        cumulative += tl.sum(weights, axis=0)
-    drawn = tl.where(drawn < vocab, drawn, last_candidate)
-    tl.store(tokens_ptr + row, drawn.to(tl.int64))
 
 
 def sample(
@@ -257,9 +121,30 @@ def sample(
         require_shape(name, tensor, (num_seqs,))
         require_dtype(name, tensor, *dtypes)
         require_unit_stride(name, tensor)
+    group = max(_MIN_GROUP, next_power_of_2(triton.cdiv(vocab, _MAX_GROUPS)))
+    num_groups = triton.cdiv(vocab, group)
+    maxima, masses = torch.empty((2, num_seqs, num_groups), dtype=torch.float32, device=logits.device).unbind()
+    listed = torch.empty((num_seqs, num_groups), dtype=torch.int32, device=logits.device)
     tokens = torch.empty((num_seqs,), dtype=torch.int64, device=logits.device)
-    _sample_kernel[(num_seqs,)](
+    groups_per_program = min(_GROUP_TILE // group, next_power_of_2(num_groups))
+    group_kernel[(num_seqs, triton.cdiv(num_groups, groups_per_program))](
         logits,
+        temperature,
+        maxima,
+        masses,
+        vocab,
+        num_groups,
+        logits.stride(0),
+        GROUP=group,
+        GROUPS=groups_per_program,
+        LOG2_E=_LOG2_E,
+        num_warps=4,
+    )
+    draw_kernel[(num_seqs,)](
+        logits,
+        maxima,
+        masses,
+        listed,
         temperature,
         top_k,
         top_p,
@@ -267,8 +152,11 @@ def sample(
         uniforms,
         tokens,
         vocab,
+        num_groups,
         logits.stride(0),
-        BLOCK=min(_MAX_BLOCK, next_power_of_2(vocab)),
+        GROUP=group,
+        GROUPS=next_power_of_2(num_groups),
+        BLOCK=min(_DRAW_TILE, group * next_power_of_2(num_groups)),
         LOG2_E=_LOG2_E,
         num_warps=16,
     )

@@ -13,6 +13,7 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.block_manager import BlockManager
 from kvrelay.wire.lease import VerifiedLease
 from kvrelay.wire.messages import (
+    ABOUT_GUIDE,
     Cancel,
     Cancelled,
     Commit,
@@ -124,7 +125,7 @@ def test_a_guide_that_does_not_compile_is_told(text: str, code: FailureCode) -> 
     guide = Guide(kind=GuideKind.REGEX, text=text)
     rig.ask(msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, guide=guide)))
     rig.guides.answer()
-    assert [one.code for one in rig.failed()] == [code]
+    assert [(one.code, one.about) for one in rig.failed()] == [(code, ABOUT_GUIDE)]
     rig.assert_nothing_left()
 
 

@@ -14,6 +14,7 @@ from kvrelay.decode_worker.model_worker import Add, Command, DecodeModelWorker, 
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import DecodeService, Ports
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.decode_worker.welcome import DataPorts
 from kvrelay.decode_worker.worker import _LeasedBlocks
 from kvrelay.engine.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
@@ -92,7 +93,7 @@ class Rig:
             WireMetrics(CollectorRegistry()),
             lambda: self.now_s,
         )
-        self.service.attach(Ports(self._send, cast("ModelLoop[Command]", self), leases, "tcp://nowhere:1"))
+        self.service.attach(Ports(self._send, cast("ModelLoop[Command]", self), leases, DataPorts("tcp://nowhere:1")))
 
     def _send(self, peer_id: str, message: Message) -> bool:
         if peer_id in self.deaf:

@@ -13,13 +13,15 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake import FakeEngine, fake_card
 from kvrelay.wire.block_frames import BlockHeader
-from kvrelay.wire.data_plane import BlockSender
+from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.shared_place import SharedPlace
+from kvrelay.wire.shared_sender import SharedTarget
 
 WAIT_S = 30.0
 
 
-def decode_worker() -> DecodeWorker:
+def decode_worker(place: SharedPlace | None = None) -> DecodeWorker:
     return DecodeWorker(
         FakeEngine(fake_card()),
         DecodeSchedulerSettings(),
@@ -27,6 +29,7 @@ def decode_worker() -> DecodeWorker:
         "tcp://127.0.0.1:*",
         "decode",
         CollectorRegistry(),
+        shared_memory=place,
     )
 
 
@@ -57,6 +60,36 @@ async def test_a_dead_kv_port_is_a_reason_to_restart_and_stops_like_any_other(mo
     assert await asyncio.to_thread(died.wait, WAIT_S)
     await asyncio.to_thread(worker._receiver._thread.join, WAIT_S)
     assert worker.not_live() == worker.not_ready() == ["the KV port is dead"]
+    sender.close()
+    await asyncio.to_thread(context.term)
+    async with asyncio.timeout(WAIT_S):
+        await worker.stop()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_dead_receiver_of_shared_memory_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its senders notice at once: they do not wait for slots that never come back."""
+    worker = decode_worker(SharedPlace())
+
+    def begin_block(header: BlockHeader) -> None:
+        raise RuntimeError("nobody expects that")
+
+    monkeypatch.setattr(worker.leases, "begin_block", begin_block)
+    await worker.start()
+    assert worker.not_live() == worker.not_ready() == []
+    assert worker._shared is not None
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    shared = SharedTarget(worker._shared.name, SharedPlace(), fake_card().block_nbytes)
+    metrics = WireMetrics(CollectorRegistry())
+    sender = BlockSender(worker.data_address, metrics=metrics, context=context, shared=shared)
+    payload = memoryview(bytes(8))
+    header = BlockHeader(lease_id=1, epoch=1, block_index=0, payload_nbytes=8, block_hash=bytes(16))
+    tickets = [sender.send(header, payload) for _ in range(100)]
+    await asyncio.to_thread(worker._shared._thread.join, WAIT_S)
+    assert worker.not_live() == worker.not_ready() == ["the shared memory's socket is dead"]
+    await asyncio.to_thread(sender._thread.join, WAIT_S)
+    assert all(ticket.is_done for ticket in tickets)
+    assert not sender.is_alive
     sender.close()
     await asyncio.to_thread(context.term)
     async with asyncio.timeout(WAIT_S):

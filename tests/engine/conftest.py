@@ -12,10 +12,11 @@ import torch
 import transformers
 
 from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.engine_options import EngineOptions
 from kvrelay.engine.guide_compiler import XGrammarCompiler
 from kvrelay.engine.guide_vocabulary import load_vocabulary
 from kvrelay.engine.sequence import Sequence
-from kvrelay.engine.torch_engine import EngineOptions, TorchEngine
+from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.launcher.models import resolve_model
 
 VOCAB = 199

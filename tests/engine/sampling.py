@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.draw import draw_tokens
+from kvrelay.engine.logits import LogitRules
 from kvrelay.engine.penalties import Penalties, penalize
 from kvrelay.engine.processors import LogitsProcessor
 from kvrelay.engine.sampler import process_logits, sample
@@ -37,6 +41,9 @@ FILTERS: list[dict[str, float]] = [
 class PlainOps:
     """Implements SamplerOps."""
 
+    def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in arrays]
+
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.argmax(dim=-1)
 
@@ -51,7 +58,7 @@ def run(
     logits: torch.Tensor, sequences: list[Sequence], processors: Mapping[str, LogitsProcessor] | None = None
 ) -> list[SampledToken]:
     """``sample``, on a copy of ``logits``."""
-    return sample(logits.clone(), sequences, PlainOps(), processors or {})
+    return sample(logits.clone(), sequences, PlainOps(), processors or {}).read()
 
 
 def processed(
@@ -59,7 +66,9 @@ def processed(
 ) -> torch.Tensor:
     """The logits as the draw sees them."""
     logits = logits.clone()
-    process_logits(logits, sequences, PlainOps(), processors or {})
+    rules = LogitRules.of(sequences, logits.shape[-1])
+    rules.mask(logits)
+    process_logits(logits, sequences, rules, PlainOps(), processors or {})
     return logits
 
 

@@ -25,6 +25,8 @@ def test_settings_reach_the_engine(llama: tuple[Path, Any]) -> None:
         KvSettings(block_size=8, kv_memory_mb=1),
         FakeSettings(),
         max_num_seqs=4,
+        max_batched_tokens=64,
+        decodes=True,
         progress=lambda done, total: heard.append((done, total)),
     )
     assert engine.card.layout.model_id == llama[0].name
@@ -44,6 +46,8 @@ def test_a_name_that_is_no_directory_is_refused(tmp_path: Path) -> None:
                 KvSettings(),
                 FakeSettings(),
                 max_num_seqs=1,
+                max_batched_tokens=64,
+                decodes=True,
                 progress=lambda done, total: None,
             )
 
@@ -80,6 +84,8 @@ engine = load_engine(
     KvSettings(block_size=8, kv_memory_mb=1),
     FakeSettings(engine="fake", fake_token_bytes=64),
     max_num_seqs=4,
+    max_batched_tokens=64,
+    decodes=True,
     progress=lambda done, total: None,
 )
 card = engine.card
@@ -98,5 +104,7 @@ def test_a_fake_engine_needs_a_config(tmp_path: Path) -> None:
             KvSettings(),
             FakeSettings(engine="fake"),
             max_num_seqs=1,
+            max_batched_tokens=64,
+            decodes=True,
             progress=lambda done, total: None,
         )

@@ -16,6 +16,7 @@ from kvrelay.common.sampling import FinishReason, Guide, GuideKind, SampledToken
 from kvrelay.engine.guidance import DeferredGuides, GuideCompiler, GuideRefusal, GuideResult, NoGuides
 from kvrelay.engine.guide_child import GuideLimits, GuideProcess
 from kvrelay.engine.guide_compiler import XGrammarCompiler
+from kvrelay.engine.guide_regular import RegularState
 from kvrelay.engine.guide_state import XGrammarState
 from kvrelay.engine.sequence import GuideState, Sequence
 
@@ -23,6 +24,7 @@ from .conftest import DEMO_VOCAB
 from .guided import RandomModel, compiled, refusal, sampling_of
 
 EOS = 2
+START = 1  # <|im_start|>
 TAG = {
     "type": "structural_tag",
     "format": {
@@ -76,6 +78,20 @@ def test_grammars(guide_compiler: XGrammarCompiler, vocabulary: list[bytes]) -> 
         assert isinstance(eval(text), int)  # of digits, plus signs and parentheses
 
 
+def test_what_is_regular_follows_an_automaton_and_the_rest_xgrammar(
+    guide_compiler: XGrammarCompiler, vocabulary: list[bytes]
+) -> None:
+    for kind, text, of in (
+        (GuideKind.REGEX, "([A-Z][a-z]{2,4} ){2,3}end", RegularState),
+        (GuideKind.REGEX, "((a|b|c)*(d|e)*)*" * 100, RegularState),  # too ambiguous for a parser
+        (GuideKind.GRAMMAR, 'root ::= "a" root | [0-9]', RegularState),
+        (GuideKind.GRAMMAR, 'root ::= "(" root ")" | [0-9]', XGrammarState),
+        (GuideKind.REGEX, "(a|b)*a(a|b){16}", XGrammarState),  # whose automaton has 2 ** 17 states
+        (GuideKind.CHOICE, '["a"]', XGrammarState),
+    ):
+        assert type(state_of(compiled(guide_compiler, kind, text))) is of, text
+
+
 def test_choices(guide_compiler: XGrammarCompiler, vocabulary: list[bytes]) -> None:
     choices = ['say "hi"', "back\\slash", "line\nbreak", "größe 😀", "a", "ab", '" | "x']
     found = texts(guide_compiler, vocabulary, GuideKind.CHOICE, json.dumps(choices))
@@ -113,9 +129,35 @@ def test_a_grammar_that_may_end_and_go_on_allows_stop_tokens_and_is_not_complete
 
 
 def test_special_tokens_are_no_text(guide_compiler: XGrammarCompiler, vocabulary: list[bytes]) -> None:
-    state = state_of(compiled(guide_compiler, GuideKind.REGEX, "(<|im_start|>|[<>|_a-z])+"))
-    assert not vocabulary[1]
-    assert 1 not in RandomModel(vocabulary, 0).allowed(state)
+    special = {token_id for token_id, piece in enumerate(vocabulary) if piece.startswith(b"\xff<|")}
+    assert vocabulary[START] == b"\xff<|im_start|>"
+    assert not vocabulary[EOS]
+    for kind, text in (
+        (GuideKind.REGEX, "(<|im_start|>|[<>|_a-z])+"),
+        (GuideKind.REGEX, "[^a]+"),
+        (GuideKind.GRAMMAR, "root ::= [^a]+"),
+        (GuideKind.GRAMMAR, 'root ::= "<|im_start|>" | x\nx ::= "(" x ")" | "x"'),
+        (GuideKind.STRUCTURAL_TAG, '{"type": "structural_tag", "format": {"type": "any_text"}}'),
+        (GuideKind.JSON_SCHEMA, '{"type": "string"}'),
+    ):
+        state = state_of(compiled(guide_compiler, kind, text))
+        if kind is GuideKind.JSON_SCHEMA:
+            state.accept(vocabulary.index(b'"'))
+        assert not special & set(RandomModel(vocabulary, 0).allowed(state).tolist()), text
+
+
+def test_a_structural_tag_may_ask_for_special_tokens(guide_compiler: XGrammarCompiler, vocabulary: list[bytes]) -> None:
+    """One after the other: xgrammar's own cache, which is off, takes one for the other."""
+    for token_id in (START, vocabulary.index(b"\xff<|endoftext|>"), START):
+        end = {"type": "token", "token": token_id}
+        tag = {"type": "tag", "begin": "a", "content": {"type": "any_text"}, "end": end}
+        text = json.dumps({"type": "structural_tag", "format": tag})
+        output = [vocabulary.index(b"a"), vocabulary.index(b"x")]
+        state = state_of(compiled(guide_compiler, GuideKind.STRUCTURAL_TAG, text, output=output))
+        allowed = RandomModel(vocabulary, 0).allowed(state).tolist()
+        assert [one for one in allowed if vocabulary[one].startswith(b"\xff<|")] == [token_id]
+        state.accept(token_id)
+        assert state.is_complete
 
 
 def test_an_output_is_replayed_and_goes_on_as_it_would_have(
@@ -184,7 +226,8 @@ def strict_compiler(demo_directory: Path) -> Iterator[XGrammarCompiler]:
 def test_what_takes_too_much_is_refused_and_the_next_guide_compiles(strict_compiler: XGrammarCompiler) -> None:
     endless = json.dumps({"type": "string", "pattern": "(abc|[d-z]{3,7})+" * 3500})
     assert "more than 1 s to compile" in refusal(strict_compiler, GuideKind.JSON_SCHEMA, endless)
-    assert "make it simpler" in refusal(strict_compiler, GuideKind.REGEX, "((a|b|c)*(d|e)*)*" * 100)
+    ambiguous = f'root ::= {"e* " * 100}\ne ::= ([a-c]* [de]*)* | "(" e ")"'
+    assert "too ambiguous; make it simpler" in refusal(strict_compiler, GuideKind.GRAMMAR, ambiguous)
     large = json.dumps(
         {"type": "object", "properties": {f"p{i}": {"type": "string", "pattern": "[a-z]{1,50}"} for i in range(9)}}
     )
@@ -208,7 +251,7 @@ def test_each_guide_is_compiled_once(demo_directory: Path, monkeypatch: pytest.M
             for text in ("a+", "(b"):
                 compiler.start(sampling_of(GuideKind.REGEX, text), (), answers.put)
         found = [answers.get(timeout=120) for _ in range(10)]
-        assert sum(isinstance(one, XGrammarState) for one in found) == 5
+        assert sum(isinstance(one, GuideRefusal) for one in found) == 5
         compiled(compiler, GuideKind.REGEX, "a+")
         refusal(compiler, GuideKind.REGEX, "(b")
         assert sorted(seen) == ["(b", "a+"]
@@ -281,7 +324,8 @@ def test_a_token_that_may_not_come_ends_the_sequence_and_raises_nothing(
 
 
 def test_a_dead_end_is_told_by_the_next_token(guide_compiler: XGrammarCompiler, vocabulary: list[bytes]) -> None:
-    state = state_of(compiled(guide_compiler, GuideKind.GRAMMAR, 'root ::= "b" | "a" x\nx ::= x'))
+    grammar = 'root ::= "b" | "a" x | "(" root ")"\nx ::= x'
+    state = state_of(compiled(guide_compiler, GuideKind.GRAMMAR, grammar))
     state.accept(vocabulary.index(b"a"))
     assert not len(RandomModel(vocabulary, 0).allowed(state))
     with pytest.raises(ValueError, match="no token at all"):

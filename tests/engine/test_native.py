@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine import torch_engine
 from kvrelay.engine.batch import Batch, build_batch
+from kvrelay.engine.cpu import cpu_ops
+from kvrelay.engine.engine_options import EngineOptions
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.linear_cpu import NativeLinear
 from kvrelay.engine.model_config import ModelConfig
@@ -256,13 +257,13 @@ def test_without_kernels_the_engine_runs_on_torch(
     def fails(_: Path) -> CpuKernels:
         raise CpuKernelsError("there is no g++ (apt install g++)")
 
-    monkeypatch.setattr(torch_engine.CpuKernels, "load", fails)
+    monkeypatch.setattr(CpuKernels, "load", fails)
     pool = torch.zeros(1, 2, 2, 2, 16, 64, dtype=torch.bfloat16)
     config = config_of((4, 2), 64)
 
     def ops(cpu_kernels: str) -> object:
-        options = torch_engine.EngineOptions(Path(), "m", cpu_kernels=cpu_kernels)
-        return torch_engine._cpu_ops(options, config, pool, 64, has_int8_weights=False)
+        options = EngineOptions(Path(), "m", cpu_kernels=cpu_kernels)
+        return cpu_ops(options, config, pool, 64, has_int8_weights=False)
 
     assert isinstance(ops("auto"), CpuOps)
     assert "the slower torch operations instead: there is no g++" in caplog.text

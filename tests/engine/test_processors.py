@@ -113,6 +113,8 @@ def test_a_worker_is_started_with_names_and_its_card_says_them(llama: tuple[Path
             KvSettings(num_blocks=16),
             FakeSettings(engine=engine),
             max_num_seqs=1,
+            max_batched_tokens=64,
+            decodes=True,
             progress=lambda done, total: None,
         ).card.processors
 

@@ -118,7 +118,7 @@ def test_no_more_logits_at_a_time_than_allowed(llama: tuple[Path, Any], monkeypa
     monkeypatch.setattr(engine._model, "logits", watched)
     row = prompt(12, 300, 0, list(range(20)))
     run(engine, [(row, 300)])
-    assert sizes == [prompt_logprobs._MAX_POSITIONS, prompt_logprobs._MAX_POSITIONS, 43, 1]
+    assert sizes == [1, prompt_logprobs._MAX_POSITIONS, prompt_logprobs._MAX_POSITIONS, 43]
     sizes.clear()
     run(engine, [(row, 1)])
     assert sizes == [1]

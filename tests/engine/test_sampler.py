@@ -118,3 +118,23 @@ def test_sixteen_different_settings_get_the_same_tokens_alone_and_together() -> 
             plain = logits.argmax(dim=-1).tolist()
             differs += sum(token.token_id != other for token, other in zip(together, plain, strict=True))
     assert differs > 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_greedy_guided_row_takes_the_first_of_the_likeliest_that_its_guide_allows(dtype: torch.dtype) -> None:
+    logits = (torch.randn(6, 90, generator=torch.Generator().manual_seed(8)) * 2).round().to(dtype)  # many are equal
+    logits[4, 20:] = -torch.inf  # all that its guide allows
+    allowed = [tuple(range(row, 90, 7)) for row in range(4)] + [(50, 51, 89)]
+    guided = [sequence([1], [], num_logprobs=2 if row == 2 else None) for row in range(6)]
+    for of, token_ids in zip(guided, allowed, strict=False):
+        of.guide = Allows(*token_ids)
+    results = run(logits, guided)
+    for row, token_ids in enumerate(allowed[:4]):
+        assert results[row].token_id == max(token_ids, key=lambda token: (float(logits[row, token]), -token))
+    assert results[5].token_id == int(logits[5].float().argmax())
+    raw = torch.log_softmax(logits[2].float(), dim=-1)
+    assert results[2].logprob == pytest.approx(float(raw[results[2].token_id]))  # as if there were no guide
+    with_bias = [sequence([1], [], logit_bias=((5, 0.0),)) for _ in range(6)]  # which takes the way by fp32
+    for of, token_ids in zip(with_bias, allowed, strict=False):
+        of.guide = Allows(*token_ids)
+    assert [token.token_id for token in run(logits, with_bias)] == [token.token_id for token in results]

@@ -28,7 +28,7 @@ def device() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def faithful_interpreter(device: str) -> Iterator[None]:
-    """Closes two gaps of the interpreter: bf16 casts truncate there, and `tl.dot` multiplies bf16's raw bits."""
+    """Closes gaps of the interpreter: casts to bf16 and e4m3 do not round there, and `tl.dot` multiplies bf16's raw bits."""
     if device == "cuda":
         # Triton 3.9 warns where this is unset, and a warning is an error here; 1 is its default.
         with pytest.MonkeyPatch.context() as patch:
@@ -39,7 +39,7 @@ def faithful_interpreter(device: str) -> Iterator[None]:
         "kvrelay.kernels was imported without TRITON_INTERPRET=1, see tests/conftest.py"
     )
     builder = interpreter.InterpreterBuilder
-    original_cast, original_dot = builder.cast_impl, builder.create_dot
+    original_cast, original_dot, original_fp_to_fp = builder.cast_impl, builder.create_dot, builder.create_fp_to_fp
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
@@ -49,6 +49,12 @@ def faithful_interpreter(device: str) -> Iterator[None]:
         rounded[np.isnan(np.atleast_1d(src.data))] = 0x7FC0
         return interpreter.TensorHandle(rounded.reshape(src.data.shape), tl.bfloat16)
 
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.float8e4nv:
+            return original_fp_to_fp(self, src, dst_type, rounding_mode)
+        numbers = torch.from_numpy(np.atleast_1d(src.data)).to(torch.float8_e4m3fn).view(torch.uint8)
+        return interpreter.TensorHandle(numbers.numpy().reshape(src.data.shape), tl.float8e4nv)
+
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
         return original_dot(self, a, b, *rest)
@@ -56,6 +62,7 @@ def faithful_interpreter(device: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "cast_impl", cast_impl)
         patch.setattr(builder, "create_dot", create_dot)
+        patch.setattr(builder, "create_fp_to_fp", create_fp_to_fp)
         yield
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from kvrelay.kernels.decode_attention import (
-    MIN_KEYS_PER_SPLIT,
     DecodeWorkspace,
     paged_decode_attention,
     paged_decode_attention_reference,
+    splits_for_device,
 )
+from kvrelay.kernels.decode_splits import MIN_KEYS_PER_SPLIT
 
 Randn = Callable[..., torch.Tensor]
 PagedContext = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -31,9 +32,13 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         dtype: torch.dtype = torch.bfloat16,
         sliding_window: int | None = None,
         max_splits: int = 4,
+        fp8: bool = False,
     ) -> None:
         num_q_heads, num_kv_heads = heads
-        pool, tables = paged_context(seq_lens, num_kv_heads, head_dim, block_size, dtype)
+        pool_dtype = torch.float8_e4m3fn if fp8 else dtype
+        pool, tables = paged_context(seq_lens, num_kv_heads, head_dim, block_size, pool_dtype)
+        # Different for every layer, kind and head: the wrong one would show.
+        scales = torch.linspace(0.3, 1.2, 4 * num_kv_heads).view(2, 2, -1).to(device) if fp8 else None
         q = randn(len(seq_lens), num_q_heads + 2, head_dim, dtype=dtype)[:, 1:-1]
         lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
         out = torch.full((len(seq_lens), num_q_heads, head_dim), math.nan, dtype=dtype, device=device)
@@ -42,10 +47,12 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         workspace = DecodeWorkspace.allocate(len(seq_lens) + 2, num_q_heads, head_dim, max_splits, device)
         workspace.partial_out.fill_(math.nan)
         workspace.partial_lse.fill_(math.nan)
-        options = {"scale": head_dim**-0.5, "sliding_window": sliding_window}
+        options = {"scale": head_dim**-0.5, "sliding_window": sliding_window, "kv_scales": scales}
         paged_decode_attention(q, pool, 1, tables, lens, **options, workspace=workspace, out=out)
-        paged_decode_attention_reference(q.double(), pool.double(), 1, tables, lens, **options, out=expected)
-        assert_close(out, expected)
+        wide = pool if fp8 else pool.double()
+        paged_decode_attention_reference(q.double(), wide, 1, tables, lens, **options, out=expected)
+        # Over an fp8 pool the weights are rounded to fp16: its tolerance.
+        assert_close(out.half() if fp8 and dtype == torch.float32 else out, expected)
 
     return run
 
@@ -77,6 +84,41 @@ def test_block_sizes(check: Callable[..., None], block_size: int) -> None:
 @pytest.mark.parametrize("sliding_window", [1, 7, 128, 300, 1000])
 def test_sliding_windows(check: Callable[..., None], sliding_window: int) -> None:
     check([3, 700], sliding_window=sliding_window, heads=(3, 1), head_dim=32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "head_dim", "window"), [((9, 3), 64, None), ((2, 1), 48, 200), ((4, 2), 128, None)])
+def test_fp8_pools(
+    check: Callable[..., None], dtype: torch.dtype, heads: tuple[int, int], head_dim: int, window: int | None
+) -> None:
+    check([1, 300], heads=heads, head_dim=head_dim, dtype=dtype, fp8=True, sliding_window=window)
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-12, 1e9])
+def test_queries_over_an_fp8_pool_may_be_larger_than_fp16_holds(
+    device: str, randn: Randn, paged_context: PagedContext, assert_close: AssertClose, magnitude: float
+) -> None:
+    pool, tables = paged_context([90], 1, 32, 16, torch.float8_e4m3fn)
+    q = randn(1, 2, 32) * magnitude
+    lens = torch.tensor([90], dtype=torch.int32, device=device)
+    out, expected = torch.empty_like(q), torch.empty_like(q)
+    options = {"scale": 1 / max(magnitude, 1.0), "sliding_window": None, "kv_scales": torch.ones(2, 2, 1).to(device)}
+    workspace = DecodeWorkspace.allocate(1, 2, 32, 4, device)
+    paged_decode_attention(q, pool, 1, tables, lens, **options, workspace=workspace, out=out)
+    paged_decode_attention_reference(q, pool, 1, tables, lens, **options, out=expected)
+    assert_close(out.half(), expected)
+
+
+def test_more_sequences_than_splits(check: Callable[..., None]) -> None:
+    """Also sequences whose splits, in whole tiles, are fewer than planned: the last of them are empty."""
+    check([0, 513, 1, 0, 900, 129, 40], heads=(2, 1), head_dim=32, max_splits=2)
+    check([641], heads=(2, 1), head_dim=32, max_splits=12)
+
+
+def test_splits_for_device() -> None:
+    assert splits_for_device(132, 8) == 33
+    assert splits_for_device(132, 1) == 264
+    assert splits_for_device(108, 64) == 4
 
 
 def test_an_empty_sequence_gives_zeros(check: Callable[..., None]) -> None:
@@ -159,6 +201,9 @@ def test_wrong_arguments_are_refused(device: str, randn: Randn) -> None:
         ({"block_tables": table[:2]}, "block_tables has shape"),
         ({"seq_lens": lens.long()}, "seq_lens has dtype"),
         ({"sliding_window": -1}, "sliding_window is -1"),
+        ({"kv_scales": torch.ones(1, 2, 1)}, "kv_scales is given for a pool of torch.float32"),
+        ({"pool": pool.to(torch.float8_e4m3fn)}, "kv_scales is None for a pool of torch.float8_e4m3fn"),
+        ({"pool": pool.to(torch.float8_e4m3fn), "kv_scales": torch.ones(2, 2, 1)}, r"expected \[1, 2, 1\]"),
     ):
         with pytest.raises(ValueError, match=message):
             call(**changes)

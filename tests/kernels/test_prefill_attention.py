@@ -27,9 +27,13 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         block_size: int = 16,
         dtype: torch.dtype = torch.bfloat16,
         sliding_window: int | None = None,
+        fp8: bool = False,
     ) -> None:
         num_q_heads, num_kv_heads = heads
-        pool, tables = paged_context(seq_lens, num_kv_heads, head_dim, block_size, dtype)
+        pool_dtype = torch.float8_e4m3fn if fp8 else dtype
+        pool, tables = paged_context(seq_lens, num_kv_heads, head_dim, block_size, pool_dtype)
+        # Different for every layer, kind and head: the wrong one would show.
+        scales = torch.linspace(0.3, 1.2, 4 * num_kv_heads).view(2, 2, -1).to(device) if fp8 else None
         num_tokens = sum(query_lens)
         # Two rows more than there are tokens: theirs in `out` must stay as they are.
         padded_q = randn(num_tokens + 2, num_q_heads + 1, head_dim, dtype=dtype)[:, :num_q_heads]
@@ -40,9 +44,13 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         expected = torch.full(q.shape, math.nan, dtype=torch.float64, device=device)
         # A generous bound: the grid may be larger than the batch needs.
         options = {"scale": head_dim**-0.5, "sliding_window": sliding_window, "max_query_len": max(query_lens) + 40}
+        options |= {"kv_scales": scales}
         paged_prefill_attention(padded_q, pool, 1, tables, starts, lens, **options, out=out)
-        paged_prefill_attention_reference(q.double(), pool.double(), 1, tables, starts, lens, **options, out=expected)
-        assert_close(out[:num_tokens], expected)
+        wide = pool if fp8 else pool.double()
+        paged_prefill_attention_reference(q.double(), wide, 1, tables, starts, lens, **options, out=expected)
+        # Over an fp8 pool the weights are rounded to fp16: its tolerance.
+        result = out[:num_tokens]
+        assert_close(result.half() if fp8 and dtype == torch.float32 else result, expected)
         assert out[num_tokens:].isnan().all()
 
     return run
@@ -86,6 +94,14 @@ def test_sliding_windows(check: Callable[..., None], sliding_window: int) -> Non
     check([90, 33], [90, 211], sliding_window=sliding_window, heads=(3, 1), head_dim=32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "head_dim", "window"), [((9, 3), 64, None), ((2, 1), 48, 30)])
+def test_fp8_pools(
+    check: Callable[..., None], dtype: torch.dtype, heads: tuple[int, int], head_dim: int, window: int | None
+) -> None:
+    check([19, 5], [19, 75], heads=heads, head_dim=head_dim, dtype=dtype, fp8=True, sliding_window=window)
+
+
 def test_offsets_beyond_31_bits(device: str, randn: Randn, assert_close: AssertClose) -> None:
     pool = torch.empty((2**20 + 2, 1, 2, 1, 16, 64), dtype=torch.bfloat16, device=device)
     table = torch.tensor([[2**20 + 1, 3]], dtype=torch.int32, device=device)
@@ -119,6 +135,7 @@ def test_wrong_arguments_are_refused(device: str, randn: Randn) -> None:
         ({"sliding_window": 0}, "sliding_window is 0"),
         ({"max_query_len": -1}, "max_query_len is -1"),
         ({"layer": 1}, "layer is 1"),
+        ({"pool": pool.to(torch.float8_e4m3fn)}, "kv_scales is None for a pool of torch.float8_e4m3fn"),
     ):
         with pytest.raises(ValueError, match=message):
             call(**changes)

@@ -59,6 +59,31 @@ def test_rotary_kv_write(
     assert torch.equal(pool, expected_pool)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_fp8_pool_gets_what_the_reference_rounds_to(device: str, randn: Randn, dtype: torch.dtype) -> None:
+    """Bit for bit, head by head with its own scale, saturated where a value is too large for it."""
+    cos, sin = _tables(40, 64, device)
+    q, k, v = (randn(5, heads, 64, dtype=dtype) for heads in (4, 2, 2))
+    v[0, 0, 0], v[1, 1, 63] = 1e6, -1e6
+    positions = torch.tensor([0, 7, 39, 3, 1], device=device)
+    slots = torch.tensor([0, 31, 19, 8, 1], device=device)
+    scales = torch.tensor([[[9.0, 9.0], [9.0, 9.0]], [[0.01, 0.3], [2.0, 0.002]]], device=device)
+    pools = [torch.zeros(4, 2, 2, 2, 8, 64, dtype=torch.float8_e4m3fn, device=device) for _ in range(2)]
+    queries = [q.clone(), q.clone()]
+    rotary_kv_write(queries[0], k, v, cos, sin, positions, pools[0], 1, slots, scales)
+    rotary_kv_write_reference(queries[1], k, v, cos, sin, positions, pools[1], 1, slots, scales)
+    torch.testing.assert_close(*queries)
+    written, expected = (pool.float() for pool in pools)
+    assert torch.equal(written[:, 0], expected[:, 0])
+    assert torch.equal(written[:, 1, 1], expected[:, 1, 1])
+    # A key's rotation may differ in its last bit: then it may round to the next of 8 steps per power of two.
+    torch.testing.assert_close(written[:, 1, 0], expected[:, 1, 0], rtol=0.13, atol=2**-9)
+    assert (written[:, 1, 0] != expected[:, 1, 0]).sum() <= 4
+    assert written[0, 1, 1, 0, 0, 0] == 448
+    assert written[3, 1, 1, 1, 7, 63] == -448
+    assert written.abs().sum(5).gt(0).sum() == 5 * 2 * 2
+
+
 def test_position_zero_is_bit_exact(device: str, randn: Randn) -> None:
     cos, sin = _tables(1, 64, device)
     q, k, v = (randn(1, 2, 64, dtype=torch.bfloat16) for _ in range(3))

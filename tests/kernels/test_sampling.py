@@ -131,10 +131,10 @@ def test_many_draws_equal_the_reference(draw: Sample, randn: Randn, options: dic
     row = randn(60) * 2
     _, weights = _kept(row, **options)
     cumulative = (weights.cumsum(0) / weights.sum()).cpu()
-    uniforms = torch.rand(80, generator=torch.Generator().manual_seed(5))
+    uniforms = torch.rand(24, generator=torch.Generator().manual_seed(5))
     clear = (cumulative - uniforms.double()[:, None]).abs().amin(1) > BOUNDARY
     chosen = uniforms[clear].tolist()
-    assert len(chosen) > 70
+    assert len(chosen) > 20
     assert torch.equal(draw(sample, row, chosen, **options), draw(sample_reference, row, chosen, **options))
 
 
@@ -159,6 +159,84 @@ def test_a_batch_of_different_rows_over_several_tiles(device: str, randn: Randn)
         assert weights[row, token] > 0
         upper, lower = cumulative[row, token], cumulative[row, token] - weights[row, token] / weights[row].sum()
         assert lower - BOUNDARY <= uniforms[row].double() <= upper + BOUNDARY
+
+
+def _flat(randn: Randn, vocab: int) -> torch.Tensor:
+    return randn(vocab) * 0.1
+
+
+def _peaked(randn: Randn, vocab: int) -> torch.Tensor:
+    return randn(vocab) * 4
+
+
+def _crowded(randn: Randn, vocab: int) -> torch.Tensor:
+    """All that matters lies in two groups of the kernel, with ties."""
+    row = randn(vocab) - 9.0
+    row[4000:4060] = (randn(60) * 2).round()
+    return row
+
+
+def _tied(randn: Randn, vocab: int) -> torch.Tensor:
+    """Hundreds of tokens, in as many groups, share the largest logit."""
+    row = randn(vocab).clamp(max=1.0)
+    row[::13] = 2.0
+    return row
+
+
+def _masked(randn: Randn, vocab: int) -> torch.Tensor:
+    """A grammar allows few tokens."""
+    row = torch.full((vocab,), -math.inf, device=randn(1).device)
+    row[[5, 77, 4321, vocab - 1]] = randn(4)
+    return row
+
+
+@pytest.mark.parametrize("make", [_flat, _peaked, _crowded, _tied, _masked])
+def test_long_rows_of_every_shape(device: str, randn: Randn, make: Callable[[Randn, int], torch.Tensor]) -> None:
+    """Few groups may hold what the filters keep, or more than are looked into first, or all of them."""
+    temperature, top_k, top_p, min_p = zip(
+        (1.0, 0, 1.0, 0.0),
+        (0.8, 3, 1.0, 0.0),
+        (1.0, 200, 0.9, 0.02),
+        (1.2, 0, 0.5, 0.0),
+        (1.0, 0, 0.98, 0.001),
+        (2.0, 0, 1.0, 0.3),
+        (0.05, 50, 0.9, 0.0),
+        strict=True,
+    )
+    arguments = (
+        torch.tensor(temperature, device=device),
+        torch.tensor(top_k, dtype=torch.int32, device=device),
+        torch.tensor(top_p, device=device),
+        torch.tensor(min_p, device=device),
+    )
+    logits = torch.stack([make(randn, 9001)] * len(top_k))
+    _, weights = kept_mask_reference(logits, *arguments)
+    cumulative = weights.cumsum(1) / weights.sum(1, keepdim=True)
+    rows = torch.arange(len(top_k), device=device)
+    for uniform in (0.0, 0.37, LARGEST_BELOW_ONE):
+        tokens = sample(logits, *arguments, torch.full((len(top_k),), uniform, device=device))
+        share = weights[rows, tokens] / weights.sum(1)
+        assert (share > 0).all(), (make, uniform, tokens)
+        upper = cumulative[rows, tokens]
+        assert (upper - share - BOUNDARY <= uniform).all(), (make, uniform, tokens)
+        assert (upper + BOUNDARY >= uniform).all(), (make, uniform, tokens)
+
+
+def test_a_vocabulary_of_larger_groups(device: str, randn: Randn) -> None:
+    """More than 4096 groups of 32: they become groups of 64."""
+    logits = (randn(1, 131073) * 3).expand(3, -1)
+    arguments = (
+        torch.tensor([0.0, 1.0, 1.0], device=device),
+        torch.tensor([0, 20, 0], device=device),
+        torch.tensor([1.0, 0.9, 1.0], device=device),
+        torch.zeros(3, device=device),
+    )
+    uniforms = torch.tensor([0.5, 0.4, 0.7], device=device)
+    expected = sample_reference(logits, *arguments, uniforms)
+    tokens = sample(logits, *arguments, uniforms)
+    assert tokens[:2].tolist() == expected[:2].tolist()
+    weights = kept_mask_reference(logits, *arguments)[1][2]
+    assert abs(weights[: tokens[2]].sum() / weights.sum() - 0.7) < weights[tokens[2]] / weights.sum() + BOUNDARY
 
 
 # Overflow to infinity is what these rows are about; the interpreter's numpy warns of it.

@@ -9,17 +9,17 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from kvrelay.wire.block_frames import parse_header
-from kvrelay.wire.data_plane import SendTicket
 from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.seal import TAG_NBYTES
+from kvrelay.wire.send_job import SendTicket
 
 from .clock import SimLoop, current_process
 from .wires import SimContext
 
 
 class SimSender:
-    """For :class:`kvrelay.wire.data_plane.BlockSender`: packs, reads and lets go of each block at different moments."""
+    """For :class:`kvrelay.wire.block_sender.BlockSender`: packs, reads and lets go of each block at different moments."""
 
     def __init__(self, address: str, *, metrics: Any, context: SimContext, **_: Any) -> None:
         self._address = address

@@ -1,0 +1,131 @@
+"""A model on a GPU: its operations, and its decode steps as graphs. Imported only where there is one."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from kvrelay.common.errors import ModelError
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.batch import build_batch
+from kvrelay.engine.decode_graphs import CudaRecorder, DecodeGraphs, Recorder
+from kvrelay.engine.engine_options import EngineOptions
+from kvrelay.engine.interface import StepRow
+from kvrelay.engine.kv_pool import KvPool
+from kvrelay.engine.model import DecoderModel
+from kvrelay.engine.model_config import ModelConfig
+from kvrelay.engine.native import triton_driver
+from kvrelay.engine.ops_cuda import CudaOps, StepInputs
+from kvrelay.engine.sampler import sample
+from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.weights import ModelWeights
+from kvrelay.kernels.kv_scales import require_e4m3
+
+logger = logging.getLogger(__name__)
+
+
+def cuda_model(
+    config: ModelConfig, weights: ModelWeights, pool: KvPool, max_model_len: int, options: EngineOptions
+) -> tuple[DecoderModel, CudaOps, DecodeGraphs | None]:
+    """The model over ``pool``, which has a spare block. Takes ``weights`` over. Capturing graphs takes seconds."""
+    triton_driver.use_prebuilt()
+    ops = cuda_ops(config, pool, max_model_len, options)
+    compute_dtype = weights.embed.dtype
+    model = DecoderModel(config, weights, ops)
+    if not (options.decodes and options.cuda_graphs):
+        return model, ops, None
+    try:
+        graphs = decode_graphs(config, model, ops, pool, max_model_len, options, compute_dtype, CudaRecorder())
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"no memory is left for the graphs of decode steps ({error}): lower --kv-memory-fraction or --kv-memory-mb, or start "
+            "without them (--no-cuda-graphs)"
+        ) from error
+    return model, ops, graphs
+
+
+def cuda_ops(config: ModelConfig, pool: KvPool, max_model_len: int, options: EngineOptions) -> CudaOps:
+    """Operations over ``pool``. Raises ModelError if this GPU has none for its type.
+
+    An fp8 pool's scales are 1, on all workers: a key or value beyond e4m3's 448 is cut to that. The kernels take scales for each
+    head, but nobody has calibrated any.
+    """
+    scales: torch.Tensor | None = None
+    if pool.tensor.dtype == torch.float8_e4m3fn:
+        try:
+            require_e4m3(pool.tensor.device)
+        except ValueError as error:
+            raise ModelError(f"--kv-dtype is fp8, but {error}: leave it at auto") from error
+        scales = torch.ones(config.num_layers, 2, config.num_kv_heads, device=pool.tensor.device)
+    return CudaOps(config, pool.tensor, max_model_len, options.max_num_seqs, kv_scales=scales)
+
+
+def free_beside_a_step(
+    config: ModelConfig, weights: ModelWeights, kv_dtype: torch.dtype, device: torch.device, options: EngineOptions
+) -> int:
+    """Bytes of the GPU's memory that are free beside the weights and the largest step, which is run to measure it."""
+    triton_driver.use_prebuilt()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    pool_nbytes = run_largest_step(config, weights, kv_dtype, device, options)
+    torch.cuda.synchronize(device)
+    step_nbytes = torch.cuda.max_memory_allocated(device) - before - pool_nbytes
+    torch.cuda.empty_cache()
+    free_nbytes = torch.cuda.mem_get_info(device)[0]
+    logger.info(
+        "GPU memory: %.1f GiB free beside the weights, of which the largest step takes %.2f",
+        free_nbytes / 2**30,
+        step_nbytes / 2**30,
+    )
+    return max(0, free_nbytes - step_nbytes)
+
+
+@torch.inference_mode()
+def run_largest_step(
+    config: ModelConfig, weights: ModelWeights, kv_dtype: torch.dtype, device: torch.device, options: EngineOptions
+) -> int:
+    """Compute as many tokens as a step may have, and sample for as many sequences, over a pool of its own.
+
+    Returns the pool's bytes. ``weights`` stay whole.
+    """
+    length = min(options.max_batched_tokens, options.max_model_len or config.max_position_embeddings)
+    num_blocks = -(-length // options.block_size)
+    pool = KvPool(config, num_blocks, options.block_size, kv_dtype, device)
+    ops = cuda_ops(config, pool, length, options)
+    # The model empties the list of layers that it is given, and multiplies with the very same matrices.
+    model = DecoderModel(config, replace(weights, layers=list(weights.layers)), ops)
+    sampling = SamplingParams(max_tokens=1, top_p=0.9, num_logprobs=0)
+    sequence = Sequence("largest", 1, [0] * length, length, sampling, 0.0, block_table=list(range(num_blocks)))
+    batch = build_batch([StepRow(sequence, length)], options.block_size)
+    hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
+    num_rows = min(options.max_num_seqs, length)
+    sample(model.logits(hidden[:num_rows]), [sequence] * num_rows, ops, {}).read()
+    return pool.tensor.nbytes
+
+
+@torch.inference_mode()
+def decode_graphs(
+    config: ModelConfig,
+    model: DecoderModel,
+    ops: CudaOps,
+    pool: KvPool,
+    max_model_len: int,
+    options: EngineOptions,
+    compute_dtype: torch.dtype,
+    recorder: Recorder,
+) -> DecodeGraphs:
+    """Graphs of all batches that decode, captured now. ``compute_dtype``: the logits'."""
+
+    def forward(token_ids: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        return model.logits(model.forward(token_ids, ops.step_of(inputs)))
+
+    return DecodeGraphs(
+        forward,
+        ops.inputs_of,
+        recorder,
+        logits=torch.empty(options.max_num_seqs, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device),
+        max_blocks=-(-max_model_len // options.block_size),
+        padding_slot=pool.num_blocks * options.block_size,
+    )

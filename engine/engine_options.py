@@ -1,0 +1,91 @@
+"""What a real engine is made from, and what follows from it for its device and its pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.linear_cpu import has_packed_linear
+from kvrelay.engine.processors import LogitsProcessor
+
+_CPU_KV_BYTES = 2**30
+_MIN_POOL_TOKENS = 64  # a pool that holds less serves nobody
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What an engine is made from, all names resolved."""
+
+    model_dir: Path
+    model_id: str
+    dtype: str = "auto"
+    kv_dtype: str = "auto"  # or "fp8"
+    device: str = "auto"
+    weight_format: str = "full"  # or "int8"
+    cpu_kernels: str = "auto"  # "native", or "torch" without ours
+    block_size: int = 16
+    num_blocks: int | None = None  # instead of kv_memory_bytes
+    kv_memory_bytes: int | None = None  # None: 1 GiB on CPU, kv_memory_fraction on a GPU
+    kv_memory_fraction: float = 0.9  # of what is free on a GPU beside the weights and the largest step
+    max_model_len: int | None = None
+    num_threads: int = 1
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 512
+    decodes: bool = True  # whether steps of one token for each sequence are worth preparing for
+    cuda_graphs: bool = True
+    run_ahead: str = "auto"  # "on", "off"; auto is on on a GPU
+    processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)  # by name; requests may ask for them
+
+
+def device_of(name: str) -> torch.device:
+    """The device that ``name``, "auto", "cpu" or "cuda", means here. Raises ModelError if there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelError("--device is cuda, but torch finds no GPU; use --device cpu, or install a CUDA build of torch")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def kv_dtype_of(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type of the pool of a model in ``dtype``. Raises ModelError where there are no kernels for it."""
+    if name == "auto":
+        return dtype
+    if device.type != "cuda":
+        raise ModelError("--kv-dtype is fp8, which needs a GPU; leave it at auto")
+    return torch.float8_e4m3fn
+
+
+def rounds_weights(weight_format: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether to round the weights. Raises ModelError where there are no kernels for that."""
+    if weight_format != "int8":
+        return False
+    if device.type != "cpu" or dtype != torch.bfloat16 or not has_packed_linear(dtype):
+        raise ModelError(
+            f"--weight-format is int8, which runs on CPUs with bf16 and --dtype bfloat16, not with {dtype} on {device}; "
+            "leave it at full"
+        )
+    return True
+
+
+def num_blocks_of(options: EngineOptions, block_nbytes: int, free_nbytes: Callable[[], int] | None) -> int:
+    """Blocks of the pool. Raises ModelError if they would serve nobody.
+
+    ``free_nbytes`` measures what is free on a GPU; None: there is none, and a default must do.
+    """
+    if options.num_blocks is not None:
+        num_blocks, source = options.num_blocks, "--num-blocks"
+    elif options.kv_memory_bytes is not None or free_nbytes is None:
+        num_blocks, source = (options.kv_memory_bytes or _CPU_KV_BYTES) // block_nbytes, "--kv-memory-mb"
+    else:
+        num_blocks = int(free_nbytes() * options.kv_memory_fraction) // block_nbytes
+        source = f"--kv-memory-fraction {options.kv_memory_fraction:g}"
+    if num_blocks * options.block_size < _MIN_POOL_TOKENS:
+        raise ModelError(
+            f"{source} gives a pool of {num_blocks} blocks of {options.block_size} tokens; at least {_MIN_POOL_TOKENS} "
+            f"tokens are needed, and a block takes {block_nbytes / 2**20:.2f} MiB: raise {source}"
+        )
+    return num_blocks

@@ -1,0 +1,80 @@
+"""From the host to a GPU: a step's small arrays in one copy, which nobody waits for.
+
+Copies from pageable memory make the host wait, and each costs some microseconds; a step has a dozen arrays of a few kilobytes. They
+are packed into pinned memory and copied at once. The memory is used again when its copy is over, and a step's copy is, long before
+the next but one is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_ALIGNMENT = 16  # bytes; of each array's place, so that any type may be read there
+_MIN_NBYTES = 2**16
+_NUM_BUFFERS = 8  # a step packs three times, and two steps are under way
+
+
+class Passed(Protocol):
+    """A point that the device has reached or not (a CUDA event)."""
+
+    def record(self) -> None:
+        """Behind all that was launched so far."""
+
+    def synchronize(self) -> None:
+        """Wait until the device is there."""
+
+
+class _Buffer:
+    def __init__(self, nbytes: int, *, is_pinned: bool, copied: Passed | None) -> None:
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self.copied = copied
+
+
+class Uploader:
+    """One thread's uploads to one device. On a CPU, where tests run it, it copies as well."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[_Buffer] = []
+        self._next = 0
+
+    def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """Tensors of the arrays' shapes and types, views of one piece of the device's memory."""
+        starts, nbytes = [], 0
+        for array in arrays:
+            starts.append(nbytes)
+            nbytes += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        buffer = self._buffer(nbytes)
+        packed = buffer.memory.numpy()
+        for start, array in zip(starts, arrays, strict=True):
+            packed[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        there = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        there.copy_(buffer.memory[:nbytes], non_blocking=True)
+        if buffer.copied is not None:
+            buffer.copied.record()
+        return [
+            there[start : start + array.nbytes].view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
+
+    def _buffer(self, nbytes: int) -> _Buffer:
+        """The one that was used longest ago, or a new one; nobody reads it any more."""
+        if len(self._buffers) < _NUM_BUFFERS:
+            self._buffers.append(self._make(nbytes))
+        buffer = self._buffers[self._next]
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
+        if buffer.memory.numel() < nbytes:
+            buffer = self._buffers[self._next] = self._make(nbytes)
+        self._next = (self._next + 1) % _NUM_BUFFERS
+        return buffer
+
+    def _make(self, nbytes: int) -> _Buffer:
+        is_cuda = self._device.type == "cuda"
+        copied: Passed | None = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        return _Buffer(max(_MIN_NBYTES, 1 << (nbytes - 1).bit_length()), is_pinned=is_cuda, copied=copied)

@@ -1,0 +1,119 @@
+"""What the attention kernels do with a tile of queries: its conversion, and the pass over tiles of keys.
+
+The pass is FlashAttention-2's (Dao, 2023, arXiv 2307.08691), in base 2: scores come scaled by log2(e). Not
+for launching: `prefill_attention` and `decode_attention` do that.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+LOG2_E = math.log2(math.e)
+# The largest magnitude `to_half` gives: far from fp16's 65504, and far enough from its subnormals for the smallest that matter.
+_HALF_RANGE = tl.constexpr(16384.0)
+
+
+@triton.jit
+@no_type_check
+def to_half(q):
+    """`q` as fp16 numbers that use its range, and the factor that undoes it.
+
+    e4m3 converts to fp16 without loss and in one instruction; to bf16 it takes several. So over an fp8 pool
+    all dot products are of fp16 numbers, and queries, which may be larger than fp16 holds, are brought into range.
+    """
+    factor = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), axis=1), axis=0), 1.0e-30) / _HALF_RANGE
+    return (q.to(tl.float32) / factor).to(tl.float16), factor
+
+
+@triton.jit
+@no_type_check
+def _load_tile(
+    ptrs,
+    present,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PAD: tl.constexpr,
+    TO_HALF: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys or values of a tile; what is not present, and the padding of a head, is 0. A mask that is not needed costs."""
+    dims = tl.arange(0, HEAD_DIM_PAD)
+    if MASKED:
+        tile = tl.load(ptrs, mask=present[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM != HEAD_DIM_PAD:
+        tile = tl.load(ptrs, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(ptrs)
+    if TO_HALF:
+        tile = tile.to(tl.float16)
+    return tile
+
+
+@triton.jit
+@no_type_check
+def accumulate(
+    q,
+    acc,
+    row_max,
+    row_sum,
+    query_positions,
+    key_start,
+    key_end,
+    seq_len,
+    table_ptr,
+    head_ptr,
+    scale_log2,
+    window,
+    pool_stride_block,
+    pool_stride_value,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    LOOK_AHEAD: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The online softmax over the keys `[key_start, key_end)`: the new `acc`, `row_max` and `row_sum`.
+
+    Without MASKED every key is visible to every row. With LOOK_AHEAD a tile's block ids are loaded one iteration
+    before: the loads of keys, whose addresses they are, then wait for nothing.
+    """
+    dims = tl.arange(0, HEAD_DIM_PAD)
+    if LOOK_AHEAD:
+        positions = key_start + tl.arange(0, KEYS)
+        next_blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < seq_len, other=0)
+    for tile_start in range(key_start, key_end, KEYS):
+        positions = tile_start + tl.arange(0, KEYS)
+        # Whatever lies past seq_len in the last block is old data, NaN included: never load it.
+        present = positions < seq_len
+        if LOOK_AHEAD:
+            blocks = next_blocks
+            next_positions = positions + KEYS
+            next_blocks = tl.load(table_ptr + next_positions // BLOCK_SIZE, mask=next_positions < seq_len, other=0)
+        elif MASKED:
+            blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=present, other=0)
+        else:
+            blocks = tl.load(table_ptr + positions // BLOCK_SIZE)
+        offsets = blocks.to(tl.int64) * pool_stride_block + (positions % BLOCK_SIZE) * HEAD_DIM
+        key_ptrs = head_ptr + offsets[:, None] + dims[None, :]
+        keys = _load_tile(key_ptrs, present, HEAD_DIM, HEAD_DIM_PAD, HAS_SCALES, MASKED)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
+        if MASKED:
+            distance = query_positions[:, None] - positions[None, :]
+            visible = distance >= 0
+            if HAS_WINDOW:
+                visible = visible & (distance < window)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        correction = tl.exp2(row_max - new_max)
+        weights = tl.exp2(scores - new_max[:, None])
+        row_sum = row_sum * correction + tl.sum(weights, axis=1)
+        values = _load_tile(key_ptrs + pool_stride_value, present, HEAD_DIM, HEAD_DIM_PAD, HAS_SCALES, MASKED)
+        acc = tl.dot(weights.to(values.dtype), values, acc * correction[:, None], input_precision="ieee")
+        row_max = new_max
+    return acc, row_max, row_sum

@@ -1,0 +1,61 @@
+"""The scales of an fp8 (e4m3) KV pool: what is written is value / scale, what is read is times the scale.
+
+One fp32 scale per layer, for keys and for values, and per KV head: `kv_scales [num_layers, 2, num_kv_heads]`,
+index 0 of the second dimension for keys. A pool in another type has none. The caller owns them (calibrated,
+or 1) and gives every kernel the same: they are no part of the pool.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvrelay.kernels.checks import FLOAT_DTYPES, FP8_DTYPE, require_dtype, require_shape
+
+# The largest finite number of e4m3; conversion of a larger one saturates.
+FP8_MAX = 448.0
+
+
+def require_compute_dtype(pool: torch.Tensor, kv_scales: torch.Tensor | None, **tensors: torch.Tensor) -> None:
+    """Check the dtype of `tensors`, named as in messages, and that an fp8 pool, and only that, has scales.
+
+    Raises:
+        ValueError: a tensor is not of the pool's dtype (of no float type, where the pool is fp8); scales are
+            missing, not wanted, or of another shape or dtype.
+    """
+    is_fp8 = pool.dtype == FP8_DTYPE
+    for name, tensor in tensors.items():
+        require_dtype(name, tensor, *(FLOAT_DTYPES if is_fp8 else (pool.dtype,)))
+    if is_fp8 != (kv_scales is not None):
+        raise ValueError(f"kv_scales is {'given' if kv_scales is not None else 'None'} for a pool of {pool.dtype}")
+    if kv_scales is not None:
+        require_shape("kv_scales", kv_scales, (pool.shape[1], 2, pool.shape[3]))
+        require_dtype("kv_scales", kv_scales, torch.float32)
+        if not kv_scales.is_contiguous():
+            raise ValueError(f"kv_scales has strides {kv_scales.stride()}, expected a contiguous tensor")
+
+
+def require_e4m3(device: torch.device) -> None:
+    """Raise ValueError unless the kernels can convert e4m3 on `device`; an interpreter, on a CPU, can."""
+    if device.type != "cuda":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    # gfx942's fp8 has another bias, and e4m3 would be emulated.
+    if torch.version.hip is not None or (major, minor) < (8, 9):
+        raise ValueError(
+            f"an fp8 (e4m3) KV pool needs an NVIDIA GPU of compute capability 8.9 or later, this one has {major}.{minor}; "
+            "keep the KV pool in the model's type"
+        )
+
+
+def dequantise(values: torch.Tensor, scales: torch.Tensor | None, kind: int) -> torch.Tensor:
+    """Values `[num_kv_heads, n, head_dim]` as they were before `quantise`, within its rounding, in at least fp32.
+
+    `scales` is one layer's, or None for values that have none; `kind` 0 is keys, 1 is values.
+    """
+    wide = values.to(torch.float32) if values.dtype == FP8_DTYPE else values
+    return wide if scales is None else wide * scales[kind][:, None, None]
+
+
+def quantise(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Values `[..., num_kv_heads, head_dim]` divided by their heads' scales, saturated, as e4m3."""
+    return (values.to(torch.float32) / scales[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)

@@ -1,0 +1,100 @@
+"""The real engine with a step launched behind one whose tokens the host does not know: the same tokens as step by step."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.common.sampling import SampledToken
+from kvrelay.engine.interface import StepRow
+from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.torch_engine import TorchEngine
+from tests.engine.conftest import VOCAB, load, sequence
+
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.7, "seed": 6, "top_k": 20, "num_logprobs": 3},
+    {"temperature": 1.3, "seed": 7, "top_p": 0.8, "choice": 2},
+    {"temperature": 0.0, "num_logprobs": 0, "logit_bias": ((3, 4.0),)},
+)
+
+
+def prompts(count: int) -> list[Sequence]:
+    draws = random.Random(count)
+    made = []
+    for index in range(count):
+        tokens = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 40))]
+        made.append(sequence(tokens, [5 * index + place for place in range(5)], **SAMPLING[index % len(SAMPLING)]))
+    return made
+
+
+def take(sequences: list[Sequence], counts: list[int], tokens: list[SampledToken | None]) -> list[SampledToken]:
+    taken = []
+    for one, count, token in zip(sequences, counts, tokens, strict=True):
+        assert token is not None
+        one.num_computed_tokens += count
+        one.append(token, 10_000)
+        taken.append(token)
+    return taken
+
+
+def begin(engine: TorchEngine, sequences: list[Sequence]) -> list[SampledToken]:
+    counts = [one.num_uncomputed_tokens for one in sequences]
+    rows = [StepRow(one, count) for one, count in zip(sequences, counts, strict=True)]
+    return take(sequences, counts, engine.step(rows))
+
+
+def test_a_row_takes_its_token_from_the_step_before_it(llama: tuple[Path, Any]) -> None:
+    plain, ahead = load(llama[0], num_blocks=64), load(llama[0], num_blocks=64, run_ahead="on")
+    assert not plain.runs_ahead
+    assert ahead.runs_ahead
+    expected_of, given_of = prompts(7), prompts(7)
+    assert begin(plain, expected_of) == begin(ahead, given_of)
+    expected = [take(expected_of, [1] * 7, plain.step([StepRow(one, 1) for one in expected_of])) for _ in range(20)]
+    given = []
+    launched = ahead.launch([StepRow(one, 1) for one in given_of])
+    for _ in range(19):
+        # In another order than before, so that places do not agree by chance.
+        rows = [StepRow(one, 1, num_ahead=1) for one in given_of]
+        behind = ahead.launch(rows[3:] + rows[:3], behind=launched)
+        given.append(take(given_of, [1] * 7, launched.wait()))
+        given_of = given_of[3:] + given_of[:3]
+        launched = behind
+    given.append(take(given_of, [1] * 7, launched.wait()))
+    for step, (ours, theirs) in enumerate(zip(given, expected, strict=True)):
+        turn = 3 * step % 7
+        assert ours == theirs[turn:] + theirs[:turn], step
+
+
+def test_who_joins_and_who_is_ahead_share_a_step(llama: tuple[Path, Any]) -> None:
+    engine = load(llama[0], num_blocks=64, run_ahead="on")
+    (early, late), (alone_early, alone_late) = prompts(2), prompts(2)
+    begin(engine, [early])
+    begin(engine, [late])
+    launched = engine.launch([StepRow(early, 1)])
+    behind = engine.launch([StepRow(late, 1), StepRow(early, 1, num_ahead=1)], behind=launched)
+    first = take([early], [1], launched.wait())
+    second = take([late, early], [1, 1], behind.wait())
+    other = load(llama[0], num_blocks=64)
+    begin(other, [alone_early])
+    begin(other, [alone_late])
+    assert first == take([alone_early], [1], other.step([StepRow(alone_early, 1)]))
+    assert second == take(
+        [alone_late, alone_early], [1, 1], other.step([StepRow(alone_late, 1), StepRow(alone_early, 1)])
+    )
+
+
+def test_a_row_ahead_of_no_step_is_refused(llama: tuple[Path, Any]) -> None:
+    engine = load(llama[0], num_blocks=64, run_ahead="on")
+    one, other = prompts(2)
+    begin(engine, [one, other])
+    with pytest.raises(ValueError, match="a row of 1 tokens, 1 ahead; only one token can follow"):
+        engine.launch([StepRow(one, 1, num_ahead=1)])
+    launched = engine.launch([StepRow(other, 1)])
+    with pytest.raises(ValueError, match="only one token can follow"):
+        engine.launch([StepRow(one, 1, num_ahead=1)], behind=launched)
+    launched.wait()
