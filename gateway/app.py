@@ -88,7 +88,7 @@ def create_app(
     app = FastAPI(title="kvrelay", version=__version__, lifespan=lifespan)
     install_error_handlers(app)
     model_name = settings.served_model_name or directory.name
-    dialect = Dialect.of(template.source, settings.tool_parser, settings.reasoning_parser)
+    dialect = Dialect.of(template.source, settings.tool_parser, settings.reasoning_parser, tokenizer.special_id)
     intake = Intake(model_name, tokenizer, pool, relay.admission)
     chats = ChatReader(template, dialect)
     routes = OpenAIRoutes(intake, chats, responder)

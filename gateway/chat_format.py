@@ -11,7 +11,7 @@ from kvrelay.gateway.formats import AnswerHead, Shown
 from kvrelay.gateway.generation import TextDelta, Usage
 from kvrelay.gateway.jobs import Choice
 from kvrelay.gateway.logprob_bodies import chat_logprobs, prompt_logprobs
-from kvrelay.gateway.sse import DONE, sse
+from kvrelay.gateway.sse import DONE, ChunkTemplate, sse
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.tools.calls import OutputParser, ParsedDelta, ToolCallDelta
 
@@ -35,6 +35,7 @@ class ChatFormat:
         """
         self._head = head
         self._chunk_head = head.body("chatcmpl", "chat.completion.chunk")
+        self._template = ChunkTemplate(self._chunk_head, "choices")
         self._tokenizer = tokenizer
         self._shown = shown
         self._num_choices = num_choices
@@ -127,7 +128,7 @@ class ChatFormat:
         return body
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return sse({**self._chunk_head, "choices": choices, **more})
+        return sse({**self._chunk_head, "choices": choices, **more}) if more else self._template.event(choices)
 
 
 def _message(parser: OutputParser, text: str, echoed: str) -> dict[str, Any]:

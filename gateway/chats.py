@@ -14,6 +14,7 @@ from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.spec import GenerationSpec
 from kvrelay.gateway.tools.calls import OutputParser
 from kvrelay.gateway.tools.functions import ToolChoice, ToolMode, parse_tool_choice, parse_tools
+from kvrelay.gateway.tools.guides import guide_param
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +42,17 @@ class Chat:
 
     def guided(self, spec: GenerationSpec) -> GenerationSpec:
         """``spec`` with what tools and thoughts ask of the output. Raises InvalidRequestError if that contradicts its guide."""
-        guide = self._dialect.guide(self.prompt, self._choice, spec.guide)
+        guide = self._dialect.guide(self.prompt, self._choice, spec.guide, spec.guide_param)
         if spec.beam_search is not None and guide is not None:
             raise InvalidRequestError("tools and use_beam_search are given together; leave one out", param="tools")
         kept_tokens = () if self.has_plain_answers else self._dialect.kept_tokens  # nobody would read them
-        return msgspec.structs.replace(spec, guide=guide, kept_tokens=kept_tokens)
+        param = guide_param(self._choice, spec.guide_param)
+        return msgspec.structs.replace(spec, guide=guide, guide_param=param, kept_tokens=kept_tokens)
 
     @property
     def has_plain_answers(self) -> bool:
         """Whether all text is content: there are neither tools nor thoughts."""
-        return self._dialect.reasoning is None and self._choice.mode is ToolMode.NONE
+        return self._dialect.is_plain(self._choice)
 
     def parser(self) -> OutputParser:
         """Reads one choice of the answer."""

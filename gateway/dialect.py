@@ -7,14 +7,16 @@ One :class:`Dialect` per model, made from its chat template and two settings. Fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvrelay.common.sampling import Guide
 from kvrelay.gateway import reasoning as thoughts
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.reasoning import ReasoningFamily, ReasoningParser, after_reasoning, reasoning_for, reasoning_named
+from kvrelay.gateway.structural_tag import format_of, guide_of
+from kvrelay.gateway.token_formats import with_tokens
 from kvrelay.gateway.tools.calls import CallIds, OutputParser, PlainParser, random_call_id
 from kvrelay.gateway.tools.families import FAMILIES
 from kvrelay.gateway.tools.functions import ToolChoice, ToolMode
@@ -35,17 +37,29 @@ class Dialect:
     tools: ToolSupport | None
     reasoning: ReasoningFamily | None
     style: MessageStyle
+    special_ids: Mapping[str, int] = field(default_factory=dict)  # of ``kept_tokens``, those that are special tokens
 
     @classmethod
-    def of(cls, chat_template: str | None, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Dialect:
-        """From the source of a chat template (None: the model has none) and the settings of these names."""
+    def of(
+        cls,
+        chat_template: str | None,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        special_id: Callable[[str], int | None] = lambda token: None,
+    ) -> Dialect:
+        """From the source of a chat template (None: the model has none) and the settings of these names.
+
+        ``special_id``: the id of a special token of the model's by its name, None if it is none.
+        """
         template = chat_template or ""
         named = None if reasoning_parser in ("auto", "none") else reasoning_named(reasoning_parser)
-        return cls(
+        dialect = cls(
             tools=ToolSupport.of(template, tool_parser),
             reasoning=reasoning_for(template) if reasoning_parser == "auto" else named,
             style=MessageStyle.of(template),
         )
+        ids = {token: token_id for token in dialect.kept_tokens if (token_id := special_id(token)) is not None}
+        return replace(dialect, special_ids=ids)
 
     @property
     def kept_tokens(self) -> tuple[str, ...]:
@@ -66,28 +80,43 @@ class Dialect:
             )
         return template_messages(messages, self.style), None
 
-    def guide(self, prompt: str, choice: ToolChoice, content: Guide | None = None) -> Guide | None:
+    def guide(
+        self, prompt: str, choice: ToolChoice, content: Guide | None = None, param: str | None = None
+    ) -> Guide | None:
         """What the answer to ``prompt``, as rendered, must look like; None if it may be anything.
 
-        ``content``: what the text of the answer must match (``response_format``); it does not bind calls and thoughts. Raises
-        InvalidRequestError if it cannot be combined with them.
+        ``content``: what the text of the answer must match, as the client's field ``param`` asks (by default ``response_format``);
+        it does not bind calls and thoughts. Raises InvalidRequestError if it cannot be combined with them.
         """
         reasoning = self.reasoning
         try:
             guide = content
-            if self.tools is not None and choice.mode is not ToolMode.NONE:
+            if self.tools is not None and self._reads_calls(choice):
                 guide = tool_guide(self.tools.family, self.tools.choice_for(choice), content)
-            if guide is None or reasoning is None or prompt.rstrip().endswith(reasoning.end):
-                return guide  # nobody asked, nobody thinks, or the template has ended the thoughts
-            return after_reasoning(guide, reasoning, starts_inside=reasoning.starts_inside(prompt))
-        except ValueError as error:
-            raise InvalidRequestError(f"response_format cannot be used: {error}", param="response_format") from error
+            # Otherwise nobody asked, nobody thinks, or the template has ended the thoughts.
+            if guide is not None and reasoning is not None and not prompt.rstrip().endswith(reasoning.end):
+                guide = after_reasoning(guide, reasoning, starts_inside=reasoning.starts_inside(prompt))
+            if guide is None or guide is content or not self.special_ids:
+                return guide
+            return guide_of(with_tokens(format_of(guide), self.special_ids))
+        except (ValueError, RecursionError) as error:
+            param = param or "response_format"
+            raise InvalidRequestError(f"{param} cannot be used: {error}", param=param.partition(".")[0]) from error
 
     def parser(self, prompt: str, choice: ToolChoice, new_id: CallIds = random_call_id) -> OutputParser:
         """Reads one answer to ``prompt``, as rendered."""
         answer: OutputParser = PlainParser()
-        if self.tools is not None and choice.mode is not ToolMode.NONE:
+        if self.tools is not None and self._reads_calls(choice):
             answer = CallParser(self.tools.family.syntax, self.tools.choice_for(choice), new_id)
         if self.reasoning is None:
             return answer
         return ReasoningParser(self.reasoning, answer, starts_inside=self.reasoning.starts_inside(prompt))
+
+    def is_plain(self, choice: ToolChoice) -> bool:
+        """Whether all of an answer's text is content: there are neither tools nor thoughts."""
+        return self.reasoning is None and not self._reads_calls(choice)
+
+    def _reads_calls(self, choice: ToolChoice) -> bool:
+        """Whether the model's family of tools has to do with the answer."""
+        has_format = self.tools is not None and self.tools.family.whole_answer is not None
+        return has_format or (self.tools is not None and choice.mode is not ToolMode.NONE)

@@ -5,6 +5,7 @@ KvrelayError
     ├── InvalidRequestError      400  a field is wrong: names it, its value and the limit
     │   ├── ContextLengthError   400  prompt and output do not fit the model
     │   ├── ChatTemplateError    400  the model's chat template is missing, or does not take the messages
+    │   ├── UnusableGuideError   400  what the output is to match cannot be followed
     │   └── InvalidHttpError     400  what came is not HTTP; the connection is closed
     ├── UnauthorizedError        401  no API key, or one that is not known
     ├── ModelNotFoundError       404
@@ -67,6 +68,14 @@ class ContextLengthError(InvalidRequestError):
 
 class ChatTemplateError(InvalidRequestError):
     """The model's chat template is missing, or does not take the messages."""
+
+
+class UnusableGuideError(InvalidRequestError):
+    """What the output is to match cannot be followed: it does not compile, or takes too much."""
+
+    def __init__(self, param: str | None, reason: str) -> None:
+        """``param``: the client's field that it came from, if it is one."""
+        super().__init__(f"{param or 'the guide'} cannot be followed: {reason}", param=param)
 
 
 class InvalidHttpError(InvalidRequestError):

@@ -48,6 +48,11 @@ class Avoidance:
     workers: dict[str, _Pause] = field(default_factory=dict)  # by address
     pairs: dict[tuple[str, str], _Pause] = field(default_factory=dict)  # by addresses of prefill and decode worker
 
+    @property
+    def is_any(self) -> bool:
+        """Whether anybody has been blamed."""
+        return bool(self.workers or self.pairs)
+
     def blame(self, addresses: Collection[str], now_s: float, until_s: float) -> None:
         """Avoid a worker, or a pair (prefill worker first), from ``now_s`` until ``until_s``."""
         match tuple(addresses):

@@ -12,7 +12,7 @@ from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import TextDelta, Usage
 from kvrelay.gateway.jobs import Choice
 from kvrelay.gateway.logprob_bodies import prompt_logprobs, text_logprobs
-from kvrelay.gateway.sse import DONE, sse
+from kvrelay.gateway.sse import DONE, ChunkTemplate, sse
 from kvrelay.gateway.tokenizer import Tokenizer
 
 
@@ -66,6 +66,7 @@ class CompletionFormat:
         ``prompts``: the token ids of each prompt, to be told with each choice's first tokens if token ids are shown.
         """
         self._head = head.body("cmpl", "text_completion")
+        self._template = ChunkTemplate(self._head, "choices")
         self._tokenizer = tokenizer
         self._shown = shown
         self._num_per_prompt = num_per_prompt
@@ -80,7 +81,7 @@ class CompletionFormat:
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """One chunk of a stream."""
-        return sse({**self._head, "choices": [self._choice(index, [delta])]})
+        return self._template.event([self._choice(index, [delta])])
 
     def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
         """Usage, if asked for, and the end."""

@@ -5,10 +5,11 @@ Sits between :mod:`kvrelay.gateway.relay`, which knows tokens only, and the HTTP
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -38,6 +39,7 @@ class Generation:
     is_silent: bool = False  # no output is wanted: the one token that is generated is left out
     priority: int = 0  # in the line for a place; the smaller, the earlier
     retention: Retention | None = None  # how long its KV should stay cached
+    guide_param: str | None = None  # the client's field that ``sampling.guide`` was made from
 
     @property
     def is_first(self) -> bool:
@@ -54,6 +56,10 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):  # one per token, as Out
     stop_reason: StopReason = None  # with the finish reason
     prompt_logprobs: list[SampledToken] | None = None  # with the first delta, if asked for
     beam: int = 0  # of a beam search: which of its results this is, whole
+
+
+TakeNumbered = Callable[[int, TextDelta], None]
+"""Takes what is new of one of several generations, and which. Must not wait."""
 
 
 @dataclass(slots=True)
@@ -82,11 +88,31 @@ class Generator:
         self.tokenizer = tokenizer
         self._metrics = metrics
 
-    async def run(self, generation: Generation, usage: Usage) -> AsyncGenerator[TextDelta]:
-        """The text of ``generation``, its last delta with a finish reason; fills ``usage``. Raises ApiError.
+    async def run_all(self, generations: Sequence[Generation], usages: Sequence[Usage], take: TakeNumbered) -> None:
+        """Run them side by side; ``take`` gets the text of all as it comes, numbered. The first error ends all.
 
-        Close the iterator (``aclosing``) to cancel. A stop string ends the text in front of it, and the request. A beam search
-        gives one delta for each of its results.
+        As :meth:`run` else.
+        """
+        if len(generations) == 1:
+            await self.run(generations[0], usages[0], partial(take, 0))
+            return
+        tasks = [
+            asyncio.create_task(self.run(generation, usage, partial(take, index)))
+            for index, (generation, usage) in enumerate(zip(generations, usages, strict=True))
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def run(self, generation: Generation, usage: Usage, take: Callable[[TextDelta], None]) -> None:
+        """Give ``take`` the text of ``generation``, the last of it with a finish reason; fills ``usage``. Raises ApiError.
+
+        ``take`` is called as tokens come, and must not wait; what it raises ends the generation, and comes out here. Cancel to
+        give the generation up. A stop string ends the text in front of it, and the request. A beam search gives one delta for
+        each of its results.
         """
         request = GenerationRequest(
             generation.request_id,
@@ -97,65 +123,84 @@ class Generator:
             generation.share,
             generation.priority,
             generation.retention,
+            generation.guide_param,
         )
-        output = OutputText(self.tokenizer, generation.text, generation.sampling)
-        timings = generation.timings
         if generation.is_first:
             self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
-        async with aclosing(self._relay.generate(request)) as deltas:
-            async for delta in deltas:
-                self._observe(delta, timings)
-                if delta.num_cached_tokens is not None and generation.is_first:
-                    usage.num_cached_tokens = max(usage.num_cached_tokens, delta.num_cached_tokens)
-                if delta.beams is not None:
-                    self._observe_end(timings)
-                    for index, beam in enumerate(delta.beams):
-                        usage.num_output_tokens += len(beam.tokens)
-                        yield self._beam(generation, index, beam)
-                    return
-                tokens, text = delta.tokens, ""
-                if generation.is_silent:
-                    tokens = []
-                else:
-                    text, num_taken = output.push(tokens)
-                    usage.num_output_tokens += num_taken
-                    tokens = tokens[:num_taken]
-                if output.is_stopped:
-                    self._observe_end(timings)
-                    self._metrics.stop_strings.inc()
-                    yield TextDelta(text, tokens, FinishReason.STOP, output.stop_reason, delta.prompt_logprobs)
-                    return
-                if delta.finish_reason is not None:
-                    text += output.finish(tokens[-1].token_id if tokens else None)
-                    reason = FinishReason.STOP if output.is_stopped else delta.finish_reason
-                    if generation.is_silent:
-                        reason = FinishReason.LENGTH
-                    self._observe_end(timings)
-                    yield TextDelta(text, tokens, reason, output.stop_reason, delta.prompt_logprobs)
-                    return
-                if text or tokens or delta.prompt_logprobs is not None:
-                    yield TextDelta(text, tokens, None, None, delta.prompt_logprobs)
+        await self._relay.run(request, _Text(generation, usage, take, self.tokenizer, self._metrics).take)
 
-    def _beam(self, generation: Generation, index: int, beam: Beam) -> TextDelta:
-        output = OutputText(self.tokenizer, generation.text, generation.sampling)
+
+class _Text:
+    """What tokens of one generation become, as they come."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        usage: Usage,
+        take: Callable[[TextDelta], None],
+        tokenizer: Tokenizer,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._generation = generation
+        self._usage = usage
+        self._take = take
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._output = OutputText(tokenizer, generation.text, generation.sampling)
+
+    def take(self, delta: OutputDelta) -> bool:
+        """Pass its text on; whether more tokens are wanted. See :data:`kvrelay.gateway.attempt.Take`."""
+        generation, usage, output = self._generation, self._usage, self._output
+        self._observe(delta)
+        if delta.num_cached_tokens is not None and generation.is_first:
+            usage.num_cached_tokens = max(usage.num_cached_tokens, delta.num_cached_tokens)
+        if delta.beams is not None:
+            for index, beam in enumerate(delta.beams):
+                usage.num_output_tokens += len(beam.tokens)
+                self._take(self._beam(index, beam))
+            return self._ended()
+        tokens, text = delta.tokens, ""
+        if generation.is_silent:
+            tokens = []
+        else:
+            text, num_taken = output.push(tokens)
+            usage.num_output_tokens += num_taken
+            tokens = tokens[:num_taken]
+        if output.is_stopped:
+            self._metrics.stop_strings.inc()
+            self._take(TextDelta(text, tokens, FinishReason.STOP, output.stop_reason, delta.prompt_logprobs))
+            return self._ended()
+        if delta.finish_reason is not None:
+            text += output.finish(tokens[-1].token_id if tokens else None)
+            reason = FinishReason.STOP if output.is_stopped else delta.finish_reason
+            if generation.is_silent:
+                reason = FinishReason.LENGTH
+            self._take(TextDelta(text, tokens, reason, output.stop_reason, delta.prompt_logprobs))
+            return self._ended()
+        if text or tokens or delta.prompt_logprobs is not None:
+            self._take(TextDelta(text, tokens, None, None, delta.prompt_logprobs))
+        return True
+
+    def _beam(self, index: int, beam: Beam) -> TextDelta:
+        output = OutputText(self._tokenizer, self._generation.text, self._generation.sampling)
         text, _ = output.push(beam.tokens)
         text += output.finish(beam.tokens[-1].token_id if beam.tokens else None)
         return TextDelta(text, beam.tokens, beam.finish_reason, output.stop_reason, beam=index)
 
-    def _observe(self, delta: OutputDelta, timings: RequestTimings) -> None:
+    def _observe(self, delta: OutputDelta) -> None:
+        timings = self._generation.timings
         if delta.timings is not None:
             for name, value in timings.on_parts(delta.timings).items():
                 self._metrics.part_s.labels(name).observe(value)
         if not delta.tokens:
             return
-        before_s = timings.last_token_s
-        timings.on_tokens()
-        assert timings.last_token_s is not None
-        if before_s is None:
-            self._metrics.ttft_s.observe(timings.last_token_s - timings.received_s)
-        else:
-            self._metrics.itl_s.observe(timings.last_token_s - before_s)
-        self._metrics.output_tokens.inc(len(delta.tokens))
+        gap_s = timings.on_tokens()
+        self._metrics.tokens.on_tokens(len(delta.tokens), gap_s)
+        if gap_s is None:
+            assert timings.first_token_s is not None
+            self._metrics.ttft_s.observe(timings.first_token_s - timings.received_s)
 
-    def _observe_end(self, timings: RequestTimings) -> None:
-        self._metrics.e2e_s.observe(time.monotonic() - timings.received_s)
+    def _ended(self) -> bool:
+        """No more is wanted."""
+        self._metrics.e2e_s.observe(time.monotonic() - self._generation.timings.received_s)
+        return False

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.errors import InvalidRequestError
 
@@ -20,7 +22,14 @@ _VLLM_FIELDS = {  # of ``structured_outputs``, and its older spelling as fields 
 }
 
 
-def requested_guide(response_format: Any, structured_outputs: Any, fields: Mapping[str, Any]) -> Guide | None:
+class RequestedGuide(msgspec.Struct, frozen=True):
+    """A guide and where it came from."""
+
+    guide: Guide
+    param: str  # the client's field, such as ``structured_outputs.regex``; workers do not know it
+
+
+def requested_guide(response_format: Any, structured_outputs: Any, fields: Mapping[str, Any]) -> RequestedGuide | None:
     """The one guide that a body asks for; None if it asks for none. ``fields``: the body's others, as ``guided_json``.
 
     Raises InvalidRequestError naming the field that is wrong, or the two that contradict each other.
@@ -32,7 +41,7 @@ def requested_guide(response_format: Any, structured_outputs: Any, fields: Mappi
     ):
         return None  # as with nearly all requests
     found: dict[str, Guide] = {}
-    if (guide := _of_response_format(response_format)) is not None:
+    if (guide := format_guide(response_format)) is not None:
         found["response_format"] = guide
     for param, guide in _of_structured_outputs(structured_outputs).items():
         found[param] = guide
@@ -45,7 +54,7 @@ def requested_guide(response_format: Any, structured_outputs: Any, fields: Mappi
             f"{' and '.join(found)} are given together; the output can match one of them",
             param=next(iter(found)).partition(".")[0],
         )
-    return next(iter(found.values()), None)
+    return next((RequestedGuide(guide, param) for param, guide in found.items()), None)
 
 
 def make_guide(kind: GuideKind, value: Any, param: str) -> Guide:
@@ -58,7 +67,7 @@ def make_guide(kind: GuideKind, value: Any, param: str) -> Guide:
             if isinstance(value, str):
                 value = _parsed(value, param)
             _require(isinstance(value, dict | bool), param, "a JSON Schema", value)
-            return Guide(kind=kind, text=json.dumps(value))
+            return Guide(kind=kind, text=_written(value, param))
         case GuideKind.CHOICE:
             are_texts = isinstance(value, list) and all(isinstance(choice, str) and choice for choice in value)
             _require(are_texts and 0 < len(value) <= _MAX_CHOICES, param, f"1 to {_MAX_CHOICES} strings", value)
@@ -67,35 +76,36 @@ def make_guide(kind: GuideKind, value: Any, param: str) -> Guide:
             if isinstance(value, str):
                 value = _parsed(value, param)
             _require(isinstance(value, dict), param, "a structural tag, an object", value)
-            return Guide(kind=kind, text=json.dumps({"type": "structural_tag", **value}))
+            return Guide(kind=kind, text=_written({"type": "structural_tag", **value}, param))
         case GuideKind.REGEX | GuideKind.GRAMMAR:
             _require(isinstance(value, str) and value, param, "a string", value)
             return Guide(kind=kind, text=value)
 
 
-def _of_response_format(value: Any) -> Guide | None:
+def format_guide(value: Any, param: str = "response_format") -> Guide | None:
+    """The guide of a field that says how the answer is formatted. Raises InvalidRequestError naming ``param``, that field."""
     if value is None:
         return None
-    _require(isinstance(value, dict), "response_format", "an object with a type", value)
+    _require(isinstance(value, dict), param, "an object with a type", value)
     match value.get("type"):
         case "text":
             return None
         case "json_object" | "json" if value.get("value") is not None:  # as Hugging Face's clients write a schema
-            return make_guide(GuideKind.JSON_SCHEMA, value["value"], "response_format.value")
+            return make_guide(GuideKind.JSON_SCHEMA, value["value"], f"{param}.value")
         case "json_object":
             return Guide(kind=GuideKind.JSON_OBJECT)
         case "json_schema":
             inner = value.get("json_schema")
-            _require(isinstance(inner, dict), "response_format.json_schema", "an object with a schema", inner)
+            _require(isinstance(inner, dict), f"{param}.json_schema", "an object with a schema", inner)
             if "schema" not in inner:
-                raise InvalidRequestError("response_format.json_schema has no schema", param="response_format")
-            return make_guide(GuideKind.JSON_SCHEMA, inner["schema"], "response_format.json_schema.schema")
+                raise InvalidRequestError(f"{param}.json_schema has no schema", param=param.partition(".")[0])
+            return make_guide(GuideKind.JSON_SCHEMA, inner["schema"], f"{param}.json_schema.schema")
         case "structural_tag":
-            return make_guide(GuideKind.STRUCTURAL_TAG, value, "response_format")
+            return make_guide(GuideKind.STRUCTURAL_TAG, value, param)
         case kind:
             raise InvalidRequestError(
-                f"response_format.type is {str(kind)[:80]!r}; it must be text, json_object, json_schema or structural_tag",
-                param="response_format",
+                f"{param}.type is {str(kind)[:80]!r}; it must be text, json_object, json_schema or structural_tag",
+                param=param.partition(".")[0],
             )
 
 
@@ -119,8 +129,15 @@ def _of_structured_outputs(value: Any) -> dict[str, Guide]:
 def _parsed(text: str, param: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{param} is not JSON: {error}", param=param.partition(".")[0]) from error
+
+
+def _written(value: Any, param: str) -> str:
+    try:
+        return json.dumps(value)
+    except RecursionError as error:
+        raise InvalidRequestError(f"{param} is nested too deeply", param=param.partition(".")[0]) from error
 
 
 def _require(holds: Any, param: str, wanted: str, value: Any) -> None:

@@ -28,6 +28,7 @@ from kvrelay.gateway.errors import (
 from kvrelay.gateway.key_limits import KeyUse
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.refusals import Reason
+from kvrelay.gateway.reply import EXTENSION, Exchange, Reply
 from kvrelay.gateway.sse import ClientLeftError
 from kvrelay.gateway.tgi.errors import PATHS as TGI_PATHS
 from kvrelay.gateway.tgi.errors import tgi_error
@@ -67,13 +68,16 @@ class Edge:
         self._max_body_bytes = max_body_bytes
         self._client_timeout_s = client_timeout_s
         self._metrics = metrics
+        self._num_in_flight = 0
+        metrics.in_flight.set_function(lambda: self._num_in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request = Request(scope, receive)
+        request = _WholeRequest(scope, receive)
+        exchange: Exchange | None = scope.get("extensions", {}).get(EXTENSION)
         given = request.headers.get("x-request-id", "")
         # An id from outside goes into logs and messages: only what is plainly an id is taken.
         is_given = _REQUEST_ID.fullmatch(given) is not None
@@ -82,96 +86,112 @@ class Edge:
         state["request_id"], state["is_id_given"] = request_id, is_given
         state["received_s"] = time.monotonic()
         state["internal_id"] = None
-        status = 0
+        reply = Reply(send, request_id, exchange)
         endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
 
-        async def send_named(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
-            await send(message)
-
-        self._metrics.in_flight.inc()
+        self._num_in_flight += 1
         use: KeyUse | None = None
         try:
             try:
                 if self._api_keys is not None and scope["path"] not in _OPEN_PATHS:
                     use = self._api_keys.enter(request.headers.get("authorization"))
-                receive = await self._read_body(request)
+                request.whole_body = await self._read_body(receive, request, exchange)
             except (BodyTooLargeError, SlowClientError, UnauthorizedError, TooManyRequestsError) as error:
-                await error_response(error, scope["path"])(scope, receive, send_named)
+                await error_response(error, scope["path"])(scope, receive, reply)
                 return
             if endpoint is None:
-                await self._app(scope, receive, send_named)
+                await self._app(scope, _replaying(request.whole_body, receive), reply)
             else:
-                await _answer(endpoint, Request(scope, receive), send_named)
+                await _answer(endpoint, request, reply)
         except ClientLeftError:
             self._metrics.disconnects.inc()
         except Exception:
             # What was answered was logged, here or in Starlette, which raises it again; uvicorn would log it once more.
-            if status == 0:
+            if reply.status == 0:
                 raise
         finally:
-            self._metrics.in_flight.dec()
+            self._num_in_flight -= 1
             if use is not None:
                 use.leave()
             route = scope.get("route")
             path = scope["path"] if endpoint is not None else route.path if route is not None else "other"
-            self._metrics.requests.labels(path, str(status) if status else "client_left").inc()
+            self._metrics.requests.labels(path, str(reply.status) if reply.status else "client_left").inc()
 
-    async def _read_body(self, request: Request) -> Receive:
-        """A receive that gives the whole body, then what the connection says.
-
-        Raises BodyTooLargeError, SlowClientError, and ClientLeftError if only a part of the body came.
-        """
+    async def _read_body(self, receive: Receive, request: Request, exchange: Exchange | None) -> bytes:
+        """Raises BodyTooLargeError, SlowClientError, and ClientLeftError if only a part of the body came."""
         limit = self._max_body_bytes
         announced = request.headers.get("content-length", "0")
         if announced.isdigit() and int(announced) > limit:
             raise BodyTooLargeError(f"the body has {announced} bytes; the limit is {limit}")
         body = bytearray()
+        # A timer costs as much as parsing a short body; mostly all of it has come with the head.
+        is_here = exchange is not None and exchange.has_whole_request
         try:
-            async with asyncio.timeout(self._client_timeout_s):
-                while True:
-                    message = await request.receive()
-                    if message["type"] != "http.request":
-                        raise ClientLeftError
-                    body += message.get("body", b"")
-                    if len(body) > limit:
-                        raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
-                    if not message.get("more_body", False):
-                        break
+            if is_here:
+                await self._read_into(body, receive)
+            else:
+                async with asyncio.timeout(self._client_timeout_s):
+                    await self._read_into(body, receive)
         except TimeoutError as error:
             self._metrics.refused_connections.labels(Reason.BODY_TIMEOUT).inc()
             raise SlowClientError(
                 f"only {len(body)} bytes of the body had arrived after {self._client_timeout_s:g} s, which is the limit"
             ) from error
-        pending: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        return bytes(body)
 
-        async def replay() -> Message:
-            return pending.pop() if pending else await request.receive()
+    async def _read_into(self, body: bytearray, receive: Receive) -> None:
+        limit = self._max_body_bytes
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise ClientLeftError
+            body += message.get("body", b"")
+            if len(body) > limit:
+                raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
+            if not message.get("more_body", False):
+                return
 
-        return replay
+
+class _WholeRequest(Request):
+    """A request whose body has been read."""
+
+    whole_body = b""
+
+    async def body(self) -> bytes:
+        """All of it."""
+        return self.whole_body
 
 
-async def _answer(endpoint: Endpoint, request: Request, send: Send) -> None:
-    path = request.scope["path"]
+def _replaying(body: bytes, receive: Receive) -> Receive:
+    """A receive that gives the whole body, then what the connection says."""
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return replay
+
+
+async def _answer(endpoint: Endpoint, request: Request, reply: Reply) -> None:
     try:
         response = await endpoint(request)
-    except ApiError as error:
-        response = error_response(error, path)
+        await response(request.scope, request.receive, reply)
     except ClientLeftError:
         raise
-    except asyncio.CancelledError:
-        response = error_response(ShuttingDownError(), path)  # nobody else cancels a request
-    except Exception as error:
-        response = _unexpected(request, error)
-    await response(request.scope, request.receive, send)
+    except (Exception, asyncio.CancelledError) as error:
+        if reply.status:  # too late for another answer
+            raise
+        await _error_answer(request, error)(request.scope, request.receive, reply)
 
 
-def _unexpected(request: Request, error: Exception) -> Response:
+def _error_answer(request: Request, error: BaseException) -> Response:
+    path = request.scope["path"]
+    if isinstance(error, ApiError):
+        return error_response(error, path)
+    if isinstance(error, asyncio.CancelledError):  # nobody else cancels a request
+        return error_response(ShuttingDownError(), path)
     logger.error("a request failed", exc_info=error, extra={"request_id": request.state.request_id})
-    return error_response(ApiError("the server failed on this request; its log has the reason"), request.scope["path"])
+    return error_response(ApiError("the server failed on this request; its log has the reason"), path)
 
 
 def error_response(error: ApiError, path: str | None = None) -> JSONResponse:
@@ -202,7 +222,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return response
 
     async def on_unexpected(request: Request, error: Exception) -> Response:
-        return _unexpected(request, error)
+        return _error_answer(request, error)
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)

@@ -25,6 +25,7 @@ from uvicorn.server import ServerState
 
 from kvrelay.gateway.errors import ApiError, HeadersTooLargeError, InvalidHttpError, SlowClientError
 from kvrelay.gateway.refusals import Reason, Refusals
+from kvrelay.gateway.reply import EXTENSION, Exchange
 from kvrelay.gateway.settings import HttpLimits
 
 _MAX_HEADERS = 256  # each is compared with the names that are looked for
@@ -176,6 +177,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        extensions: dict[str, Any] = {EXTENSION: Exchange(cycle)}
+        cycle.scope["extensions"] = extensions
         super()._start_asgi_task(cycle, app)
 
     def _await_headers(self) -> None:

@@ -10,7 +10,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -86,7 +86,8 @@ class Intake:
 
     def system_fingerprint(self) -> str | None:
         """Equal as long as model, weights and number format are; None while no worker is up."""
-        return next((f"fp_{card.layout.fingerprint().hex()[:12]}" for card in self._pool.cards()), None)
+        fingerprint = self._pool.fingerprint
+        return None if fingerprint is None else f"fp_{fingerprint.hex()[:12]}"
 
     async def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         """The tokens of a client's ``text``, at least one. Raises InvalidRequestError naming ``param``."""
@@ -143,6 +144,7 @@ class Intake:
                         is_silent=spec.max_tokens == 0,
                         priority=spec.priority,
                         retention=spec.retention,
+                        guide_param=spec.guide_param,
                     )
                 )
         return generations
@@ -150,15 +152,19 @@ class Intake:
 
 def arrival_of(request: Request) -> Arrival:
     """Of an HTTP request. Raises InvalidRequestError if its client's own timeout is none."""
-    return Arrival(internal_id(request), request.state.received_s, client_timeout_s(request))
+    return Arrival(internal_id(request), request.scope["state"]["received_s"], client_timeout_s(request))
 
 
 def internal_id(request: Request) -> str:
     """The request's id, with something of its own if it came from outside: the same may come twice at a time, workers go by ids."""
-    request_id: str = request.state.request_id
-    if request.state.is_id_given and request.state.internal_id is None:
-        request.state.internal_id = f"{request_id}.{secrets.token_hex(4)}"
-    return request.state.internal_id or request_id
+    state: dict[str, Any] = request.scope["state"]
+    request_id: str = state["request_id"]
+    if not state["is_id_given"]:
+        return request_id
+    if state["internal_id"] is None:
+        state["internal_id"] = f"{request_id}.{secrets.token_hex(4)}"
+    internal: str = state["internal_id"]
+    return internal
 
 
 def client_timeout_s(request: Request) -> float | None:

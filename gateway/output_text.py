@@ -27,10 +27,10 @@ class OutputText:
     """Takes tokens, gives text. After a stop string, ``is_stopped``, it takes no more."""
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions, sampling: SamplingParams) -> None:
-        silent = set() if options.keeps_special else set(tokenizer.skipped_ids - options.kept_ids)
+        silent = frozenset() if options.keeps_special else tokenizer.skipped_ids - options.kept_ids
         if not options.includes_stop:
             # A tokenizer need not call a model's end tokens special; no client wants to read them.
-            silent.update(sampling.stop_token_ids)
+            silent = silent.union(sampling.stop_token_ids)
         self._detokenizer = Detokenizer(tokenizer.decode_all, silent)
         self._stop = StopMatcher(options.stops, includes_stop=options.includes_stop)
         self._min_tokens = sampling.min_tokens if options.stops else 0

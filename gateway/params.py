@@ -9,10 +9,10 @@ import msgspec
 
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import SamplingParams, Watermark
-from kvrelay.gateway.errors import ContextLengthError, InvalidRequestError
+from kvrelay.gateway.errors import ContextLengthError, InvalidRequestError, UnusableGuideError
 from kvrelay.gateway.spec import GenerationSpec
 from kvrelay.gateway.tokenizer import Tokenizer
-from kvrelay.wire.sampling_check import MAX_PROMPT_LOGPROBS
+from kvrelay.wire.sampling_check import MAX_PROMPT_LOGPROBS, invalid_guide
 
 _NOT_WITH_BEAMS = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -141,6 +141,8 @@ def _check_workers_limits(spec: GenerationSpec, num_prompt_tokens: int, cards: S
             raise InvalidRequestError(
                 f"logits_processors holds {name!r}; this deployment's processors: {known}", param="logits_processors"
             )
+    if (problem := invalid_guide(spec.guide)) is not None:
+        raise UnusableGuideError(spec.guide_param, problem)
     if spec.num_prompt_logprobs is None:
         return
     num_entries = (spec.num_prompt_logprobs + 1) * num_prompt_tokens

@@ -67,8 +67,9 @@ class Placement:
         cached = CachedPrefix(num_cached, self._settings.prefix_weight, local_max)
         if not is_local and not prefills:
             decodes = [view for view in decodes if cached.is_enough(view, num_tokens)]
-        for worker in self._pool.workers:
-            progress.avoidance.forgive(worker.address, worker.up_since_s)
+        if progress.avoidance.is_any:
+            for worker in self._pool.workers:
+                progress.avoidance.forgive(worker.address, worker.up_since_s)
         self._sequence_number += 1
         addresses = [[view.address for view in views] for views in (prefills, decodes)]
         for allowed_prefills, allowed_decodes in progress.avoidance.choices(addresses[0], addresses[1], now_s):

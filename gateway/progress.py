@@ -29,6 +29,7 @@ class GenerationRequest:
     share: PromptShare | None = None  # with the other choices of the prompt
     priority: int = 0  # in the line for a place; the smaller, the earlier
     retention: Retention | None = None  # how long its KV should stay cached
+    guide_param: str | None = None  # the client's field that ``sampling.guide`` was made from
 
     @property
     def follows(self) -> bool:
@@ -39,6 +40,11 @@ class GenerationRequest:
     def max_len(self) -> int:
         """Tokens of prompt and output, if all of it is generated."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+    def settle(self, decode_address: str | None) -> None:
+        """Tell the prompt's other choices where its K/V lie, or, with None, that they must not wait for that any more."""
+        if self.share is not None and not self.follows:
+            self.share.settle(decode_address)
 
 
 class OutputDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: half a dataclass's cost, nothing to collect

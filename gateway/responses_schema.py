@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.chats import ChatRequest
 from kvrelay.gateway.errors import InvalidRequestError
-from kvrelay.gateway.guides import make_guide, requested_guide
+from kvrelay.gateway.guides import format_guide, make_guide
 from kvrelay.gateway.sampling_schema import MAX_LOGPROBS, Probability
 from kvrelay.gateway.spec import GenerationSpec
 
@@ -70,7 +70,8 @@ class ResponseBody(BaseModel):
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=self.seed,
             num_logprobs=(self.top_logprobs or 0) if self.shows_logprobs else None,
-            guide=self._guide(),
+            guide=(guide := self._guide()),
+            guide_param=None if guide is None else "text.format",
         )
 
     def chat(self) -> ChatRequest:
@@ -101,7 +102,7 @@ class ResponseBody(BaseModel):
             if "schema" not in form:
                 raise InvalidRequestError("text.format has no schema", param="text")
             return make_guide(GuideKind.JSON_SCHEMA, form["schema"], "text.format.schema")
-        return requested_guide(form, None, {})
+        return format_guide(form, "text.format")
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str) -> None:

@@ -203,5 +203,7 @@ def _pick(
 
 
 def _rotated(views: Sequence[WorkerView], by: int) -> list[WorkerView]:
+    if len(views) == 1:
+        return list(views)
     ordered = sorted(views, key=lambda view: view.address)
     return [ordered[(index + by) % len(ordered)] for index in range(len(ordered))]

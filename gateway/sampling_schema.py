@@ -119,9 +119,9 @@ class SamplingBody(BaseModel):
             )
         if is_stream and beams is not None:
             raise InvalidRequestError("a beam search cannot be streamed: leave stream out", param="use_beam_search")
-        guide = requested_guide(self.response_format, self.structured_outputs, self.model_extra or {})
-        if guide is not None and beams is not None:
-            name = self._guide_field()
+        requested = requested_guide(self.response_format, self.structured_outputs, self.model_extra or {})
+        if requested is not None and beams is not None:
+            name = requested.param.partition(".")[0]
             raise InvalidRequestError(f"{name} and use_beam_search are given together; leave one out", param=name)
         return GenerationSpec(
             max_tokens=max_tokens,
@@ -148,7 +148,8 @@ class SamplingBody(BaseModel):
             best_of=best_of,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=self.prompt_logprobs,
-            guide=guide,
+            guide=None if requested is None else requested.guide,
+            guide_param=None if requested is None else requested.param,
             has_watermark=bool(self.watermark),
             processors=tuple(self.logits_processors or ()),
             beam_search=beams,
@@ -175,14 +176,6 @@ class SamplingBody(BaseModel):
             length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
             early_stopping=None if self.early_stopping == "never" else bool(self.early_stopping),
         )
-
-    def _guide_field(self) -> str:
-        """Where the one guide that was found came from."""
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            return "response_format"
-        extras = (self.model_extra or {}).items()
-        old = (name for name, value in extras if name.startswith("guided_") and value not in (None, False))
-        return next(old, "structured_outputs")
 
     def _retention(self) -> Retention | None:
         if self.cache_priority is None and self.cache_ttl is None:

@@ -37,6 +37,7 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):  # one per requ
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     guide: Guide | None = None
+    guide_param: str | None = None  # the client's field that it was made from, where that is one
     has_watermark: bool = False
     processors: tuple[str, ...] = ()
     beam_search: BeamSearch | None = None

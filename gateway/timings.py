@@ -46,14 +46,16 @@ class RequestTimings:
         self.parts |= new
         return new
 
-    def on_tokens(self) -> None:
-        """Tokens are on their way to the client."""
+    def on_tokens(self) -> float | None:
+        """Tokens are on their way to the client; returned is how long after those before, None if they are the first."""
         now_s = time.monotonic()
-        if self.first_token_s is None:
+        before_s, self.last_token_s = self.last_token_s, now_s
+        if before_s is None:
             self.first_token_s = now_s
-        elif self.second_token_s is None:
+            return None
+        if self.second_token_s is None:
             self.second_token_s = now_s
-        self.last_token_s = now_s
+        return now_s - before_s
 
     def body(self) -> dict[str, object]:
         """Seconds, as they are sent to clients; null is what did not happen."""

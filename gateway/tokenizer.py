@@ -13,7 +13,7 @@ from kvrelay.common.errors import ModelError
 
 
 class Tokenizer:
-    """A model's tokenizer and what belongs to it: special tokens and end-of-text ids. Immutable, thread-safe."""
+    """A model's tokenizer and what belongs to it: special tokens and end-of-text ids. Thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], eos_ids: tuple[int, ...]) -> None:
         # A file may ask for truncation or padding, which is for training: a prompt must never be cut in silence.
@@ -25,6 +25,8 @@ class Tokenizer:
         )  # left out by ``decode``
         self.special_tokens = special_tokens  # such as {"bos_token": "<s>"}
         self.eos_ids = eos_ids
+        # Every token of every output is decoded on its own, too (see detokenizer.py). As many as the model has ids.
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -72,19 +74,29 @@ class Tokenizer:
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``, special tokens included."""
+        if len(token_ids) == 1:
+            return self.token_text(token_ids[0])
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary, such as ``<tool_call>``; None if there is none."""
         return self._backend.token_to_id(token)
 
+    def special_id(self, token: str) -> int | None:
+        """The id of a special token by its name; None if there is none of that name, or it is an ordinary token."""
+        token_id = self._backend.token_to_id(token)
+        return token_id if token_id in self.skipped_ids else None
+
     def token_name(self, token_id: int) -> str:
         """How the vocabulary writes a token, such as ``Ġthe``; empty if it has none of this id."""
         return self._backend.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
-        """One token's text on its own, special tokens included; for log probabilities."""
-        return self._backend.decode([token_id], skip_special_tokens=False)
+        """One token's text on its own, special tokens included."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self._backend.decode([token_id], skip_special_tokens=False)
+        return text
 
 
 def read_json(path: Path) -> dict[str, Any]:

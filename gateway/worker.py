@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """Put into an attempt's inbox when one of its workers is gone."""
+    """What an attempt hears when one of its workers is gone."""
 
     role: Role
     address: str
@@ -54,11 +54,11 @@ class GaveUp:
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    """Put into an attempt's inbox when the request's time is up."""
+    """What an attempt hears when the request's time is up."""
 
 
 AttemptEvent = TokenDelta | HandedOver | GaveUp | WorkerLost | DeadlinePassed
-Inbox = asyncio.Queue[AttemptEvent]
+Listener = Callable[[AttemptEvent], None]  # an attempt; raises nothing, and does not wait
 
 
 class WorkerOwner(Protocol):
@@ -90,6 +90,7 @@ class Worker:
         self.address = address
         self.uid = uid
         self.welcome: Welcome | None = None
+        self.fingerprint: bytes | None = None  # of its KV layout, while it is up
         self.status: Status | None = None
         self.problem = "not connected yet"
         self.up_since_s = 0.0  # monotonic
@@ -108,7 +109,7 @@ class Worker:
             self.problem = f"{self.address} is a {welcome.role} worker, but was given as a {self.role} worker"
             logger.error("%s", self.problem)
             return
-        self.welcome = welcome
+        self.welcome, self.fingerprint = welcome, welcome.card.layout.fingerprint()
         self.status = None
         self.up_since_s = time.monotonic()
         card = welcome.card
@@ -140,7 +141,7 @@ class Worker:
     def on_lost(self, reason: str) -> None:
         """The worker is gone; its attempts hear of it."""
         logger.warning("%s worker at %s is lost: %s", self.role, self.address, reason)
-        self.welcome = self.status = self.load = None
+        self.welcome = self.fingerprint = self.status = self.load = None
         self.problem, self.misfit = reason, ""  # who comes back may be another
         self.abandon(reason)
         self._owner.on_worker_changed(self)
@@ -156,11 +157,6 @@ class Worker:
         """Whether requests can be sent to it."""
         is_leaving = self.is_retiring or (self.status is not None and self.status.state is WorkerState.DRAINING)
         return self.welcome is not None and self.client.is_up and not is_leaving and not self.misfit
-
-    @property
-    def fingerprint(self) -> bytes | None:
-        """Of its KV layout, while it is up."""
-        return None if self.welcome is None else self.welcome.card.layout.fingerprint()
 
     def differences(self, other: Worker) -> str:
         """How its KV layout differs from that of ``other``; empty if it does not, or if one of them is not up."""
@@ -200,13 +196,13 @@ class Worker:
 
     def view(self) -> WorkerView | None:
         """What routing sees; None if it is not usable."""
-        if self.welcome is None or self.load is None or not self.is_usable:
+        if self.welcome is None or self.fingerprint is None or self.load is None or not self.is_usable:
             return None
         card = self.welcome.card
         status = self.status
         return WorkerView(
             address=self.address,
-            fingerprint=card.layout.fingerprint(),
+            fingerprint=self.fingerprint,
             epoch=self.welcome.epoch,
             num_requests=self.load.num_requests,
             num_waiting_tokens=self.load.num_waiting_tokens,

@@ -19,7 +19,7 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.gateway.load import Key
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.routing import choose_fingerprint
-from kvrelay.gateway.worker import AttemptEvent, Inbox, Worker
+from kvrelay.gateway.worker import AttemptEvent, Listener, Worker
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import DecodeTarget, Hello, Role, Status
 from kvrelay.wire.metrics import WireMetrics
@@ -62,7 +62,10 @@ class WorkerPool:
         self.decodes: dict[str, Worker] = {}
         self._fingerprint: bytes | None = None  # of the KV of all workers that are used
         self._is_told = False  # who is there
-        self._inboxes: dict[Key, Inbox] = {}
+        self._cards: list[ModelCard] = []
+        self._absent = self._missing_roles()
+        self.is_local_only = not needs_prefill_workers  # decode workers compute all prompts
+        self._listeners: dict[Key, Listener] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self.changed = asyncio.Event()  # set when a worker came, went or reported; waiters clear it
         for gauge, state, read in (
@@ -78,11 +81,6 @@ class WorkerPool:
     def workers(self) -> list[Worker]:
         """All workers, prefill first."""
         return [*self.prefills.values(), *self.decodes.values()]
-
-    @property
-    def is_local_only(self) -> bool:
-        """Whether decode workers compute all prompts."""
-        return not self._needs_prefill_workers and not self._staying(Role.PREFILL)
 
     def update(self, found: Iterable[FoundWorker]) -> None:
         """From now on these are the workers: connects to new ones, retires those that leave, lets go of all others."""
@@ -107,21 +105,29 @@ class WorkerPool:
 
     def cards(self) -> list[ModelCard]:
         """The cards of the workers that are up."""
-        return [worker.welcome.card for worker in self.workers if worker.welcome is not None and not worker.misfit]
+        return self._cards
+
+    @property
+    def fingerprint(self) -> bytes | None:
+        """Of the KV of the workers that are used; None while none is up."""
+        return self._fingerprint if self._cards else None
 
     def open_attempt(
-        self, key: Key, workers: Sequence[Worker], num_tokens: int, cached: Mapping[str, int] = _NOTHING
-    ) -> Inbox:
-        """Register an attempt, sent to the first worker; what they all say of it lands in the inbox from now on.
+        self,
+        key: Key,
+        workers: Sequence[Worker],
+        num_tokens: int,
+        listener: Listener,
+        cached: Mapping[str, int] = _NOTHING,
+    ) -> None:
+        """Register an attempt, sent to the first worker; ``listener`` hears what they all say of it from now on.
 
         ``cached``: so many of its tokens the worker at an address has already, as far as one knows.
         """
-        inbox: Inbox = asyncio.Queue()
-        self._inboxes[key] = inbox
+        self._listeners[key] = listener
         for worker in workers:
             num_cached = cached.get(worker.address, 0)
             worker.open(key, num_tokens, is_sent=worker is workers[0], num_cached=num_cached)
-        return inbox
 
     def on_first_token(self, key: Key, workers: Sequence[Worker]) -> None:
         """An attempt on these workers has its first token: the next prompt may have its place."""
@@ -131,16 +137,16 @@ class WorkerPool:
 
     def close_attempt(self, key: Key, workers: Sequence[Worker], num_tokens: int) -> None:
         """Forget an attempt that ended at ``num_tokens``; what still comes of it is dropped, others may have its place."""
-        del self._inboxes[key]
+        del self._listeners[key]
         for worker in workers:
             worker.close(key, num_tokens)
         self.changed.set()
 
     def deliver(self, key: Key, event: AttemptEvent) -> None:
         """Pass an event on to its attempt, if it is still open."""
-        inbox = self._inboxes.get(key)
-        if inbox is not None:
-            inbox.put_nowait(event)
+        listener = self._listeners.get(key)
+        if listener is not None:
+            listener(event)
 
     def on_worker_changed(self, worker: Worker) -> None:
         """A worker came or went."""
@@ -172,6 +178,9 @@ class WorkerPool:
 
     def absent(self) -> list[str]:
         """Why no gateway can serve requests: a role that is needed and that nobody has. Empty if somebody has each."""
+        return self._absent
+
+    def _missing_roles(self) -> list[str]:
         needed = [Role.PREFILL] if self._needs_prefill_workers else []
         return [f"there is no {role} worker" for role in (*needed, Role.DECODE) if not self._staying(role)]
 
@@ -212,6 +221,10 @@ class WorkerPool:
                 logger.error("%s worker at %s is not used: %s", worker.role, worker.address, misfit)
             worker.misfit = misfit
         self._metrics.workers_refused.set(sum(1 for worker in up if worker.misfit))
+        # Each request looks at these several times.
+        self._cards = [worker.welcome.card for worker in up if worker.welcome is not None and not worker.misfit]
+        self._absent = self._missing_roles()
+        self.is_local_only = not self._needs_prefill_workers and not self._staying(Role.PREFILL)
         self.changed.set()
 
 

@@ -95,6 +95,7 @@ class GenerateParameters(BaseModel):
             num_logprobs=self.top_n_tokens or 0,
             num_prompt_logprobs=0 if self.decoder_input_details else None,
             guide=None if self.grammar is None else self.grammar.guide(),
+            guide_param=None if self.grammar is None else "parameters.grammar",
             has_watermark=bool(self.watermark),
             truncate=self.truncate,
             max_tokens_param="max_new_tokens",

@@ -72,6 +72,7 @@ class Outbox:
     def __init__(self, new_id: CallIds) -> None:
         self._new_id = new_id
         self._content: list[str] = []
+        self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self.num_calls = 0
         self.has_open_call = False
@@ -79,6 +80,10 @@ class Outbox:
     def add_content(self, text: str) -> None:
         """Text for the reader."""
         self._content.append(text)
+
+    def add_reasoning(self, text: str) -> None:
+        """A thought."""
+        self._reasoning.append(text)
 
     def open_call(self, name: str) -> None:
         """A call begins."""
@@ -102,8 +107,9 @@ class Outbox:
 
     def take(self) -> ParsedDelta:
         """All since the last time."""
-        delta = ParsedDelta(content="".join(self._content), calls=tuple(self._calls))
+        delta = ParsedDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))
         self._content.clear()
+        self._reasoning.clear()
         self._calls.clear()
         return delta
 

@@ -5,7 +5,7 @@ V3 and R1 write ``function<sep>f`` and fenced JSON, V3.1 writes ``f<sep>{"a": 1}
 
 from __future__ import annotations
 
-from kvrelay.gateway.tools.parser import Context, Syntax, read_arguments
+from kvrelay.gateway.tools.parser import Context, Section, read_arguments
 from kvrelay.gateway.tools.reader import Reading
 
 # The bars and the spaces between words are not ASCII: U+FF5C and U+2581.
@@ -13,22 +13,6 @@ CALLS_BEGIN, CALLS_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctoo
 CALL_BEGIN, CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
 SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 FENCE_BEGIN, FENCE_END = "```json", "```"
-
-
-def _read(context: Context, marker: str) -> Reading[bool]:
-    reader = context.reader
-    begin: str | None = marker
-    if marker == CALLS_BEGIN:
-        yield from reader.spaces()
-        begin = yield from reader.next_is(CALL_BEGIN)
-    while begin == CALL_BEGIN:
-        if not (yield from _read_call(context)):
-            return False
-        yield from reader.spaces()
-        begin = yield from reader.next_is(CALL_BEGIN, CALLS_END)
-        if begin == CALLS_END or reader.is_over():
-            return True
-    return False
 
 
 def _read_call(context: Context) -> Reading[bool]:
@@ -53,4 +37,4 @@ def _read_call(context: Context) -> Reading[bool]:
     return True
 
 
-SYNTAX = Syntax((CALLS_BEGIN, CALL_BEGIN), _read)
+SYNTAX = Section(CALLS_BEGIN, CALL_BEGIN, CALLS_END, _read_call).syntax

@@ -12,7 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.gateway.structural_tag import Format, json_schema
-from kvrelay.gateway.tools import deepseek, hermes, json_list, llama3_json, mistral, python_guide, pythonic, qwen3_coder
+from kvrelay.gateway.tools import (
+    deepseek,
+    glm,
+    harmony,
+    hermes,
+    json_list,
+    kimi_k2,
+    llama3_json,
+    minimax,
+    mistral,
+    python_guide,
+    pythonic,
+    qwen3_coder,
+)  # fmt: skip
 from kvrelay.gateway.tools.parser import Syntax
 
 
@@ -46,6 +59,9 @@ class ToolFamily:
     marks: tuple[str, ...]  # a chat template that has them all is of this family …
     strange_marks: tuple[str, ...] = ()  # … unless it has one of these
     kept_tokens: tuple[str, ...] = ()  # special tokens that the text must keep: the parser reads them
+    # Where all of an answer has a format of its own, thoughts included: from the formats of calls' arguments by their names, and
+    # of the content (None: there must be a call). Such answers are read by ``syntax`` with or without tools.
+    whole_answer: Callable[[Sequence[tuple[str, Format]], Format | None], Format] | None = None
 
 
 def _envelope(arguments: str = "arguments") -> Callable[[str], str]:
@@ -63,7 +79,7 @@ _HERMES = ToolFamily(
         lambda name: f"{hermes.BEGIN}\n{_envelope()(name)}", f"}}\n{hermes.END}", separator="\n", trigger=hermes.BEGIN
     ),
     marks=(hermes.BEGIN,),
-    strange_marks=("<arg_key>",),  # GLM's, whose calls only begin alike
+    strange_marks=("<arg_key>", "]<]minimax[>["),  # of GLM and MiniMax-M3, whose calls only begin alike
     kept_tokens=(hermes.BEGIN, hermes.END),
 )
 _QWEN3_CODER = ToolFamily(
@@ -180,10 +196,88 @@ _PHI4_MINI = ToolFamily(
     kept_tokens=("<|tool_call|>", "<|/tool_call|>"),
 )
 
+_GPT_OSS = ToolFamily(
+    "gpt_oss",
+    harmony.SYNTAX,
+    Spelling(harmony.call_begin, harmony.CALL, separator=f"{harmony.START}{harmony.SPEAKER}"),
+    marks=(harmony.CHANNEL, harmony.MESSAGE),
+    kept_tokens=harmony.TOKENS,
+    whole_answer=harmony.answer,
+)
+
+
+def _glm(name: str, line_break: str) -> ToolFamily:
+    return ToolFamily(
+        name,
+        glm.SYNTAX,
+        Spelling(
+            lambda function: f"{glm.BEGIN}{function}{line_break}",
+            f"{line_break}{glm.END}",
+            separator=line_break,
+            trigger=glm.BEGIN,
+            arguments=lambda schema: json_schema(schema, style="glm_xml"),
+            write_arguments=glm.write_arguments,
+            arguments_are=f"{glm.KEY}KEY{glm.KEY_END}{line_break}{glm.VALUE}VALUE{glm.VALUE_END} for each",
+        ),
+        marks=(f"{line_break}{glm.KEY}", glm.VALUE),
+        kept_tokens=(glm.BEGIN, glm.END, glm.KEY, glm.KEY_END, glm.VALUE, glm.VALUE_END),
+    )
+
+
+_KIMI_K2 = ToolFamily(
+    "kimi_k2",
+    kimi_k2.SYNTAX,
+    Spelling(
+        lambda name: f"{kimi_k2.CALL_BEGIN}{kimi_k2.PREFIX}{name}:",
+        kimi_k2.CALL_END,
+        begin=kimi_k2.CALLS_BEGIN,
+        end=kimi_k2.CALLS_END,
+        trigger=kimi_k2.CALLS_BEGIN,
+        arguments=kimi_k2.numbered_arguments,
+        write_arguments=kimi_k2.write_arguments,
+        arguments_are=f"a number, {kimi_k2.ARGUMENTS_BEGIN} and a JSON object",
+    ),
+    marks=(kimi_k2.CALLS_BEGIN, kimi_k2.ARGUMENTS_BEGIN),
+    kept_tokens=(
+        kimi_k2.CALLS_BEGIN, kimi_k2.CALLS_END, kimi_k2.CALL_BEGIN, kimi_k2.CALL_END, kimi_k2.ARGUMENTS_BEGIN
+    ),
+)  # fmt: skip
+_MINIMAX_M1 = ToolFamily(
+    "minimax_m1",
+    minimax.LINES,
+    Spelling(
+        _envelope(),
+        "}",
+        begin=f"{minimax.LINES_BEGIN}\n",
+        separator="\n",
+        end=f"\n{minimax.LINES_END}",
+        trigger=minimax.LINES_BEGIN,
+    ),
+    marks=(minimax.LINES_BEGIN, "<beginning_of_sentence>"),
+    kept_tokens=(minimax.LINES_BEGIN, minimax.LINES_END),
+)
+_MINIMAX_M2 = ToolFamily(
+    "minimax_m2",
+    minimax.TAGS,
+    Spelling(
+        lambda name: f"{minimax.INVOKE}{name}{minimax.NAME_END}\n",
+        f"\n{minimax.INVOKE_END}",
+        begin=f"{minimax.TAGS_BEGIN}\n",
+        separator="\n",
+        end=f"\n{minimax.TAGS_END}",
+        trigger=minimax.TAGS_BEGIN,
+        arguments=lambda schema: json_schema(schema, style="minimax_xml"),
+        write_arguments=minimax.write_arguments,
+        arguments_are=f"{minimax.PARAMETER}KEY{minimax.NAME_END}VALUE{minimax.PARAMETER_END} for each",
+    ),
+    marks=(minimax.TAGS_BEGIN,),
+    kept_tokens=(minimax.TAGS_BEGIN, minimax.TAGS_END),
+)
+
 # In the order in which a template is held against them: what has more marks comes before what has some of them.
 FAMILIES: tuple[ToolFamily, ...] = (
-    _DEEPSEEK_V3, _DEEPSEEK_V31, _MISTRAL_ARGS, _MISTRAL, _PHI4_MINI, _GRANITE, _QWEN3_CODER, _HERMES, _LFM2,
-    _PYTHONIC, _LLAMA3_JSON,
+    _DEEPSEEK_V3, _DEEPSEEK_V31, _KIMI_K2, _GPT_OSS, _MISTRAL_ARGS, _MISTRAL, _PHI4_MINI, _GRANITE, _QWEN3_CODER, _MINIMAX_M2,
+    _MINIMAX_M1, _glm("glm45", "\n"), _glm("glm47", ""), _HERMES, _LFM2, _PYTHONIC, _LLAMA3_JSON,
 )  # fmt: skip
 FALLBACK = _HERMES  # for models that were never shown any format: the one that most others know
 

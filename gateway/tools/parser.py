@@ -32,7 +32,9 @@ class Context:
         return name in self.functions and (self.max_calls is None or self.out.num_calls < self.max_calls)
 
     def writer(self, name: str) -> Callable[[str], None]:
-        """Takes a call's arguments as they are read; the first piece opens the call. Settles what was read."""
+        """Takes a new call's arguments as they are read; the first piece opens it. Settles what was read."""
+        if self.out.has_open_call:  # whose end never came
+            self.out.close_call()
 
         def write(text: str) -> None:
             if not self.out.has_open_call:
@@ -68,6 +70,36 @@ class Syntax:
     markers: tuple[str, ...]
     read: Callable[[Context, str], Reading[bool]]
     starts: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Calls that each begin with a mark of their own, inside of a pair of marks around all; the first of those may be missing."""
+
+    begin: str
+    call_begin: str
+    end: str
+    read_call: Callable[[Context], Reading[bool]]  # behind its mark; closes the call
+
+    @property
+    def syntax(self) -> Syntax:
+        """How a section is read."""
+        return Syntax((self.begin, self.call_begin), self._read)
+
+    def _read(self, context: Context, marker: str) -> Reading[bool]:
+        reader = context.reader
+        mark: str | None = marker
+        if marker == self.begin:
+            yield from reader.spaces()
+            mark = yield from reader.next_is(self.call_begin)
+        while mark == self.call_begin:
+            if not (yield from self.read_call(context)):
+                return False
+            yield from reader.spaces()
+            mark = yield from reader.next_is(self.call_begin, self.end)
+            if mark == self.end or reader.is_over():
+                return True
+        return False
 
 
 class CallParser:

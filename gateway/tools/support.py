@@ -17,6 +17,9 @@ from kvrelay.gateway.tools.prompts import as_text, with_tools
 # The variable, not a message's field of that name.
 _TOOLS = re.compile(r"(?<![\w.\"'])tools\b(?!['\"])")
 
+# What templates say that know one call of an answer: Llama 3's, and gpt-oss's.
+_SINGLE_CALL = ("only supports single tool", "max 1 tool call per message")
+
 
 @dataclass(frozen=True, slots=True)
 class ToolSupport:
@@ -45,7 +48,7 @@ class ToolSupport:
             describes_tools=family is not None and _TOOLS.search(chat_template) is not None,
             tells_calls=family is not None and "tool_calls" in chat_template,
             has_system="System role not supported" not in chat_template,
-            takes_parallel="only supports single tool" not in chat_template,
+            takes_parallel=not any(mark in chat_template for mark in _SINGLE_CALL),
         )
 
     def choice_for(self, choice: ToolChoice) -> ToolChoice:

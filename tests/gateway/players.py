@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import zmq
 from prometheus_client import CollectorRegistry
@@ -13,7 +13,7 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.engine.fake import fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest
+from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers import WorkerPool, static_workers
@@ -142,13 +142,29 @@ class Stage:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=9)
         output: list[int] = []
         reason: FinishReason | None = None
+
+        def take(delta: OutputDelta) -> bool:
+            nonlocal reason
+            assert reason is None, "tokens behind the end"
+            output.extend(token.token_id for token in delta.tokens)
+            reason = delta.finish_reason
+            return True
+
         async with asyncio.timeout(20):
-            async with aclosing(self.relay.generate(GenerationRequest(request_id, PROMPT, sampling))) as deltas:
-                async for delta in deltas:
-                    assert reason is None, "tokens behind the end"
-                    output += [token.token_id for token in delta.tokens]
-                    reason = delta.finish_reason
+            await self.relay.run(GenerationRequest(request_id, PROMPT, sampling), take)
         return output, reason
+
+    async def deltas(self, request: GenerationRequest) -> list[OutputDelta]:
+        """All of a request's output."""
+        taken: list[OutputDelta] = []
+
+        def take(delta: OutputDelta) -> bool:
+            taken.append(delta)
+            return True
+
+        async with asyncio.timeout(20):
+            await self.relay.run(request, take)
+        return taken
 
 
 @asynccontextmanager

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 from starlette.types import Message
 
-from kvrelay.common.sampling import FinishReason, SampledToken
+from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.gateway.attempt import Take
 from kvrelay.gateway.errors import ApiError
-from kvrelay.gateway.generation import TextDelta
+from kvrelay.gateway.generation import Generation, Generator, Usage
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.sse import ClientLeftError, EndAtDisconnect, EventStream
-from kvrelay.gateway.streaming import merged
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool
 from kvrelay.wire.messages import FailureCode, Submit
@@ -27,6 +30,12 @@ from .players import Player, failing
 
 USER = [{"role": "user", "content": "hand over"}]
 SAID = "the baton, née 🏃 here"
+SCOPE: dict[str, Any] = {"type": "http", "state": {"request_id": "r"}}
+
+
+async def no_news() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
 @pytest.fixture
@@ -160,51 +169,92 @@ async def test_a_client_that_leaves_while_it_sends(model_directory: Path, tokeni
 # -- streams -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_stream_that_never_began_is_closed_all_the_same() -> None:
-    closed: list[str] = []
-
-    async def source() -> AsyncIterator[int]:
-        try:
-            yield 1
-            yield 2
-        finally:
-            closed.append("source")
-
-    async def events() -> AsyncIterator[bytes]:
-        yield b"never"
+async def test_a_stream_that_cannot_be_sent_fails() -> None:
+    async def produce(stream: EventStream) -> bytes:
+        stream.write(b"never")
+        return b""
 
     async def send(_: Message) -> None:
         raise OSError("the connection is gone")
 
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    deltas: Any = source()
-    assert await anext(deltas) == 1
-    stream = EventStream(events(), deltas, lambda error: b"", lambda: None)  # type: ignore[arg-type]
+    stream = EventStream(produce, lambda error: b"")
     with pytest.raises(OSError, match="gone"):
-        await stream({"type": "http"}, receive, send)
-    assert closed == ["source"]
+        await stream(SCOPE, no_news, send)
 
 
-async def test_the_first_error_of_several_choices_ends_all() -> None:
-    closed: list[str] = []
+async def test_what_a_client_cannot_take_waits_in_order_and_holds_nobody_up() -> None:
+    sent: list[bytes] = []
+    takes, was_written = asyncio.Event(), asyncio.Event()
 
-    async def endless() -> Any:
-        try:
-            yield TextDelta("x", [], None)
+    async def produce(stream: EventStream) -> bytes:
+        for event in (b"1", b"", b"2"):
+            stream.write(event)
+        await takes.wait()
+        await asyncio.sleep(0)
+        stream.write(b"3")
+        was_written.set()
+        return b"end"
+
+    async def send(message: Message) -> None:
+        await takes.wait()
+        sent.append(message.get("body", b"head"))
+
+    task = asyncio.create_task(EventStream(produce, lambda error: b"")(SCOPE, no_news, send))
+    await asyncio.sleep(0)
+    assert not sent
+    takes.set()
+    await was_written.wait()
+    await task
+    assert b"".join(sent) == b"head123end"
+
+
+async def test_a_stream_that_is_cut_off_ends_with_its_last_words() -> None:
+    """Also if the client has not even had the head by then."""
+    sent: list[bytes] = []
+    is_held = asyncio.Event()
+    begun = asyncio.Event()
+
+    async def produce(stream: EventStream) -> bytes:
+        stream.write(b"1")
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if not is_held.is_set():
+            is_held.set()
             await asyncio.Event().wait()
-        finally:
-            closed.append("endless")
+        sent.append(message.get("body", b"head"))
 
-    async def broken() -> Any:
-        yield TextDelta("y", [], None)
-        raise ApiError("broken")
+    task = asyncio.create_task(EventStream(produce, lambda error: error.code.encode())(SCOPE, no_news, send))
+    await begun.wait()
+    await is_held.wait()
+    task.cancel()
+    await task
+    assert sent == [b"head", b"1", b"shutting_down"]
 
+
+async def test_the_first_error_of_several_choices_ends_all(model_directory: Path) -> None:
+    was_given_up = asyncio.Event()
+
+    class TwoWays:
+        async def run(self, request: GenerationRequest, take: Take) -> None:
+            take(OutputDelta([SampledToken(5)], None, None, None))
+            if request.request_id == "broken":
+                raise ApiError("broken")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                was_given_up.set()
+
+    relay: Any = TwoWays()
+    generator = Generator(relay, Tokenizer.load(model_directory), GatewayMetrics(CollectorRegistry()))
+    generations = [Generation(name, [1], SamplingParams(max_tokens=9)) for name in ("endless", "broken")]
+    taken: list[int] = []
     with pytest.raises(ApiError, match="broken"):
-        async for _ in merged([endless(), broken()]):
-            pass
-    assert closed == ["endless"]
+        await generator.run_all(generations, [Usage(1), Usage(1)], lambda index, delta: taken.append(index))
+    assert taken == [0, 1]
+    assert was_given_up.is_set()
 
 
 async def test_work_ends_with_the_client() -> None:

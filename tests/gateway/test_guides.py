@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.errors import InvalidRequestError
-from kvrelay.gateway.guides import requested_guide
+from kvrelay.gateway.guides import RequestedGuide, format_guide, requested_guide
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 OF_SCHEMA = Guide(kind=GuideKind.JSON_SCHEMA, text=json.dumps(SCHEMA))
@@ -27,10 +27,41 @@ OF_SCHEMA = Guide(kind=GuideKind.JSON_SCHEMA, text=json.dumps(SCHEMA))
     ],
 )
 def test_a_response_format(response_format: Any, guide: Guide | None) -> None:
-    assert requested_guide(response_format, None, {}) == guide
+    requested = requested_guide(response_format, None, {})
+    assert requested == (None if guide is None else RequestedGuide(guide, "response_format"))
+
+
+@pytest.mark.parametrize(
+    ("structured_outputs", "fields", "param"),
+    [
+        ({"regex": "a"}, {}, "structured_outputs.regex"),
+        ({"json": SCHEMA, "choice": None}, {}, "structured_outputs.json"),
+        (None, {"guided_choice": ["a"]}, "guided_choice"),
+    ],
+)
+def test_the_field_that_a_guide_came_from(structured_outputs: Any, fields: dict[str, Any], param: str) -> None:
+    requested = requested_guide(None, structured_outputs, fields)
+    assert requested is not None
+    assert requested.param == param
 
 
 def test_an_unknown_type_is_named() -> None:
     for response_format in ({"type": "json"}, {"type": "xml"}, {}):
         with pytest.raises(InvalidRequestError, match=r"response_format\.type is"):
             requested_guide(response_format, None, {})
+
+
+def test_another_field_than_response_format_is_named() -> None:
+    for value in ({"type": "bogus"}, 5):
+        with pytest.raises(InvalidRequestError, match=r"text\.format") as refused:
+            format_guide(value, "text.format")
+        assert refused.value.param == "text"
+
+
+def test_what_is_nested_beyond_what_can_be_written_is_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"properties": {"a": deep}}
+    for value in (deep, '{"properties":{"a":' * 5000 + "1" + "}}" * 5000):
+        with pytest.raises(InvalidRequestError, match="guided_json is"):
+            requested_guide(None, None, {"guided_json": value})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 
 import pytest
 
@@ -16,7 +15,7 @@ from kvrelay.gateway.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from kvrelay.gateway.progress import GenerationRequest
+from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.wire.messages import (
     Cancelled,
     FailureCode,
@@ -123,8 +122,7 @@ async def test_the_clients_own_time_counts_and_travels_with_the_request() -> Non
     async with stage(lambda player, submit: player.tokens(submit, 0, [100]), request_timeout_s=60.0) as s:
         request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4), timeout_s=0.2)
         with pytest.raises(RequestTimeoutError, match=r"0\.2 s"):
-            async for _ in s.relay.generate(request):
-                pass
+            await s.deltas(request)
         [submit] = s.players[0].submits
         assert submit.timeout_s is not None
         assert 0 < submit.timeout_s <= 0.2
@@ -134,8 +132,7 @@ async def test_the_clients_own_time_counts_and_travels_with_the_request() -> Non
 async def test_a_client_cannot_ask_for_more_time_than_there_is() -> None:
     async with stage(good, request_timeout_s=60.0) as s:
         request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4), timeout_s=1e6)
-        async for _ in s.relay.generate(request):
-            pass
+        await s.deltas(request)
         timeout_s = s.players[0].submits[0].timeout_s
         assert timeout_s is not None
         assert 59 < timeout_s <= 60
@@ -152,16 +149,21 @@ async def test_a_draining_worker_gets_nothing_new() -> None:
         assert not s.players[0].submits
 
 
-async def test_closing_the_iterator_cancels_on_both_workers() -> None:
+async def test_a_request_that_is_given_up_is_cancelled_on_both_workers() -> None:
     def begin(player: Player, submit: Submit) -> None:
         player.tokens(submit, 0, [100], timings=Timings(queue_s=0.1, prefill_s=0.2))
 
     async with stage(good, prefill=begin) as s:
         sampling = SamplingParams(max_tokens=9, temperature=0.0)
-        deltas = s.relay.generate(GenerationRequest("r", PROMPT, sampling))
-        delta = await anext(deltas)
-        assert delta.timings == Timings(queue_s=0.1, prefill_s=0.2)
-        await deltas.aclose()
+        first: asyncio.Future[OutputDelta] = asyncio.get_running_loop().create_future()
+
+        def take(delta: OutputDelta) -> bool:
+            first.set_result(delta)
+            return True
+
+        running = asyncio.create_task(s.relay.run(GenerationRequest("r", PROMPT, sampling), take))
+        assert (await first).timings == Timings(queue_s=0.1, prefill_s=0.2)
+        running.cancel()
         for player in s.players:
             assert await player.cancelled.get() == ("r", 1)
 
@@ -280,8 +282,7 @@ async def test_what_an_earlier_attempt_computed_was_computed() -> None:
 
     async with stage(script) as s:
         request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4, temperature=0.0))
-        async with aclosing(s.relay.generate(request)) as deltas:
-            seen = [delta.num_cached_tokens async for delta in deltas]
+        seen = [delta.num_cached_tokens for delta in await s.deltas(request)]
         assert seen == [1, 1, None]
 
 
@@ -289,6 +290,5 @@ async def test_a_request_s_retention_travels_with_every_attempt() -> None:
     async with stage(failing(FailureCode.INTERNAL, times=1)) as s:
         wish = Retention(priority=80, ttl_s=60.0)
         sampling = SamplingParams(max_tokens=4, temperature=0.0)
-        async with aclosing(s.relay.generate(GenerationRequest("r", PROMPT, sampling, retention=wish))) as deltas:
-            assert [delta async for delta in deltas]
+        assert await s.deltas(GenerationRequest("r", PROMPT, sampling, retention=wish))
         assert [submit.retention for submit in s.players[0].submits] == [wish, wish]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 
 import pytest
 
@@ -32,8 +31,7 @@ def first_token(player: Player, submit: Submit) -> None:
 
 async def deltas_of(s: Stage) -> list[OutputDelta]:
     sampling = SamplingParams(max_tokens=3, temperature=0.0, num_prompt_logprobs=0)
-    async with asyncio.timeout(20), aclosing(s.relay.generate(GenerationRequest("r", PROMPT, sampling))) as deltas:
-        return [delta async for delta in deltas]
+    return await s.deltas(GenerationRequest("r", PROMPT, sampling))
 
 
 def tokens_of(deltas: list[OutputDelta]) -> list[int]:

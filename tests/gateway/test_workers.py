@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -12,7 +11,7 @@ from kvrelay.common.errors import KvrelayError
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.fake import fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest
+from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.worker import first_tokens_first
 from kvrelay.gateway.workers import FoundWorker, WorkerPool
 from kvrelay.wire.messages import Role, Submit, TokenDelta
@@ -66,11 +65,15 @@ async def test_what_runs_on_a_worker_that_is_gone_goes_on_elsewhere() -> None:
         on.pool.update(found(goes, stays, retiring=stays))
         sampling = SamplingParams(max_tokens=4, temperature=0.0, seed=9)
         output: list[int] = []
-        async with asyncio.timeout(10), aclosing(on.relay.generate(GenerationRequest("r", PROMPT, sampling))) as deltas:
-            async for delta in deltas:
-                output += [token.token_id for token in delta.tokens]
-                if len(output) == 1:
-                    on.pool.update(found(stays))
+
+        def take(delta: OutputDelta) -> bool:
+            output.extend(token.token_id for token in delta.tokens)
+            if len(output) == 1:
+                on.pool.update(found(stays))
+            return True
+
+        async with asyncio.timeout(10):
+            await on.relay.run(GenerationRequest("r", PROMPT, sampling), take)
         assert output == ALL[0]
         assert stays.submits[0].token_ids == [*PROMPT, 100]  # it went on behind what was there
 

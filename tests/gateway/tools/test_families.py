@@ -39,6 +39,33 @@ VARIANTS: list[tuple[str, str, Answer]] = [
     ),
     ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", Answer(calls=[A1])),
     ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>", Answer(calls=[A1])),
+    (
+        "glm45",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call><tool_call>g</tool_call>",
+        Answer(calls=[A1, NONE]),
+    ),
+    ("glm47", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n", Answer(calls=[A1])),
+    ("glm47", '<tool_call>{"name": "f"}</tool_call>', Answer(content='<tool_call>{"name": "f"}</tool_call>')),
+    ("glm47", "<tool_call>f<arg_key>a</arg_key>1</tool_call>", Answer(content="<tool_call>f<arg_key>a</arg_key>1</tool_call>")),
+    (
+        "kimi_k2",
+        "Yes. <|tool_calls_section_begin|> <|tool_call_begin|> functions.f:3 <|tool_call_argument_begin|> "
+        '{"a": 1} <|tool_call_end|>'
+        "\n<|tool_call_begin|>g:4<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        Answer("Yes.", calls=[A1, NONE]),
+    ),
+    ("kimi_k2", '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}', Answer(calls=[A1])),
+    ("minimax_m1", '<tool_calls>{"name": "f", "arguments": {"a": 1}}{"name": "g"}</tool_calls>', Answer(calls=[A1, NONE])),
+    ("minimax_m1", '<tool_calls>\n{"name": "f", "arguments": {"a": 1}}\n', Answer(calls=[A1])),
+    ("minimax_m1", "<tool_calls></tool_calls>", Answer(content="<tool_calls></tool_calls>")),
+    (
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke><invoke name="g"></invoke>'
+        "</minimax:tool_call>",
+        Answer(calls=[A1, NONE]),
+    ),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n', Answer(calls=[A1])),
+    ("minimax_m2", "<minimax:tool_call>f</minimax:tool_call>", Answer(content="<minimax:tool_call>f</minimax:tool_call>")),
 ]  # fmt: skip
 
 
@@ -92,18 +119,26 @@ def test_what_is_no_literal_is_no_argument(written: str) -> None:
         ({"anyOf": [{"type": "string"}, {"type": "number"}]}, "2", "2"),
         ({"enum": ["1", "2"]}, "1", '"1"'),
         ({"const": 1}, "1", "1"),
+        ({"type": "object"}, ' {"x": 412E900}', '{"x": 412E900}'),
         ({}, "[1, 2]", "[1, 2]"),
         ({}, "two\nlines ", '"two\\nlines "'),
         ({"type": 7, "anyOf": 3, "enum": "x"}, "a", '"a"'),
         (True, "{}", "{}"),
     ],
 )
-def test_qwen3_coder_reads_values_by_the_schema(schema: object, text: str, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">{}</parameter>\n</invoke>'),
+    ],
+)
+def test_values_between_tags_are_read_by_the_schema(
+    name: str, written: str, schema: object, text: str, expected: str
+) -> None:
     function = Function(name="f", parameters={"type": "object", "properties": {"a": schema}})
-    answer = read(
-        parser_of(family_named("qwen3_coder"), choice_of([function])),
-        f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>",
-    )
+    answer = read(parser_of(family_named(name), choice_of([function])), written.format(text))
     assert answer == Answer(calls=[("id0", "f", f'{{"a": {expected}}}')])
 
 
@@ -120,6 +155,12 @@ TEMPLATES = {
     "granite": "<|start_of_role|> … respond with <|tool_call|> followed by a JSON list",
     "phi4_mini": "'<|tool|>' + message['tools'] + '<|/tool|>'",
     "lfm2": "<|tool_call_start|>[…]<|tool_call_end|>",
+    "gpt_oss": '"<|start|>assistant to=" + "functions." + name + "<|channel|>commentary json<|message|>"',
+    "glm45": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>",
+    "glm47": "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value>",
+    "kimi_k2": "<|tool_calls_section_begin|>…<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>…<|tool_call_end|>",
+    "minimax_m1": "'<beginning_of_sentence>' … respond with <tool_calls></tool_calls> XML tags",
+    "minimax_m2": "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}",
 }
 
 
@@ -132,7 +173,7 @@ def test_templates_give_families_away() -> None:
 
 @pytest.mark.parametrize(
     "template",
-    ["", "{{ messages[0].content }}", "<tool_call>{name}\n<arg_key>{key}</arg_key>", "<|im_start|>{{ role }}"],
+    ["", "{{ messages[0].content }}", "{%- set ns_token = ']<]minimax[>[' -%}<tool_call>", "<|im_start|>{{ role }}"],
 )
 def test_other_templates_give_none_away(template: str) -> None:
     assert family_for(template) is None

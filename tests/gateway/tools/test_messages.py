@@ -50,6 +50,24 @@ def test_short_ids_are_nine_letters_and_still_belong_together() -> None:
     assert template_messages(kept, MessageStyle(has_short_ids=True))[0]["tool_call_id"] == "abcDEF123"
 
 
+def test_ids_that_say_who_is_called_count_through_the_conversation() -> None:
+    style = MessageStyle.of("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>")
+    calls = [{**CALL, "id": name, "function": {"name": name, "arguments": "{}"}} for name in ("f", "g")]
+    turns: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "g", "content": "2"},
+        {"role": "tool", "tool_call_id": "f", "content": "1"},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": CALL["id"], "content": "3"},
+        {"role": "tool", "tool_call_id": "unknown", "content": "4"},
+    ]
+    first, of_g, of_f, second, result, unknown = template_messages(turns, style)
+    assert [call["id"] for call in first["tool_calls"]] == ["functions.f:0", "functions.g:1"]
+    assert (of_g["tool_call_id"], of_f["tool_call_id"]) == ("functions.g:1", "functions.f:0")
+    assert second["tool_calls"][0]["id"] == result["tool_call_id"] == "functions.f:2"
+    assert unknown["tool_call_id"] == "unknown"
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"), [(None, {}), ("", {}), ({"a": 1}, {"a": 1}), (' {"a": 1}\n', {"a": 1})]
 )
