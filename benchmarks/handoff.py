@@ -13,6 +13,8 @@ block given away until the receiver's message that everything is there.
     verified   kvrelay's BlockSender and BlockReceiver with a lease: XXH3 over header and pool memory, granted, committed, verified.
     sealed     the same with AES-256-GCM instead of XXH3.
     sealed-token the same, and the data socket asks for a token at the handshake (ZMTP PLAIN), as with keys.
+    shared     kvrelay through shared memory (SharedReceiver), as between workers on one host: the same lease, the same proof.
+    shared-sealed the same with AES-256-GCM.
     curve      ``landed`` through ZeroMQ's own encryption (CURVE), which kvrelay uses for control messages, not for blocks.
     nixl       NIXL WRITE over UCX tcp, pool to pool, no check (``--nixl-python``: an interpreter that has ``nixl``). A block is one
                piece.
@@ -43,7 +45,7 @@ from typing import Any
 
 from handoff_ways import ANSWER_S, Sizes, receive, send
 
-WAYS = ["frames", "frames-kept", "landed", "verified", "sealed", "sealed-token", "curve"]
+WAYS = ["frames", "frames-kept", "landed", "verified", "sealed", "sealed-token", "shared", "shared-sealed", "curve"]
 NIXL_SCRIPT = Path(__file__).with_name("handoff_nixl.py")
 
 
@@ -192,8 +194,14 @@ def summary(sizes: Sizes, rounds: dict[str, list[Round]]) -> dict[str, Any]:
         "sealed-token / sealed": ratio("sealed-token", "sealed"),
         "curve / landed": ratio("curve", "landed"),
         "sealed / curve": ratio("sealed", "curve"),
+        "shared / frames": ratio("shared", "frames"),
+        "shared / frames-kept": ratio("shared", "frames-kept"),
+        "shared / verified": ratio("shared", "verified"),
+        "shared-sealed / shared": ratio("shared-sealed", "shared"),
         "verified / nixl": ratio("verified", "nixl"),
         "sealed / nixl": ratio("sealed", "nixl"),
+        "shared / nixl": ratio("shared", "nixl"),
+        "shared-sealed / nixl": ratio("shared-sealed", "nixl"),
         "verified / nixl-parts": ratio("verified", "nixl-parts"),
     }
     return {

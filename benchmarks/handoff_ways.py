@@ -20,12 +20,16 @@ from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.memory import keep_freed_memory
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.wire.authentication import PeerGate
+from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.codec import Codec
-from kvrelay.wire.data_plane import BlockReceiver, BlockSender
+from kvrelay.wire.data_plane import BlockReceiver
 from kvrelay.wire.lease import LeaseSettings, VerifiedLease
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import Commit, FailureCode, Grant, Message, Offer, Timings, Verified
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.shared_place import SharedPlace
+from kvrelay.wire.shared_receiver import SharedReceiver
+from kvrelay.wire.shared_sender import SharedTarget
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
 
 BLOCK_SIZE = 16  # tokens
@@ -137,16 +141,30 @@ class TokenGate:
 
 
 class KvrelayReceiver:
-    """Leases and a block receiver; plain or sealed, with or without a token at the door."""
+    """Leases and a block receiver; plain or sealed, with or without a token at the door, over TCP or through shared memory."""
 
     def __init__(
-        self, pool: Pool, sizes: Sizes, peer: Connection, *, seals_kv: bool, asks_for_token: bool = False
+        self,
+        pool: Pool,
+        sizes: Sizes,
+        peer: Connection,
+        *,
+        seals_kv: bool,
+        asks_for_token: bool = False,
+        is_shared: bool = False,
     ) -> None:
         self._ends, self._peer, self._codec = LeaseEnds(), peer, Codec()
         settings = LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, ttl_s=ANSWER_S, seals_kv=seals_kv)
         metrics = WireMetrics(CollectorRegistry())
         # One block more than is sent: a lease has room for the first token behind the prompt.
         self._leases = LeaseTable(settings, WholePool(sizes.num_blocks + 1), pool, self._ends, metrics, time.monotonic)
+        self._gate: TokenGate | None = None
+        self._receiver: BlockReceiver | SharedReceiver
+        if is_shared:
+            self._receiver = SharedReceiver(SharedPlace(), self._leases, sizes.block_nbytes, metrics)
+            self._receiver.start()
+            self.address = self._receiver.name
+            return
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate = TokenGate(context) if asks_for_token else None
         self._receiver = BlockReceiver(
@@ -218,6 +236,8 @@ def receive(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> Non
         "sealed": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=True),
         "sealed-token": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=True, asks_for_token=True),
         "curve": lambda: ZmqReceiver(pool, sizes, peer, lands=True, is_curve=True),
+        "shared": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=False, is_shared=True),
+        "shared-sealed": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=True, is_shared=True),
     }
     receiver = makers[way]()
     parent.send(receiver.address)
@@ -266,14 +286,25 @@ class PipeControl:
 
 
 class KvrelaySender:
-    """A transfer table and a block sender; plain or sealed, with or without a token."""
+    """A transfer table and a block sender; plain or sealed, with or without a token, over TCP or through shared memory."""
 
     def __init__(
-        self, pool: Pool, sizes: Sizes, peer: Connection, address: str, *, seals_kv: bool, token: str | None = None
+        self,
+        pool: Pool,
+        sizes: Sizes,
+        peer: Connection,
+        address: str,
+        *,
+        seals_kv: bool,
+        token: str | None = None,
+        is_shared: bool = False,
     ) -> None:
         self._sizes, self._control = sizes, PipeControl(peer)
         metrics = WireMetrics(CollectorRegistry())
-        self._sender = BlockSender(address, metrics=metrics, context=zmq.Context(), token=token)
+        # Without shared memory it would go over TCP, to nobody: that ends with an error, not with a figure.
+        shared = SharedTarget(address, SharedPlace(), sizes.block_nbytes) if is_shared else None
+        address = "tcp://127.0.0.1:9" if is_shared else address
+        self._sender = BlockSender(address, metrics=metrics, context=zmq.Context(), token=token, shared=shared)
         self._link = DecodeLink(self._control, self._sender, seals_kv)
         self._transfers = TransferTable(pool, TransferEnds(), TransferSettings(), metrics, time.monotonic)
         self._num_rounds = 0
@@ -356,6 +387,8 @@ def send(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> None:
         "sealed": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=True),
         "sealed-token": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=True, token=TOKEN),
         "curve": lambda: ZmqSender(pool, sizes, peer, address, is_curve=True),
+        "shared": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=False, is_shared=True),
+        "shared-sealed": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=True, is_shared=True),
     }
     sender = makers[way]()
     parent.send(pool.digest())

@@ -143,6 +143,7 @@ def schema() -> Schema:
         security=closed(
             keys=closed(enabled=BOOL, existingSecret=TEXT), apiKeys=closed(enabled=BOOL, existingSecret=TEXT)
         ),
+        sameHost=closed(hostPath={"type": "string", "pattern": "^(/.*)?$"}),
         metrics=closed(rules=closed(enabled=BOOL, labels=STRINGS), dashboard=closed(enabled=BOOL, labels=STRINGS)),
         networkPolicy=closed(enabled=BOOL, clients=OBJECTS, scrapers=OBJECTS),
         gateway=component(

@@ -3,7 +3,8 @@
 python client.py URL STREAMS MAX_TOKENS
 
 Every finished request is a JSON line: which stream, what came (a digest of the text, the number of chunks), what went wrong if
-anything did, and the longest silence. A stream always asks the same: its answers must not differ, whatever happens meanwhile.
+anything did, how long the first text took (prompts ahead of it included) and the longest silence behind that. A stream always asks
+the same: its answers must not differ, whatever happens meanwhile.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ STOP = pathlib.Path("/tmp/stop")
 def ask(url: urllib.parse.SplitResult, stream: int, max_tokens: int) -> dict[str, object]:
     """One request; never raises."""
     began_s = last_s = time.time()
+    wait_s: float | None = None
     text, num_chunks, silence_s, finish, error = "", 0, 0.0, None, None
     content = f"Stream {stream}: " + "tell me of the relay race. " * (4 + 3 * stream)
     body = {
@@ -46,7 +48,10 @@ def ask(url: urllib.parse.SplitResult, stream: int, max_tokens: int) -> dict[str
         while error is None and (line := response.readline()):
             if not line.startswith(b"data: "):
                 continue
-            silence_s, last_s = max(silence_s, time.time() - last_s), time.time()
+            now_s = time.time()
+            if wait_s is not None:
+                silence_s = max(silence_s, now_s - last_s)
+            last_s = now_s
             if line.strip() == b"data: [DONE]":
                 is_done = True
                 break
@@ -57,6 +62,8 @@ def ask(url: urllib.parse.SplitResult, stream: int, max_tokens: int) -> dict[str
             for choice in chunk["choices"]:
                 text += choice["delta"].get("content") or ""
                 finish = choice["finish_reason"] or finish
+            if text and wait_s is None:
+                wait_s = now_s - began_s
             num_chunks += 1
         if error is None and not (is_done and finish):
             error = "cut: the stream ended without its end"
@@ -64,14 +71,16 @@ def ask(url: urllib.parse.SplitResult, stream: int, max_tokens: int) -> dict[str
         error = f"{type(problem).__name__}: {problem}"
     finally:
         connection.close()
+    ended_s = time.time()
     return {
         "stream": stream,
         "began_s": began_s,
-        "ended_s": time.time(),
+        "ended_s": ended_s,
         "digest": hashlib.sha256(text.encode()).hexdigest()[:16],
         "num_chunks": num_chunks,
         "finish": finish,
-        "silence_s": max(silence_s, time.time() - last_s),
+        "wait_s": ended_s - began_s if wait_s is None else wait_s,
+        "silence_s": 0.0 if wait_s is None else max(silence_s, ended_s - last_s),
         "error": error,
     }
 

@@ -120,8 +120,12 @@ def assert_same_answers(results: list[Result]) -> None:
 
 def summary(what: str, results: list[Result]) -> str:
     """What the clients saw, in numbers."""
-    silence = sorted(result["silence_s"] for result in results)
+
+    def spread(name: str) -> str:
+        values = sorted(result[name] for result in results)
+        return f"median {values[len(values) // 2]:.2f} s, worst {values[-1]:.2f} s"
+
     return (
-        f"{what}: {len(results)} requests, {len(failures(results))} failed; longest silence within an answer: "
-        f"median {silence[len(silence) // 2]:.2f} s, worst {silence[-1]:.2f} s"
+        f"{what}: {len(results)} requests, {len(failures(results))} failed; until the first text: {spread('wait_s')}; "
+        f"longest silence behind it: {spread('silence_s')}"
     )

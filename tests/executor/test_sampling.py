@@ -45,6 +45,7 @@ def test_every_parameter_arrives() -> None:
         presence_penalty=0.2, frequency_penalty=-0.3, seed=5, max_tokens=20, min_tokens=3, stops=("a", "b"),
         stop_token_ids=(4,), includes_stop=True, ignore_eos=True, bad_words=("bad",), logit_bias=((3, -1.5),),
         allowed_token_ids=(1, 2, 3), num_logprobs=0, num_prompt_logprobs=1, guide=spec.guide,
+        guide_param="structured_outputs.regex",
         has_watermark=True, processors=("mine",), keeps_special=True, truncate=9,
     )  # fmt: skip
 

@@ -107,6 +107,9 @@ async def test_a_search_that_is_cancelled_gives_everything_back() -> None:
             begun = await running.to_decode.inbox.get()
             assert isinstance(begun, Tokens)
             assert running.to_decode.client.send(Cancel(request_id="a", attempt=1))
+            assert running.to_decode.client.send(Cancel(request_id="unknown", attempt=1))
+            # Messages are read in order: with the second answered, the first was read, and the search cannot end before it.
+            assert await running.to_decode.inbox.get() == Cancelled(request_id="unknown", attempt=1)
             gate.open()
             assert await running.to_decode.inbox.get() == Cancelled(request_id="a", attempt=1)
         await running.settled()

@@ -5,9 +5,10 @@ Real workers on fake engines (which check every byte of K/V before they sample),
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import msgspec
@@ -19,16 +20,18 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest
+from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.block_frames import BlockHeader
-from kvrelay.wire.data_plane import BlockSender, SendTicket
+from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.seal import BlockSealer, new_key
+from kvrelay.wire.send_job import SendTicket
 from kvrelay.wire.settings import LinkSettings
+from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.transfers import TransferSettings
 
 from .gate import Gate
@@ -48,6 +51,10 @@ class _Raw:
         self._packed = header.pack(checksum_payload)
 
     def pack(self, payload: memoryview) -> bytes:
+        return self._packed
+
+    def pack_copying(self, payload: memoryview, target: memoryview) -> bytes:
+        target[:] = payload
         return self._packed
 
 
@@ -73,12 +80,12 @@ def corrupted(sender: BlockSender, header: BlockHeader, payload: memoryview, sea
 
 def stale_epoch(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
     """The block was meant for the process that had this address before."""
-    return honest(sender, replace(header, epoch=header.epoch - 1), payload, sealer)
+    return honest(sender, msgspec.structs.replace(header, epoch=header.epoch - 1), payload, sealer)
 
 
 def swapped_hash(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
     """Another prompt's block, with a checksum that is right for it."""
-    return honest(sender, replace(header, block_hash=b"x" * 16), payload, sealer)
+    return honest(sender, msgspec.structs.replace(header, block_hash=b"x" * 16), payload, sealer)
 
 
 def swapped_payload(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
@@ -89,20 +96,22 @@ def swapped_payload(sender: BlockSender, header: BlockHeader, payload: memoryvie
 def wrong_size(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
     """Half a block."""
     half = payload[: len(payload) // 2]
-    return honest(sender, replace(header, payload_nbytes=len(half)), half, sealer)
+    return honest(sender, msgspec.structs.replace(header, payload_nbytes=len(half)), half, sealer)
 
 
 def out_of_range(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
     """A block behind the last one."""
-    return honest(sender, replace(header, block_index=1000), payload, sealer)
+    return honest(sender, msgspec.structs.replace(header, block_index=1000), payload, sealer)
 
 
 def unknown_lease(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
     """A block for a lease that does not exist."""
-    return honest(sender, replace(header, lease_id=header.lease_id + 77), payload, sealer)
+    return honest(sender, msgspec.structs.replace(header, lease_id=header.lease_id + 77), payload, sealer)
 
 
-def prefill_worker(registry: CollectorRegistry, *, seal_kv: bool = False) -> PrefillWorker:
+def prefill_worker(
+    registry: CollectorRegistry, *, seal_kv: bool = False, place: SharedPlace | None = None
+) -> PrefillWorker:
     return PrefillWorker(
         FakeEngine(fake_card()),
         PrefillSchedulerSettings(),
@@ -112,11 +121,17 @@ def prefill_worker(registry: CollectorRegistry, *, seal_kv: bool = False) -> Pre
         link_settings=LINKS,
         transfer_settings=TransferSettings(verify_timeout_s=0.5),
         seal_kv=seal_kv,
+        shared_memory=place,
     )
 
 
 def decode_worker(
-    registry: CollectorRegistry, model_id: str = "fake", gate: Gate | None = None, *, seal_kv: bool = False
+    registry: CollectorRegistry,
+    model_id: str = "fake",
+    gate: Gate | None = None,
+    *,
+    seal_kv: bool = False,
+    place: SharedPlace | None = None,
 ) -> DecodeWorker:
     return DecodeWorker(
         FakeEngine(fake_card(model_id=model_id), gate or (lambda rows: None)),
@@ -127,6 +142,7 @@ def decode_worker(
         registry,
         link_settings=LINKS,
         seal_kv=seal_kv,
+        shared_memory=place,
     )
 
 
@@ -164,10 +180,22 @@ def four_prompts(seed: int) -> dict[str, list[int]]:
 async def generate(relay: Relay, name: str, tokens: list[int], max_tokens: int) -> list[int]:
     request = GenerationRequest(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0))
     output: list[int] = []
-    async with aclosing(relay.generate(request)) as deltas:
-        async for delta in deltas:
-            output += [token.token_id for token in delta.tokens]
+
+    def take(delta: OutputDelta) -> bool:
+        output.extend(token.token_id for token in delta.tokens)
+        return True
+
+    await relay.run(request, take)
     return output
+
+
+PLACES = {"tcp": None, "shared_memory": SharedPlace()}  # by the path that blocks take
+
+
+def sent_over(registry: CollectorRegistry) -> set[str]:
+    """The paths that a prefill worker sent blocks over."""
+    samples = next(one for one in registry.collect() if one.name == "kvrelay_kv_blocks_sent").samples
+    return {one.labels["path"] for one in samples if one.name.endswith("_total") and one.value}
 
 
 LIES = {
@@ -181,8 +209,9 @@ LIES = {
 }
 
 
+@pytest.mark.parametrize("path", PLACES)
 @pytest.mark.parametrize("cause", LIES)
-async def test_a_lie_is_refused_counted_and_survived(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lie_is_refused_counted_and_survived(cause: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     liar = Liar(LIES[cause])
 
     def send(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
@@ -191,10 +220,11 @@ async def test_a_lie_is_refused_counted_and_survived(cause: str, monkeypatch: py
     monkeypatch.setattr(BlockSender, "send", send)
     prompt = random.Random(1).choices(range(VOCAB), k=30)
     registries = [CollectorRegistry() for _ in range(3)]
-    decodes = [decode_worker(registries[0]), decode_worker(registries[1])]
-    async with gateway([prefill_worker(registries[2])], decodes) as relay:
+    decodes = [decode_worker(registry, place=PLACES[path]) for registry in registries[:2]]
+    async with gateway([prefill_worker(registries[2], place=PLACES[path])], decodes) as relay:
         assert await generate(relay, "a", prompt, 12) == expected_output(prompt, 12, VOCAB)
     assert liar.lie is None, "the lie was never told"
+    assert sent_over(registries[2]) == {path}
     labels = {"cause": cause.strip()}
     refused = [registry.get_sample_value("kvrelay_refused_kv_blocks_total", labels) for registry in registries[:2]]
     assert sorted(count or 0 for count in refused) == [0, 1]
@@ -243,8 +273,11 @@ SEALED_LIES = {
 }
 
 
+@pytest.mark.parametrize("path", PLACES)
 @pytest.mark.parametrize("cause", SEALED_LIES)
-async def test_a_sealed_lie_is_refused_counted_and_survived(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sealed_lie_is_refused_counted_and_survived(
+    cause: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     liar = Liar(SEALED_LIES[cause])
 
     def send(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
@@ -253,10 +286,12 @@ async def test_a_sealed_lie_is_refused_counted_and_survived(cause: str, monkeypa
     monkeypatch.setattr(BlockSender, "send", send)
     prompt = random.Random(1).choices(range(VOCAB), k=30)
     registries = [CollectorRegistry() for _ in range(3)]
-    decodes = [decode_worker(registries[0], seal_kv=True), decode_worker(registries[1], seal_kv=True)]
-    async with gateway([prefill_worker(registries[2], seal_kv=True)], decodes) as relay:
+    place = PLACES[path]
+    decodes = [decode_worker(registry, seal_kv=True, place=place) for registry in registries[:2]]
+    async with gateway([prefill_worker(registries[2], seal_kv=True, place=place)], decodes) as relay:
         assert await generate(relay, "a", prompt, 12) == expected_output(prompt, 12, VOCAB)
     assert liar.lie is None, "the lie was never told"
+    assert sent_over(registries[2]) == {path}
     labels = {"cause": cause.strip()}
     refused = [registry.get_sample_value("kvrelay_refused_kv_blocks_total", labels) for registry in registries[:2]]
     assert sorted(count or 0 for count in refused) == [0, 1]
@@ -332,14 +367,33 @@ async def test_a_decode_worker_that_dies_is_replaced_without_a_seam() -> None:
     async with gateway([prefill_worker(registries[2])], decodes, dead) as relay:
         request = GenerationRequest("a", prompt, SamplingParams(max_tokens=100, temperature=0.0))
         output: list[int] = []
-        async with aclosing(relay.generate(request)) as deltas:
-            async for delta in deltas:
-                output += [token.token_id for token in delta.tokens]
-                if len(output) >= 5 and not dead:
-                    dead += [worker for worker in decodes if worker.service.num_entries]
-                    # Nothing is said any more, and the sockets are gone: as a killed process looks from outside.
-                    await dead[0]._server.stop()
-                    gate.open()
-                    await dead[0].stop()
+        is_under_way = asyncio.Event()
+
+        def take(delta: OutputDelta) -> bool:
+            output.extend(token.token_id for token in delta.tokens)
+            if len(output) >= 5:
+                is_under_way.set()
+            return True
+
+        running = asyncio.create_task(relay.run(request, take))
+        await is_under_way.wait()
+        dead += [worker for worker in decodes if worker.service.num_entries]
+        # Nothing is said any more, and the sockets are gone: as a killed process looks from outside.
+        await dead[0]._server.stop()
+        gate.open()
+        await dead[0].stop()
+        await running
         assert output == expected_output(prompt, 100, VOCAB)
     assert len(dead) == 1
+
+
+@pytest.mark.parametrize("older", ["prefill", "decode"])
+async def test_an_older_worker_on_this_host_is_sent_blocks_over_tcp(older: str) -> None:
+    """It knows nothing of shared memory: it neither asks for it nor says where it is."""
+    places = {role: None if role == older else SharedPlace() for role in ("prefill", "decode")}
+    prompt = four_prompts(7)["a"]
+    registries = [CollectorRegistry() for _ in range(2)]
+    decodes = [decode_worker(registries[0], place=places["decode"])]
+    async with gateway([prefill_worker(registries[1], place=places["prefill"])], decodes) as relay:
+        assert await generate(relay, "a", prompt, 6) == expected_output(prompt, 6, VOCAB)
+    assert sent_over(registries[1]) == {"tcp"}

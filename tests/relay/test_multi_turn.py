@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,7 +22,7 @@ from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.block_manager import Owner, OwnerKind
 from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest
+from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers import WorkerPool, static_workers
@@ -58,10 +58,13 @@ class Cluster:
         request = GenerationRequest(name, prompt, sampling, retention=retention)
         output: list[int] = []
         num_cached: set[int] = set()
-        async with aclosing(self.relay.generate(request)) as deltas:
-            async for delta in deltas:
-                output += [token.token_id for token in delta.tokens]
-                num_cached |= set() if delta.num_cached_tokens is None else {delta.num_cached_tokens}
+
+        def take(delta: OutputDelta) -> bool:
+            output.extend(token.token_id for token in delta.tokens)
+            num_cached.update(set() if delta.num_cached_tokens is None else {delta.num_cached_tokens})
+            return True
+
+        await self.relay.run(request, take)
         assert output == expected_output(prompt, max_tokens, VOCAB)
         assert len(num_cached) == 1, "all of its workers say the same"
         return output, num_cached.pop()

@@ -18,6 +18,7 @@ from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import DecodeService
 from kvrelay.decode_worker.service import Ports as DecodePorts
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.decode_worker.welcome import DataPorts
 from kvrelay.decode_worker.worker import _LeasedBlocks
 from kvrelay.engine.block_manager import BlockManager
 from kvrelay.engine.fake import FakeEngine, fake_card, token_digests
@@ -31,11 +32,11 @@ from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
 from kvrelay.wire.control_server import ControlServer
-from kvrelay.wire.data_plane import SendTicket
 from kvrelay.wire.lease import LeaseSettings
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import FailureCode, Message, Offer
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.send_job import SendTicket
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
@@ -157,7 +158,7 @@ class DecodeRig(_Rig):
             self.clock,
         )
         self.server = _Server(self.service, self.context)
-        self.service.attach(DecodePorts(self.server.send, cast("Any", self), self.leases, "tcp://nowhere:1"))
+        self.service.attach(DecodePorts(self.server.send, cast("Any", self), self.leases, DataPorts("tcp://nowhere:1")))
 
     def land(self, lease_id: int, offer: Offer, index: int, block: bytes) -> None:
         """An honest block arrives."""

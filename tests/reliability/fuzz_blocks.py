@@ -1,4 +1,4 @@
-"""Frames at the block receiver: right ones, almost right ones and nonsense, for leases that are live, plain and sealed.
+"""Frames at the block receivers: right ones, almost right ones and nonsense, for leases that are live, plain and sealed.
 
 Whoever sends them has no key and recomputes no checksum: what is changed is changed by accident or by a stranger. Whatever comes, a
 lease that gets verified has exactly the bytes in its memory that its honest sender computed, and the hand-off next door goes on.
@@ -6,6 +6,7 @@ lease that gets verified has exactly the bytes in its memory that its honest sen
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,11 +29,13 @@ from kvrelay.wire.seal import TAG_NBYTES, BlockSealer
 
 from .control_rigs import BLOCK_NBYTES, BLOCK_SIZE, EPOCH, FINGERPRINT, VOCAB, offer_of
 from .findings import Findings
+from .fuzz_slots import SlotFuzz
 from .mutator import Mutator
 
 NUM_BLOCKS = 64
 _SOON_MS = 2000
 _SOCKET_SHARE = 0.05  # of the frames takes the way over a socket
+_SLOT_SHARE = 0.2  # and through shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class BlockFuzz:
         self._sender = self._context.socket(zmq.DEALER)
         self._sender.linger = 0
         self._sender.connect(address)
+        self._slots = SlotFuzz(self._leases, BLOCK_NBYTES, rng, self._mutator)
         self._number = 0
         self._hand_offs: dict[int, _HandOff] = {}
         self.num_verified = self.num_rejected = self.num_refused = self.num_landed = 0
@@ -121,6 +125,7 @@ class BlockFuzz:
         self._manager.check_integrity()
         assert self._manager.num_allocatable == NUM_BLOCKS
         self._sender.close()
+        self._slots.close()
         self._receiver.stop()
         self._context.term()
 
@@ -174,7 +179,13 @@ class BlockFuzz:
             self._leases.commit("p", one.commit)
         if self._names(header, spared):
             return  # who names a live lease, by its number and epoch, and lies, ends it: that is how it is meant
-        if rng.random() < _SOCKET_SHARE:
+        way = rng.random()
+        if way < _SLOT_SHARE:
+            send = functools.partial(self._slots.send, header, payload, lambda frame: self._names(frame, spared))
+            self.findings.of(
+                rng.choice([self._slots.greet, *[send] * 9]), lambda: f"a slot: {header.hex()} {payload.hex()}"
+            )
+        elif way < _SLOT_SHARE + _SOCKET_SHARE:
             parts = [[header, payload], [header], [header, payload, payload], [header, b""], [payload, header]]
             self.findings.of(lambda: self._receive_over_socket(rng.choice(parts)), header.hex)
         else:

@@ -14,6 +14,7 @@ from kvrelay.wire.codec import Codec
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import Hello, Role, Welcome
 
+from ..wire.shared_peer import SharedPeer
 from .doors import TURNED_AWAY_S, Door, doors_of, exhaust
 from .figures import wait_until
 from .honest_gateway import neighbour_of
@@ -36,6 +37,12 @@ async def test_with_keys_nobody_else_comes_in(tmp_path: Path) -> None:
         assert token is not None
         assert len(token) == 64
         assert _welcome_of(up, Role.GATEWAY).data_token is None
+        assert _welcome_of(up, Role.GATEWAY).shared_memory is None
+        name = _welcome_of(up, Role.PREFILL).shared_memory
+        assert name is not None
+        with SharedPeer(name) as stranger:
+            assert "not the token of this process's data port" in str(stranger.greet(512))
+        assert any("go through shared memory" in line for worker in up.all for line in worker.log_lines())
         _connect_with(data, token)
         for worker in up.all:
             assert token not in worker.log.read_text()

@@ -1,0 +1,98 @@
+"""What kvrelay's engine does on one GPU: numerics first, then every figure beside its floor and its peers. One command, offline.
+
+    PYTHONPATH=src python benchmarks/gpu.py --json gpu.json          # at most 8 minutes on one H200
+    PYTHONPATH=src python benchmarks/gpu.py --only decode-step       # one section, and the numerics of what it times
+    PYTHONPATH=src python benchmarks/gpu.py --dry-run                # goes all ways on a CPU, with sizes of next to nothing
+
+First it measures what the device does at best (copy bandwidth, bf16 products): all floors are bytes or operations over that. Then
+every kernel's results are compared with float64 on fresh random numbers; what is wrong, or was not checked, is not timed. Then come
+the figures: medians behind a warm-up, by the device's own events with a cold cache where a kernel is timed, on the wall where the
+whole engine is. The model has random weights of Llama-3-8B's shape, 16 GB that are written to memory or disk for the run.
+
+Every section runs in a process of its own, under a time limit; one that fails is reported, and the others go on. Peers run in the
+same section; those that are not installed are named. The exit code is 1 if numerics fail, 3 if a section failed, else 0.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+
+_NUMERICS_FAILED, _SECTION_FAILED = 1, 3
+_DRY = "DRY RUN: every way is gone, with sizes of next to nothing. ITS TIMES MEAN NOTHING."
+_SECTIONS = (  # gpu_parts.plan has them; it is imported when the environment is ready
+    "checks, decode-step, prefill, decode-attention, decode-attention-fp8, prefill-attention, sampling, handoff, ttft, "
+    "batching, batching-peer"
+)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--only", multiple=True, metavar="SECTION", help=f"Only these; again for more: {_SECTIONS}.")
+@click.option("--budget-s", default=470.0, show_default=True, type=click.FloatRange(1), help="Time of the whole run.")
+@click.option("--json", "output", type=click.Path(path_type=Path, dir_okay=False), help="Everything as JSON.")
+@click.option(
+    "--work-dir", type=click.Path(path_type=Path, file_okay=False), help="Where the model is written; removed."
+)
+@click.option("--seed", type=int, help="Of all random numbers; default: another one in every run.")
+@click.option("--dry-run", is_flag=True, help="Go all ways with tiny sizes, without a GPU in Triton's interpreter.")
+def main(
+    only: tuple[str, ...], budget_s: float, output: Path | None, work_dir: Path | None, seed: int | None, dry_run: bool
+) -> None:
+    """Check, measure and print. Needs one CUDA device, or --dry-run."""
+    has_device = Path("/dev/nvidiactl").exists()
+    if not has_device and not dry_run:
+        raise click.UsageError("there is no NVIDIA device here; --dry-run goes all ways without one")
+    if not has_device:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: here and in every process
+    os.environ.setdefault(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+    )  # asking for a device must not open it: processes are forked
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nor should the server of processes have threads
+    # The processes' server looks for what it preloads before it is told this one's path.
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    sys.exit(_run(only, budget_s, output, work_dir, secrets.randbits(31) if seed is None else seed, is_dry=dry_run))
+
+
+def _run(
+    only: tuple[str, ...], budget_s: float, output: Path | None, work_dir: Path | None, seed: int, *, is_dry: bool
+) -> int:
+    # Not before the environment is ready.
+    from gpu_parts.model_dir import scratch_directory  # noqa: PLC0415
+    from gpu_parts.plan import NAMES, chosen  # noqa: PLC0415
+    from gpu_parts.running import Context  # noqa: PLC0415
+    from gpu_parts.session import Session  # noqa: PLC0415
+    from gpu_parts.sizes import dry_sizes, full_sizes  # noqa: PLC0415
+
+    unknown = [name for name in only if name not in NAMES]
+    if unknown:
+        raise click.UsageError(f"--only is {unknown[0]!r}; it must be one of {', '.join(NAMES)}")
+    ends_s = time.monotonic() + budget_s
+    sizes = dry_sizes() if is_dry else full_sizes()
+    shape = sizes.shape
+    nbytes = (shape.num_layer_weights + 2 * shape.num_head_weights) * shape.itemsize
+    device_type = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    if is_dry:
+        click.echo(f"{_DRY}\n")
+    with tempfile.TemporaryDirectory(prefix="kvrelay-gpu-", dir=work_dir or scratch_directory(nbytes)) as work:
+        context = Context(sizes, device_type, is_dry, Path(work), ends_s, seed)
+        session = Session(context, lambda line: print(line, flush=True))
+        session.run(chosen(only))
+    print(f"\nseed {seed}\n{session.report()}", flush=True)
+    if output is not None:
+        session.write(output)
+    if is_dry:
+        print(f"\n{_DRY}")
+    if session.numerics_failed:
+        return _NUMERICS_FAILED
+    return _SECTION_FAILED if session.sections_failed else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The attention kernels' times: decode over a grid of batches and contexts, prefill over lengths and cached prefixes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from gpu_parts.floors import decode_attention_bytes, prefill_attention_flops
+from gpu_parts.paged import decode_workspace, paged_context, random_pool
+from gpu_parts.peers import Problem, measure_peers
+from gpu_parts.rows import Against, Goal, Peer, Row, Unit
+from gpu_parts.running import Context, Finding
+from gpu_parts.sizes import BLOCK_SIZE
+from gpu_parts.timing import Stopwatch
+from kvrelay.kernels import paged_decode_attention, paged_prefill_attention
+
+_FP8 = torch.float8_e4m3fn
+_LARGE_BYTES = 1e9  # from here on a decode kernel has no excuse
+_LONG_PROMPT = 8192
+_POOL_SHARE = 0.3  # of the free memory: the peers that need contiguous keys and values copy them all
+_PEERS_S = 15.0  # with less time left, peers are left out
+_BANDWIDTH = Goal("≥ 85 % of the copy bandwidth", Against.FLOOR, 1 / 0.85)
+_DECODE_PEER = Goal("≥ 1x the best peer", Against.PEER, 1.0)
+_FP8_PEER = Goal("≥ 1.7x of bf16", Against.PEER, 1 / 1.7)
+_ARITHMETIC = Goal("≥ 65 % of the matmul rate", Against.FLOOR, 1 / 0.65)
+_PREFILL_PEER = Goal("≥ 0.9x the best peer", Against.PEER, 1 / 0.9)
+
+
+def measure_decode(context: Context) -> Iterator[Finding]:
+    """One row for each cell of the grid that fits the memory."""
+    stopwatch, shape = context.stopwatch(), context.sizes.shape
+    for batch, length in context.sizes.decode_cells:
+        name = f"decode attention, {batch} x {length:,}"
+        pool = _pool(context, _num_blocks(batch, length), context.dtype)
+        if pool is None:
+            yield Row(name, Unit.SECONDS, None, note="its KV and a contiguous copy of it do not fit the memory")
+            continue
+        problem = _problem(context, pool, batch, 1, length)
+        call, out = _decode_call(context, problem)
+        value = stopwatch.median_s(call)
+        nbytes = decode_attention_bytes(shape, batch, length)
+        yield Row(
+            name,
+            Unit.SECONDS,
+            value,
+            None if context.limits is None else context.limits.bytes_s(nbytes),
+            ((_BANDWIDTH, _DECODE_PEER) if nbytes >= _LARGE_BYTES else (_DECODE_PEER,)),
+            _peers(context, problem, out, stopwatch),
+            f"{nbytes / 1e9:.2f} GB at {nbytes / value / 1e12:.2f} TB/s; pool of {pool.shape[1]} layers",
+        )
+        del pool, problem, call, out
+        _forget(context)
+
+
+def measure_decode_fp8(context: Context) -> Iterator[Finding]:
+    """The cells with much KV once more, from a pool of e4m3 numbers and from the same pool in the model's format."""
+    stopwatch, shape = context.stopwatch(), context.sizes.shape
+    for batch, length in context.sizes.decode_cells:
+        if decode_attention_bytes(shape, batch, length) < _LARGE_BYTES and not context.is_dry:
+            continue
+        name = f"decode attention, fp8 KV, {batch} x {length:,}"
+        seconds: dict[torch.dtype, float] = {}
+        for dtype in (_FP8, context.dtype):
+            pool = _pool(context, _num_blocks(batch, length), dtype)
+            if pool is not None:
+                call, _ = _decode_call(context, _problem(context, pool, batch, 1, length))
+                seconds[dtype] = stopwatch.median_s(call)
+                del call
+            del pool
+            _forget(context)
+        if len(seconds) < 2:
+            yield Row(name, Unit.SECONDS, None, note="its KV does not fit the memory twice")
+            continue
+        nbytes = decode_attention_bytes(shape, batch, length, itemsize=1)
+        yield Row(
+            name,
+            Unit.SECONDS,
+            seconds[_FP8],
+            None if context.limits is None else context.limits.bytes_s(nbytes),
+            (_FP8_PEER,),
+            (Peer(f"{shape.dtype} KV", seconds[context.dtype]),),
+            f"{nbytes / 1e9:.2f} GB at {nbytes / seconds[_FP8] / 1e12:.2f} TB/s",
+        )
+
+
+def measure_prefill(context: Context) -> Iterator[Finding]:
+    """One row for each length and prefix."""
+    stopwatch, shape = context.stopwatch(), context.sizes.shape
+    for new, cached in context.sizes.prefill_cells:
+        pool = _pool(context, _num_blocks(1, new + cached), context.dtype)
+        assert pool is not None, "a prompt of one layer fits anywhere"
+        problem = _problem(context, pool, 1, new, new + cached)
+        call, out = _prefill_call(context, problem)
+        value = stopwatch.median_s(call)
+        flops = prefill_attention_flops(shape, new, cached)
+        yield Row(
+            f"prefill attention, {new:,} tokens" + (f" behind {cached:,} cached" if cached else ""),
+            Unit.SECONDS,
+            value,
+            None if context.limits is None else context.limits.flops_s(flops),
+            ((_ARITHMETIC, _PREFILL_PEER) if new >= _LONG_PROMPT else (_PREFILL_PEER,)),
+            _peers(context, problem, out, stopwatch),
+            f"{flops / value / 1e12:.0f} TFLOP/s",
+        )
+
+
+def _decode_call(context: Context, problem: Problem) -> tuple[Callable[[], None], torch.Tensor]:
+    """Our kernel on a problem, and where its result goes."""
+    shape, paged, out = context.sizes.shape, problem.paged, torch.empty_like(problem.query)
+    call = functools.partial(
+        paged_decode_attention,
+        problem.query,
+        paged.pool,
+        paged.layer,
+        paged.block_tables,
+        paged.seq_lens,
+        scale=shape.head_dim**-0.5,
+        sliding_window=None,
+        workspace=decode_workspace(shape, problem.num_seqs, context.device),
+        out=out,
+        kv_scales=paged.kv_scales,
+    )
+    return call, out
+
+
+def _prefill_call(context: Context, problem: Problem) -> tuple[Callable[[], None], torch.Tensor]:
+    shape, paged, out = context.sizes.shape, problem.paged, torch.empty_like(problem.query)
+    call = functools.partial(
+        paged_prefill_attention,
+        problem.query,
+        paged.pool,
+        paged.layer,
+        paged.block_tables,
+        torch.tensor([0, problem.query_len], dtype=torch.int32, device=context.device),
+        paged.seq_lens,
+        scale=shape.head_dim**-0.5,
+        sliding_window=None,
+        max_query_len=problem.query_len,
+        out=out,
+    )
+    return call, out
+
+
+def _peers(context: Context, problem: Problem, ours: torch.Tensor, stopwatch: Stopwatch) -> tuple[Peer, ...]:
+    if context.remaining_s < _PEERS_S:
+        return (Peer("all peers", None, "the section's time was used up"),)
+    return tuple(measure_peers(problem, ours, stopwatch))
+
+
+def _problem(context: Context, pool: torch.Tensor, num_seqs: int, query_len: int, length: int) -> Problem:
+    shape, generator = context.sizes.shape, context.generator()
+    paged = paged_context(pool, pool.shape[1] - 1, (length,) * num_seqs, generator)
+    sizes = (num_seqs * query_len, shape.num_q_heads, shape.head_dim)
+    query = torch.empty(sizes, dtype=context.dtype, device=context.device).normal_(generator=generator)
+    return Problem(query, query_len, paged)
+
+
+def _num_blocks(num_seqs: int, length: int) -> int:
+    return num_seqs * -(-length // BLOCK_SIZE) + 1  # one pads the tables
+
+
+def _pool(context: Context, num_blocks: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """A pool of random numbers with as many of the model's layers as fit; None if not even one does."""
+    shape = context.sizes.shape
+    layer_nbytes = num_blocks * BLOCK_SIZE * shape.kv_bytes_per_token_and_layer
+    num_layers = min(shape.num_layers, _free_nbytes(context) // layer_nbytes)
+    return None if num_layers < 1 else random_pool(shape, num_blocks, num_layers, dtype, context.generator())
+
+
+def _free_nbytes(context: Context) -> int:
+    if context.device.type != "cuda":
+        return 1 << 24
+    return int(torch.cuda.mem_get_info()[0] * _POOL_SHARE)
+
+
+def _forget(context: Context) -> None:
+    if context.device.type == "cuda":
+        torch.cuda.empty_cache()

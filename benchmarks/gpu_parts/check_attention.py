@@ -1,0 +1,143 @@
+"""The attention kernels against float64: ragged lengths, windows, cached prefixes, offsets beyond 32 bits, fp8."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from gpu_parts.comparing import compared, poisoned
+from gpu_parts.kernel_names import Kernel
+from gpu_parts.paged import PagedContext, attention_float64, decode_workspace, paged_context, random_pool
+from gpu_parts.running import Context, Finding, Note
+from kvrelay.kernels import paged_decode_attention, paged_prefill_attention, rotary_kv_write
+
+_FP8 = torch.float8_e4m3fn
+
+
+def check_decode_attention(context: Context) -> Iterator[Finding]:
+    """One query per sequence."""
+    paged = _paged(context, context.dtype)
+    yield Note(f"pool of {paged.pool.numel():,} elements (2^31 is {2**31:,}), layer {paged.layer}")
+    for window in (None, context.sizes.check_window):
+        yield from _decode(context, Kernel.DECODE, paged, window)
+
+
+def check_prefill_attention(context: Context) -> Iterator[Finding]:
+    """Whole prompts, and prompts of which all but some tokens were cached, in one ragged batch."""
+    paged = _paged(context, context.dtype)
+    for window in (None, context.sizes.check_window):
+        yield from _prefill(context, Kernel.PREFILL, paged, window)
+
+
+def check_fp8(context: Context) -> Iterator[Finding]:
+    """Both over a pool of e4m3 numbers with scales, and the write that makes such a pool."""
+    paged = _paged(context, _FP8)
+    yield Note(f"pool of {paged.pool.numel():,} elements, layer {paged.layer}")
+    yield from _decode(context, Kernel.FP8, paged, None)
+    yield from _prefill(context, Kernel.FP8, paged, None)
+    if context.device.type == "cuda":
+        yield from _write(context, paged)
+    else:
+        yield Note("the write of fp8 is left out: Triton's interpreter cuts off where a device rounds")
+
+
+def _decode(context: Context, kernel: Kernel, paged: PagedContext, window: int | None) -> Iterator[Finding]:
+    shape = context.sizes.shape
+    query = _query(context, len(paged.lens))
+    out = poisoned(query.shape, query)
+    paged_decode_attention(
+        query,
+        paged.pool,
+        paged.layer,
+        paged.block_tables,
+        paged.seq_lens,
+        scale=shape.head_dim**-0.5,
+        sliding_window=window,
+        workspace=decode_workspace(shape, len(paged.lens), context.device),
+        out=out,
+        kv_scales=paged.kv_scales,
+    )
+    places = range(len(paged.lens))
+    rows = [attention_float64(query[place : place + 1], paged.keys_values(place), window) for place in places]
+    case = f"decode, contexts {paged.lens}, window {window}"
+    yield from compared(kernel, case, out, torch.cat(rows), _rounded_to(out, paged))
+
+
+def _prefill(context: Context, kernel: Kernel, paged: PagedContext, window: int | None) -> Iterator[Finding]:
+    query_lens = [length if index % 2 == 0 else -(-length // 3) for index, length in enumerate(paged.lens)]
+    query = _query(context, sum(query_lens))
+    starts = [0, *itertools.accumulate(query_lens)]
+    out = poisoned(query.shape, query)
+    paged_prefill_attention(
+        query,
+        paged.pool,
+        paged.layer,
+        paged.block_tables,
+        torch.tensor(starts, dtype=torch.int32, device=context.device),
+        paged.seq_lens,
+        scale=context.sizes.shape.head_dim**-0.5,
+        sliding_window=window,
+        max_query_len=max(query_lens),
+        out=out,
+        kv_scales=paged.kv_scales,
+    )
+    for index, length in enumerate(paged.lens):
+        own = slice(starts[index], starts[index + 1])
+        expected = attention_float64(query[own], paged.keys_values(index), window)
+        case = f"prefill, {query_lens[index]} tokens behind {length - query_lens[index]} cached, window {window}"
+        yield from compared(kernel, case, out[own], expected, _rounded_to(out, paged))
+
+
+def _write(context: Context, paged: PagedContext) -> Iterator[Finding]:
+    """Into the slots of the last context, turned by nothing: the rotation has a check of its own."""
+    shape, device = context.sizes.shape, context.device
+    assert paged.kv_scales is not None
+    num_tokens = paged.lens[-1]
+    query, key, value = (_query(context, num_tokens)[:, :heads] for heads in _head_counts(context))
+    table = torch.zeros((1, shape.head_dim // 2), device=device)
+    positions = torch.arange(num_tokens, device=device)
+    blocks = paged.block_tables[-1].long()[positions // paged.pool.shape[4]]
+    slots = blocks * paged.pool.shape[4] + positions % paged.pool.shape[4]
+    rotary_kv_write(
+        query,
+        key,
+        value,
+        table + 1,
+        table,
+        torch.zeros_like(positions),
+        paged.pool,
+        paged.layer,
+        slots,
+        kv_scales=paged.kv_scales,
+    )
+    written = paged.keys_values(len(paged.lens) - 1)
+    for part, name, given in ((0, "keys", key), (1, "values", value)):
+        case = f"{num_tokens} {name} written"
+        yield from compared(Kernel.FP8, case, written[part], given.transpose(0, 1).double(), _FP8)
+
+
+def _head_counts(context: Context) -> tuple[int, int, int]:
+    shape = context.sizes.shape
+    return shape.num_q_heads, shape.num_kv_heads, shape.num_kv_heads
+
+
+def _rounded_to(out: torch.Tensor, paged: PagedContext) -> torch.dtype:
+    """Over fp8 the kernels compute in fp16 on the way."""
+    return torch.float16 if paged.pool.dtype == _FP8 and out.dtype == torch.float32 else out.dtype
+
+
+def _paged(context: Context, dtype: torch.dtype) -> PagedContext:
+    """Contexts in the last layer, in blocks from all over the pool."""
+    sizes, generator = context.sizes, context.generator()
+    pool = random_pool(sizes.shape, sizes.check_blocks, sizes.shape.num_layers, dtype, generator)
+    return paged_context(pool, sizes.shape.num_layers - 1, sizes.check_lens, generator, is_poisoned=True)
+
+
+def _query(context: Context, num_rows: int) -> torch.Tensor:
+    """Of twice the usual spread: some keys matter more than others, as in a model."""
+    shape = context.sizes.shape
+    sizes = (num_rows, shape.num_q_heads, shape.head_dim)
+    query = torch.empty(sizes, dtype=context.dtype, device=context.device)
+    return query.normal_(std=2.0, generator=context.generator())

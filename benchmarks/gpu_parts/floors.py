@@ -1,0 +1,55 @@
+"""How fast something could be at best: its bytes or its operations over what this device was just measured to do.
+
+Every input is read once and every output written once; products count two operations for a multiplication and an addition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpu_parts.sizes import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the device does at best, measured in the same run."""
+
+    copy_bytes_per_s: float  # device to device, bytes read and bytes written
+    matmul_flops_per_s: float  # bf16, a large product of random numbers
+    to_host_bytes_per_s: float  # device to pinned memory
+    to_device_bytes_per_s: float  # pinned memory to device
+
+    def bytes_s(self, nbytes: float) -> float:
+        """Seconds that moving so many bytes of device memory takes."""
+        return nbytes / self.copy_bytes_per_s
+
+    def flops_s(self, flops: float) -> float:
+        """Seconds that so many operations take."""
+        return flops / self.matmul_flops_per_s
+
+
+def decode_attention_bytes(shape: ModelShape, batch: int, context: int, itemsize: int | None = None) -> int:
+    """Bytes of one layer's decode attention: all keys and values, the queries, the output.
+
+    ``itemsize``: bytes of an element in the pool, if not the model's.
+    """
+    kv_bytes = shape.kv_bytes_per_token_and_layer * (itemsize or shape.itemsize) // shape.itemsize
+    return batch * (context * kv_bytes + 2 * shape.num_q_heads * shape.head_dim * shape.itemsize)
+
+
+def prefill_attention_flops(shape: ModelShape, new: int, cached: int) -> int:
+    """Operations of one layer's causal attention: a query sees itself, what is cached and what is new before it."""
+    num_pairs = new * cached + new * (new + 1) // 2
+    return 4 * shape.num_q_heads * shape.head_dim * num_pairs
+
+
+def decode_step_bytes(shape: ModelShape, batch: int, context: int) -> int:
+    """Bytes of a decode step: all matrices once (of the embedding only ``batch`` rows), and everybody's keys and values."""
+    weights = (shape.num_layer_weights + shape.num_head_weights + batch * shape.hidden_size) * shape.itemsize
+    return weights + batch * context * shape.kv_bytes_per_token
+
+
+def prefill_flops(shape: ModelShape, num_tokens: int) -> int:
+    """Operations of one prompt: all layers for every token, the head for the last one, and the attention."""
+    products = 2 * (num_tokens * shape.num_layer_weights + shape.num_head_weights)
+    return products + shape.num_layers * prefill_attention_flops(shape, num_tokens, 0)

@@ -1,0 +1,19 @@
+"""What is checked before it is timed."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Kernel(enum.StrEnum):
+    """A kernel, or all of them together in a model."""
+
+    DECODE = "decode attention"
+    PREFILL = "prefill attention"
+    FP8 = "attention over fp8 KV"
+    NORM = "norm"
+    ROTARY = "rotary and KV write"
+    ACTIVATION = "activation"
+    PENALTIES = "penalties"
+    SAMPLING = "sampling"
+    MODEL = "whole model"

@@ -1,0 +1,133 @@
+"""Paged contexts for kernels, and attention in float64, written as plainly as it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gpu_parts.sizes import BLOCK_SIZE, ModelShape
+from kvrelay.kernels import DecodeWorkspace, splits_for_device
+
+_MAX_SCORES = 1 << 26  # float64 elements of one piece of the reference: half a gibibyte
+_POISON = 64.0  # factor on what no context holds: whoever reads it is found out
+_FP8 = torch.float8_e4m3fn
+_FP8_LARGEST = 0x7E  # the byte of 448
+
+
+@dataclass(frozen=True, slots=True)
+class PagedContext:
+    """Sequences whose keys and values lie in blocks all over a pool."""
+
+    pool: torch.Tensor  # [num_blocks, num_layers, 2, num_kv_heads, BLOCK_SIZE, head_dim]
+    layer: int
+    lens: tuple[int, ...]
+    block_tables: torch.Tensor  # [num_seqs, max_blocks] int32
+    seq_lens: torch.Tensor  # [num_seqs] int32
+    kv_scales: torch.Tensor | None  # [num_layers, 2, num_kv_heads] fp32, of an fp8 pool
+
+    def keys_values(self, index: int) -> torch.Tensor:
+        """One sequence's keys and values, gathered: ``[2, num_kv_heads, len, head_dim]``; of fp8, scaled and float64."""
+        num_blocks = -(-self.lens[index] // BLOCK_SIZE)
+        block_ids = self.block_tables[index, :num_blocks].long()
+        # Bytes can be gathered everywhere, fp8 numbers cannot.
+        is_fp8 = self.pool.dtype == _FP8
+        blocks = (self.pool.view(torch.uint8) if is_fp8 else self.pool)[block_ids, self.layer].view(self.pool.dtype)
+        # [blocks, 2, heads, tokens, dim] -> [2, heads, blocks * tokens, dim]
+        gathered = blocks.permute(1, 2, 0, 3, 4)
+        if self.kv_scales is not None:
+            gathered = gathered.double() * self.kv_scales[self.layer].double()[:, :, None, None, None]
+        return gathered.flatten(2, 3)[:, :, : self.lens[index]]
+
+
+def random_pool(
+    shape: ModelShape, num_blocks: int, num_layers: int, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """A pool full of random numbers; of fp8 those from 1/8 to 2, of either sign."""
+    sizes = (num_blocks, num_layers, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    if dtype == _FP8:
+        codes = torch.randint(0, 64, sizes, dtype=torch.uint8, device=generator.device, generator=generator)
+        return _signed(codes)
+    return torch.empty(sizes, dtype=dtype, device=generator.device).normal_(generator=generator)
+
+
+def paged_context(
+    pool: torch.Tensor, layer: int, lens: Sequence[int], generator: torch.Generator, *, is_poisoned: bool = False
+) -> PagedContext:
+    """Contexts of ``lens`` tokens in blocks of ``pool`` in random order; raises ValueError if it has too few.
+
+    ``is_poisoned``: what is behind a context's end in its last block, and the block that pads the tables, become large.
+    """
+    counts = [-(-length // BLOCK_SIZE) for length in lens]
+    if sum(counts) + 1 > pool.shape[0]:
+        raise ValueError(f"contexts of {sum(counts)} blocks, and one to pad with, in a pool of {pool.shape[0]}")
+    order = torch.randperm(pool.shape[0], device=pool.device, generator=generator).int()
+    tables = order[-1].repeat(len(lens), max(counts) + 1)
+    first = 0
+    for index, count in enumerate(counts):
+        tables[index, :count] = order[first : first + count]
+        first += count
+    if is_poisoned:
+        _spoil(pool, int(order[-1]), layer, 0)
+        for index, length in enumerate(lens):
+            if length % BLOCK_SIZE:
+                _spoil(pool, int(tables[index, counts[index] - 1]), layer, length % BLOCK_SIZE)
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device=pool.device)
+    scales: torch.Tensor | None = None
+    if pool.dtype == _FP8:
+        scales = 0.5 + torch.rand((pool.shape[1], 2, pool.shape[3]), device=pool.device, generator=generator)
+    return PagedContext(pool, layer, tuple(lens), tables.contiguous(), seq_lens, scales)
+
+
+def decode_workspace(shape: ModelShape, num_seqs: int, device: torch.device) -> DecodeWorkspace:
+    """What decode attention needs beside its arguments, sized for the device as the engine does it."""
+    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    max_splits = splits_for_device(num_multiprocessors, shape.num_kv_heads)
+    return DecodeWorkspace.allocate(num_seqs, shape.num_q_heads, shape.head_dim, max_splits, device)
+
+
+def _signed(codes: torch.Tensor) -> torch.Tensor:
+    """e4m3 numbers of the bytes 0x20 to 0x3f, with a sign, from ``codes`` of 0 to 63, which are overwritten."""
+    signs = codes.bitwise_and(32) * 4
+    return codes.bitwise_and_(31).add_(0x20).add_(signs).view(_FP8)
+
+
+def _spoil(pool: torch.Tensor, block_id: int, layer: int, first: int) -> None:
+    """Make a block's tokens from ``first`` on large."""
+    if pool.dtype == _FP8:
+        pool.view(torch.uint8)[block_id, layer, :, :, first:] = _FP8_LARGEST
+    else:
+        pool[block_id, layer, :, :, first:] *= _POISON
+
+
+def attention_float64(query: torch.Tensor, keys_values: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """Causal attention of the last ``num_queries`` positions of a context, scaled by ``head_dim ** -0.5``.
+
+    Args:
+        query: ``[num_queries, num_q_heads, head_dim]``.
+        keys_values: ``[2, num_kv_heads, len, head_dim]``.
+        window: a query sees so many positions, its own included; None: all.
+
+    Returns:
+        As ``query``, float64.
+    """
+    num_queries, num_q_heads, head_dim = query.shape
+    _, num_kv_heads, length, _ = keys_values.shape
+    keys, values = keys_values.double()
+    group = num_q_heads // num_kv_heads
+    # [kv_heads, group, queries, dim]
+    grouped = query.double().view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    positions = torch.arange(length, device=query.device)
+    step = max(1, _MAX_SCORES // (num_q_heads * length))
+    pieces: list[torch.Tensor] = []
+    for start in range(0, num_queries, step):
+        piece = grouped[:, :, start : start + step]
+        own = positions[length - num_queries :][start : start + step, None]
+        is_visible = positions <= own
+        if window is not None:
+            is_visible &= positions > own - window
+        scores = piece @ keys[:, None].mT * head_dim**-0.5
+        weights = scores.masked_fill(~is_visible, float("-inf")).softmax(-1)
+        pieces.append(weights @ values[:, None])
+    return torch.cat(pieces, dim=2).permute(2, 0, 1, 3).reshape(query.shape)

@@ -1,0 +1,176 @@
+"""Others' attention on the same numbers: torch's SDPA and flex_attention, FlashInfer, conch-triton-kernels.
+
+SDPA and flex_attention get keys and values gathered into one piece, which spares them the block table. The others read kvrelay's
+pool as it is, whose layer is what they call HND. Who is not installed, fails, or computes something else is named as absent.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from gpu_parts.paged import PagedContext
+from gpu_parts.rows import Peer
+from gpu_parts.sizes import BLOCK_SIZE
+from gpu_parts.timing import Stopwatch
+
+_WORKSPACE_BYTES = 256 << 20
+_MAX_DIFFERENCE = 2e-2  # relative, between two implementations in bf16
+_BUDGET_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Attention of one layer: all sequences have the same number of queries, at the end of contexts of one length."""
+
+    query: torch.Tensor  # [num_seqs * query_len, num_q_heads, head_dim], packed by sequence
+    query_len: int
+    paged: PagedContext
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences."""
+        return len(self.paged.lens)
+
+    @property
+    def context(self) -> int:
+        """Tokens of each, the queries' own included."""
+        return self.paged.lens[0]
+
+    @property
+    def layer(self) -> torch.Tensor:
+        """``[num_blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim]``, a view of the pool."""
+        return self.paged.pool[:, self.paged.layer]
+
+
+Call = Callable[[], torch.Tensor]
+"""Computes ``[num_seqs * query_len, num_q_heads, head_dim]``."""
+
+Prepare = Callable[[Problem], Call]
+
+
+def measure_peers(problem: Problem, ours: torch.Tensor, stopwatch: Stopwatch) -> Iterator[Peer]:
+    """Every peer's time, or why there is none. ``ours``: our result, which theirs must agree with."""
+    for name, prepare in PEERS.items():
+        try:
+            yield _measured(name, prepare, problem, ours, stopwatch)
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            yield Peer(name, None, f"{type(error).__name__}: {lines[0][:120]}")
+
+
+def _measured(name: str, prepare: Prepare, problem: Problem, ours: torch.Tensor, stopwatch: Stopwatch) -> Peer:
+    """One of them. A function of its own: its copy of all keys and values is gone before the next one makes another."""
+    call = prepare(problem)
+    difference = float((call().double() - ours.double()).norm() / ours.double().norm())
+    if not difference <= _MAX_DIFFERENCE:
+        return Peer(name, None, f"its result differs from ours by {difference:.1e}")
+    return Peer(name, stopwatch.median_s(call, budget_s=_BUDGET_S))
+
+
+def _gathered(problem: Problem) -> torch.Tensor:
+    """``[2, num_seqs, num_kv_heads, context, head_dim]``"""
+    _, heads, _, head_dim = problem.layer.shape[1:]
+    shape = (2, problem.num_seqs, heads, problem.context, head_dim)
+    result = torch.empty(shape, dtype=problem.query.dtype, device=problem.query.device)
+    for index in range(problem.num_seqs):
+        result[:, index] = problem.paged.keys_values(index)
+    return result
+
+
+def _batched_query(problem: Problem) -> torch.Tensor:
+    """``[num_seqs, num_q_heads, query_len, head_dim]``"""
+    num_q_heads, head_dim = problem.query.shape[1:]
+    return problem.query.view(problem.num_seqs, problem.query_len, num_q_heads, head_dim).transpose(1, 2)
+
+
+def _packed(result: torch.Tensor) -> torch.Tensor:
+    return result.transpose(1, 2).flatten(0, 1)
+
+
+def _sdpa(problem: Problem) -> Call:
+    from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415 - a peer's import is part of its absence
+
+    query, (keys, values) = _batched_query(problem), _gathered(problem)
+    if problem.query_len == 1:
+        return lambda: _packed(F.scaled_dot_product_attention(query, keys, values, enable_gqa=True))
+    if problem.query_len == problem.context:
+        return lambda: _packed(F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True))
+    # Behind a prefix the flash kernel aligns its mask as we do, but knows no groups of heads.
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
+    bias = causal_lower_right(problem.query_len, problem.context)
+    return lambda: _packed(F.scaled_dot_product_attention(query, keys, values, attn_mask=bias))
+
+
+def _flex(problem: Problem) -> Call:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: PLC0415 - as above
+
+    query, (keys, values) = _batched_query(problem), _gathered(problem)
+    if query.device.type != "cuda":
+        raise RuntimeError("compiled for GPUs only")
+    torch.compiler.reset()  # every problem is compiled for its own sizes, and none counts as one recompilation too many
+    attend = torch.compile(flex_attention, dynamic=False)
+    if problem.query_len == 1:
+        return lambda: _packed(attend(query, keys, values, enable_gqa=True))
+    cached = problem.context - problem.query_len
+
+    def is_visible(_batch: Any, _head: Any, position: Any, key: Any) -> Any:
+        return position + cached >= key
+
+    mask = create_block_mask(is_visible, None, None, problem.query_len, problem.context, device=query.device)
+    return lambda: _packed(attend(query, keys, values, block_mask=mask, enable_gqa=True))
+
+
+def _flashinfer(problem: Problem) -> Call:
+    import flashinfer  # noqa: PLC0415 - as above
+
+    device, lens = problem.query.device, problem.paged.lens
+    num_q_heads, head_dim = problem.query.shape[1:]
+    num_blocks = -(-problem.context // BLOCK_SIZE)
+    indices = problem.paged.block_tables[:, :num_blocks].reshape(-1).contiguous()
+    block_starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=device) * num_blocks
+    last_lens = torch.full((len(lens),), (problem.context - 1) % BLOCK_SIZE + 1, dtype=torch.int32, device=device)
+    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    pages = (block_starts, indices, last_lens)
+    sizes = (num_q_heads, problem.layer.shape[2], head_dim, BLOCK_SIZE)
+    dtypes = {"q_data_type": problem.query.dtype, "kv_data_type": problem.layer.dtype}
+    if problem.query_len == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        wrapper.plan(*pages, *sizes, **dtypes)
+    else:
+        starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=device) * problem.query_len
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        wrapper.plan(starts, *pages, *sizes, causal=True, **dtypes)
+    caches = (problem.layer[:, 0], problem.layer[:, 1])
+    return functools.partial(wrapper.run, problem.query, caches)
+
+
+def _conch(problem: Problem) -> Call:
+    from conch.ops.attention.paged_attention import paged_attention  # noqa: PLC0415 - as above
+    from conch.ops.attention.varlen_attention import varlen_attention  # noqa: PLC0415
+
+    paged, query = problem.paged, problem.query
+    # They count tokens before heads; a view does, for they go by strides.
+    keys, values = (problem.layer[:, part].transpose(1, 2) for part in (0, 1))
+    out, scale = torch.empty_like(query), query.shape[2] ** -0.5
+    if problem.query_len == 1:
+        return lambda: paged_attention(query, keys, values, paged.block_tables, paged.seq_lens, output=out, scale=scale)
+    starts = torch.arange(problem.num_seqs + 1, dtype=torch.int32, device=query.device) * problem.query_len
+    lens = (starts, problem.query_len, paged.seq_lens, problem.context)
+    return lambda: varlen_attention(
+        query, keys, values, *lens, paged.block_tables, output=out, causal=True, scale=scale
+    )
+
+
+PEERS: dict[str, Prepare] = {
+    "SDPA, contiguous": _sdpa,
+    "flex_attention, contiguous": _flex,
+    "FlashInfer, paged": _flashinfer,
+    "conch, paged": _conch,
+}

@@ -1,0 +1,144 @@
+"""One run: its sections in turn, what they find, and what is printed and written of it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_parts.floors import Limits
+from gpu_parts.plan import CHECKS, refusal, time_for
+from gpu_parts.rows import Checked, Row, absences, table
+from gpu_parts.running import Context, Fact, Failure, Finding, Note, Outcome, Section, run_section
+
+_SHORTEST_S = 2.0  # a section that gets less is not begun
+
+RunSection = Callable[[Section, Context, Callable[[Finding], None]], Outcome]
+
+
+@dataclass(slots=True)
+class Session:
+    """Everything found so far. ``run`` once."""
+
+    context: Context  # of the run: ``ends_s`` is its end
+    say: Callable[[str], None]  # a line of progress
+    rows: list[Row] = field(default_factory=list)
+    checks: list[Checked] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    is_right: dict[str, bool] = field(default_factory=dict)  # of kernels whose check came to its end
+    begun_s: float = field(default_factory=time.monotonic)
+
+    def run(self, sections: Sequence[Section], run_one: RunSection = run_section) -> None:
+        """Every section, or why not. What one finds, the later ones are told."""
+        for number, section in enumerate(sections):
+            seconds = time_for(section, sections[number + 1 :], self.context.remaining_s)
+            reason = refusal(section, self.is_right)
+            if reason is None and seconds < _SHORTEST_S:
+                reason = "not begun: the run's time was used up"
+            if reason is not None:
+                outcome = Outcome(section.name, 0.0, (), Failure(reason), "", "")
+            else:
+                self._tell(section.name, f"begins, at most {seconds:.0f} s")
+                context = replace(self.context, ends_s=time.monotonic() + seconds)
+                outcome = run_one(section, context, lambda finding, name=section.name: self._hear(name, finding))  # type: ignore[misc]
+            self._conclude(section, outcome)
+
+    @property
+    def numerics_failed(self) -> bool:
+        """Whether a kernel is wrong, or its check did not come to its end."""
+        return not all(self.is_right.values())
+
+    @property
+    def sections_failed(self) -> bool:
+        """Whether a section that is no check ended before its time, or was not begun."""
+        return any(outcome.failure is not None for outcome in self.outcomes)
+
+    def report(self) -> str:
+        """For people: checks that failed, the table, who was absent, which sections failed."""
+        wrong = [f"- {check.text}" for check in self.checks if not check.is_right]
+        failed = [f"- {outcome.name}: {outcome.failure.reason}" for outcome in self.outcomes if outcome.failure]
+        parts = [
+            f"numerics: {len(self.checks)} comparisons, {len(wrong)} of them wrong",
+            *wrong,
+            "",
+            table(self.rows, has_verdicts=not self.context.is_dry),
+        ]
+        missing = [f"- {line}" for line in absences(self.rows)]
+        if missing:
+            parts += ["", "absent peers:", *missing]
+        if failed:
+            parts += ["", "sections that failed:", *failed]
+        return "\n".join(parts)
+
+    def write(self, path: Path) -> None:
+        """Everything as JSON."""
+        path.write_text(json.dumps(self.document(), indent=1) + "\n", encoding="utf-8")
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        context = self.context
+        return {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "is_dry_run": context.is_dry,
+            "times_mean_something": not context.is_dry,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "seed": context.seed,
+            "seconds": time.monotonic() - self.begun_s,
+            "sizes": asdict(context.sizes),
+            "limits": None if context.limits is None else asdict(context.limits),
+            "checks": [{**asdict(check), "is_right": check.is_right} for check in self.checks],
+            "rows": [row.document() for row in self.rows],
+            "sections": [
+                {
+                    "name": outcome.name,
+                    "seconds": outcome.seconds,
+                    "failure": None if outcome.failure is None else asdict(outcome.failure),
+                    "notes": [finding.text for finding in outcome.findings if isinstance(finding, Note)],
+                    "device_before": outcome.device_before,
+                    "device_after": outcome.device_after,
+                }
+                for outcome in self.outcomes
+            ],
+        }
+
+    def _hear(self, name: str, finding: Finding) -> None:
+        match finding:
+            case Note(text):
+                self._tell(name, text)
+            case Checked():
+                self.checks.append(finding)
+                self._tell(name, finding.text)
+            case Row():
+                self.rows.append(finding)
+                value = finding.note if finding.value is None else finding.unit.text(finding.value)
+                self._tell(name, f"{finding.figure}: {value}")
+            case Fact(fact, value):
+                self.context = replace(self.context, facts={**self.context.facts, fact: value})
+            case Limits():
+                self.context = replace(self.context, limits=finding)
+
+    def _conclude(self, section: Section, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        for kernel, check in CHECKS.items():
+            if check is section:
+                checked = [finding for finding in outcome.findings if isinstance(finding, Checked)]
+                is_complete = outcome.failure is None and bool(checked)
+                self.is_right[kernel] = is_complete and all(one.is_right for one in checked)
+        if outcome.failure is None:
+            self._tell(section.name, f"done in {outcome.seconds:.1f} s ({outcome.device_after})")
+        else:
+            self._tell(section.name, f"FAILED: {outcome.failure.reason}")
+            if outcome.failure.trace:
+                self._tell(section.name, outcome.failure.trace)
+
+    def _tell(self, name: str, text: str) -> None:
+        self.say(f"[{time.monotonic() - self.begun_s:5.1f} s] {name}: {text}")

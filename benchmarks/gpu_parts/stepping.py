@@ -1,0 +1,177 @@
+"""Drives a loaded engine as its worker's model thread does: the real scheduler, the real loop body, no sockets."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from gpu_parts.model_dir import model_directory
+from gpu_parts.running import Context
+from gpu_parts.sizes import BLOCK_SIZE
+from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.decode_worker.model_worker import Add as AddToDecode
+from kvrelay.decode_worker.model_worker import DecodeModelWorker, Remove
+from kvrelay.decode_worker.model_worker import Report as DecodeReport
+from kvrelay.decode_worker.scheduler import DecodeScheduler
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.engine.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.engine_options import EngineOptions
+from kvrelay.engine.metrics import EngineMetrics
+from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.torch_engine import TorchEngine
+from kvrelay.prefill_worker.model_worker import Add as AddToPrefill
+from kvrelay.prefill_worker.model_worker import PrefillModelWorker
+from kvrelay.prefill_worker.model_worker import Report as PrefillReport
+from kvrelay.prefill_worker.scheduler import PrefillScheduler
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+
+_SEEDED_BLOCKS = 32  # of random bytes; the pool's others are copies of them
+_COPIED_AT_ONCE = 512
+
+
+def load_engine(
+    context: Context, num_blocks: int, *, max_num_seqs: int, max_batched_tokens: int, decodes: bool
+) -> TorchEngine:
+    """The run's model on the device that is measured, as a worker with such a scheduler loads it."""
+    directory = model_directory(context)
+    options = EngineOptions(
+        directory,
+        directory.name,
+        device=context.device_type,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        decodes=decodes,
+        num_threads=1,
+    )
+    return TorchEngine.load(options, lambda done, total: None)
+
+
+def fill_pool(engine: TorchEngine, generator: torch.Generator) -> None:
+    """Random keys and values in every block: nobody attends to zeros, and a device computes faster on them."""
+    store, dtype = engine.store, getattr(torch, engine.card.layout.kv_dtype)
+    num_seeded = min(_SEEDED_BLOCKS, store.num_blocks)
+    count = store.block_nbytes // dtype.itemsize
+    for block_id in range(num_seeded):
+        values = torch.empty(count, dtype=dtype, device=generator.device).normal_(generator=generator)
+        store.open_write(block_id)[:] = values.view(torch.uint8).cpu().numpy().data
+        store.close_write(block_id)
+    for first in range(num_seeded, store.num_blocks, _COPIED_AT_ONCE):
+        targets = range(first, min(first + _COPIED_AT_ONCE, store.num_blocks))
+        engine.copy_blocks([(target % num_seeded, target) for target in targets])
+
+
+class DecodeDriver:
+    """A decode worker's model thread without the thread."""
+
+    def __init__(self, engine: TorchEngine, *, max_num_seqs: int, max_batched_tokens: int, seed: int) -> None:
+        """Takes the engine's blocks over; one driver per engine at a time."""
+        card = engine.card
+        self._vocab_size = card.vocab_size
+        self._root = root_hash(card.layout.fingerprint())
+        self._blocks = BlockManager(card.num_blocks, card.layout.block_size)
+        settings = DecodeSchedulerSettings(max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
+        self._scheduler = DecodeScheduler(settings, self._blocks, self._root, card.max_model_len)
+        metrics = _metrics(self._blocks)
+        self._worker = DecodeModelWorker(engine, self._scheduler, metrics, self._hear)
+        self._random = torch.Generator().manual_seed(seed)
+        self._num_added = 0
+        self.num_tokens = 0  # sampled so far
+
+    def add_computed(self, prompt_len: int, max_tokens: int) -> None:
+        """A sequence that was handed over: its prompt's K/V count as computed, its first token is there."""
+        tokens = _random_tokens(prompt_len + 1, self._vocab_size, self._random)
+        sequence = self._sequence(tokens, prompt_len, max_tokens)
+        num_blocks = -(-(prompt_len + 1) // BLOCK_SIZE)
+        allocation = self._blocks.allocate(sequence_owner(sequence.key), num_blocks)
+        assert allocation is not None, f"{num_blocks} blocks in a pool of {self._blocks.num_blocks}"
+        sequence.block_table = list(allocation.block_ids)
+        sequence.num_computed_tokens = prompt_len
+        full = tokens[: prompt_len // BLOCK_SIZE * BLOCK_SIZE]
+        sequence.block_hashes = chain_hashes(self._root, full, BLOCK_SIZE)
+        self._worker.handle(AddToDecode(sequence))
+
+    def add_prompt(self, prompt_len: int, max_tokens: int) -> None:
+        """A sequence to prefill here."""
+        tokens = _random_tokens(prompt_len, self._vocab_size, self._random)
+        self._worker.handle(AddToDecode(self._sequence(tokens, prompt_len, max_tokens)))
+
+    def step(self) -> float:
+        """One turn of the loop; its seconds on the wall. All work of earlier turns is fetched, the next step may be under way."""
+        begun_s = time.perf_counter()
+        assert self._worker.step(), "there is work, and no room for it"
+        return time.perf_counter() - begun_s
+
+    def run(self) -> float:
+        """Until every sequence has ended; seconds."""
+        begun_s = time.perf_counter()
+        while self._worker.has_work():
+            assert self._worker.step(), "there is work, and no room for it"
+        return time.perf_counter() - begun_s
+
+    def clear(self) -> None:
+        """Take all sequences out, whatever is under way."""
+        for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._worker.handle(Remove(sequence.key))
+        while self._worker.has_work():
+            self._worker.step()
+        self._scheduler.check_integrity()
+
+    def _sequence(self, tokens: list[int], prompt_len: int, max_tokens: int) -> Sequence:
+        self._num_added += 1
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        arrival_s = float(self._num_added)
+        return Sequence(f"r{self._num_added}", 1, tokens, prompt_len, sampling, arrival_s)
+
+    def _hear(self, report: DecodeReport) -> None:
+        assert not report.failed, report.detail
+        self.num_tokens += sum(1 for token in report.tokens if token.token is not None)
+
+
+class PrefillDriver:
+    """A prefill worker's model thread without the thread."""
+
+    def __init__(self, engine: TorchEngine, *, chunk: int, seed: int) -> None:
+        """``chunk``: tokens computed in one step."""
+        card = engine.card
+        self._vocab_size = card.vocab_size
+        self._root = root_hash(card.layout.fingerprint())
+        self._blocks = BlockManager(card.num_blocks, card.layout.block_size)
+        scheduler = PrefillScheduler(
+            PrefillSchedulerSettings(max_batched_tokens=chunk), self._blocks, card.max_model_len
+        )
+        self._worker = PrefillModelWorker(engine, scheduler, _metrics(self._blocks), self._hear)
+        self._random = torch.Generator().manual_seed(seed)
+        self._num_added = 0
+        self._num_computed = 0
+
+    def prefill(self, prompt_len: int) -> float:
+        """One fresh prompt until its first token; seconds on the wall."""
+        self._num_added += 1
+        tokens = _random_tokens(prompt_len, self._vocab_size, self._random)
+        sampling = SamplingParams(max_tokens=2, temperature=0.0)
+        sequence = Sequence(f"p{self._num_added}", 1, tokens, prompt_len, sampling, 0.0)
+        sequence.block_hashes = chain_hashes(self._root, tokens, BLOCK_SIZE)
+        begun_s = time.perf_counter()
+        self._worker.handle(AddToPrefill(sequence))
+        while self._num_computed < self._num_added:
+            assert self._worker.step(), "there is work, and no room for it"
+        seconds = time.perf_counter() - begun_s
+        self._blocks.release(sequence_owner(sequence.key))
+        return seconds
+
+    def _hear(self, report: PrefillReport) -> None:
+        assert not report.failed, report.detail
+        self._num_computed += sum(1 for computed in report.computed if computed.token is not None)
+
+
+def _metrics(blocks: BlockManager) -> EngineMetrics:
+    return EngineMetrics(CollectorRegistry(), blocks, num_running=lambda: 0, num_waiting=lambda: 0)
+
+
+def _random_tokens(count: int, vocab_size: int, generator: torch.Generator) -> list[int]:
+    tokens: list[int] = torch.randint(3, vocab_size, (count,), generator=generator).tolist()
+    return tokens

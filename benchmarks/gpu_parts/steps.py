@@ -1,0 +1,118 @@
+"""The whole model with random weights: decode steps, the device's idle time between them, and the prefill of a long prompt."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile
+
+from gpu_parts.floors import decode_step_bytes, prefill_flops
+from gpu_parts.rows import Against, Goal, Row, Unit
+from gpu_parts.running import Context, Finding, Note
+from gpu_parts.sizes import BLOCK_SIZE
+from gpu_parts.stepping import DecodeDriver, PrefillDriver, fill_pool, load_engine
+from gpu_parts.timing import busy_s
+
+_WARM_UPS = 8
+_PROFILED_STEPS = 12
+_PREFILL_REPEATS = 5
+_STEP_GOAL = Goal("≤ 1.25x the floor", Against.FLOOR, 1.25)
+_GAP_GOAL = Goal("≤ 3 % of the step", Against.VALUE, 0.03)
+_PREFILL_GOAL = Goal("≤ 1.5x the floor", Against.FLOOR, 1.5)
+
+
+def measure_decode_steps(context: Context) -> Iterator[Finding]:
+    """Greedy steps as the decode worker's model thread makes them, on the wall; and the share in which the device idles."""
+    sizes = context.sizes
+    growth = sizes.num_steps + 2 * _WARM_UPS + _PROFILED_STEPS
+    num_blocks = max(batch * -(-(length + growth) // BLOCK_SIZE) for batch, length in sizes.steps) + 8
+    max_num_seqs = max(batch for batch, _ in sizes.steps)
+    max_batched_tokens = max(512, max_num_seqs)
+    engine = load_engine(
+        context, num_blocks, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens, decodes=True
+    )
+    yield Note(f"loaded, {context.remaining_s:.0f} s left")
+    fill_pool(engine, context.generator())
+    yield Note(f"{num_blocks} blocks of random K/V")
+    for batch, length in sizes.steps:
+        driver = DecodeDriver(
+            engine, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens, seed=context.seed
+        )
+        for _ in range(batch):
+            driver.add_computed(length - 1, max_tokens=growth + 2)
+        for _ in range(_WARM_UPS):
+            driver.step()
+        steps_s = [driver.step() for _ in range(sizes.num_steps)]
+        step_s = statistics.median(steps_s)
+        nbytes = decode_step_bytes(sizes.shape, batch, length + _WARM_UPS + sizes.num_steps // 2)
+        slowest = statistics.quantiles(steps_s, n=20)[-1]
+        yield Row(
+            f"decode step, {batch} x {length:,}",
+            Unit.SECONDS,
+            step_s,
+            None if context.limits is None else context.limits.bytes_s(nbytes),
+            (_STEP_GOAL,),
+            note=f"greedy, on the wall; p95 {slowest * 1e3:.2f} ms; {nbytes / 1e9:.2f} GB",
+        )
+        yield _gap_row(context, f"device idle between decode steps, {batch} x {length:,}", driver, step_s)
+        driver.clear()
+    if sizes.num_steps and context.limits is not None:
+        yield Note("floors: weights without the embedding, and all K/V, over the copy bandwidth")
+
+
+def measure_prefill_steps(context: Context) -> Iterator[Finding]:
+    """A fresh prompt until its first token, by the size of the chunks; the first size is the one that counts."""
+    sizes = context.sizes
+    # Published blocks stay cached: room for a few prompts, so that what is given back is taken from the oldest.
+    num_blocks = 3 * -(-sizes.prefill_len // BLOCK_SIZE) + 8
+    engine = load_engine(
+        context, num_blocks, max_num_seqs=8, max_batched_tokens=max(sizes.prefill_chunks), decodes=False
+    )
+    yield Note(f"loaded, {context.remaining_s:.0f} s left")
+    flops = prefill_flops(sizes.shape, sizes.prefill_len)
+    for number, chunk in enumerate(sizes.prefill_chunks):
+        driver = PrefillDriver(engine, chunk=chunk, seed=context.seed + number)
+        driver.prefill(sizes.prefill_len)
+        seconds = statistics.median(driver.prefill(sizes.prefill_len) for _ in range(_PREFILL_REPEATS))
+        yield Row(
+            f"prefill, {sizes.prefill_len:,} tokens in chunks of {chunk:,}",
+            Unit.SECONDS,
+            seconds,
+            None if context.limits is None else context.limits.flops_s(flops),
+            (_PREFILL_GOAL,) if number == 0 else (),
+            note=f"{flops / seconds / 1e12:.0f} TFLOP/s; {sizes.prefill_len / seconds:,.0f} tokens/s",
+        )
+
+
+def _gap_row(context: Context, name: str, driver: DecodeDriver, step_s: float) -> Row:
+    """Idle: what is left of the undisturbed step when the device's own time, as the profiler saw it, is taken off."""
+    if context.device.type != "cuda":
+        return Row(name, Unit.SHARE, None, note="no device that could idle")
+    driver.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(_PROFILED_STEPS):
+            driver.step()
+        torch.cuda.synchronize()
+    events = profiler.events()
+    intervals = [
+        (event.time_range.start, event.time_range.end)
+        for event in (events or [])
+        if event.device_type == DeviceType.CUDA
+    ]
+    if not intervals:
+        return Row(name, Unit.SHARE, None, note="the profiler saw no kernel")
+    # A step may have been under way already when the profiler began, and one more is when it ends: both count, or neither.
+    of_step_s = busy_s(intervals) * 1e-6 / _PROFILED_STEPS
+    span_s = (max(end for _, end in intervals) - min(start for start, _ in intervals)) * 1e-6
+    under_profiler = 1 - of_step_s * _PROFILED_STEPS / span_s
+    return Row(
+        name,
+        Unit.SHARE,
+        max(0.0, 1 - of_step_s / step_s),
+        goals=(_GAP_GOAL,),
+        note=f"device busy {of_step_s * 1e3:.2f} ms of {step_s * 1e3:.2f} ms; idle under the profiler {under_profiler:.1%}",
+    )

@@ -1,0 +1,163 @@
+"""benchmarks/gpu.py: every section's way, with sizes of next to nothing; its times mean nothing here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_parts import (
+    attention,
+    batching,
+    check_attention,
+    check_elementwise,
+    check_sampling,
+    limits,
+    model_dir,
+    sampling,
+    steps,
+    ttft,
+)
+from gpu_parts.comparing import compared
+from gpu_parts.floors import Limits
+from gpu_parts.kernel_names import Kernel
+from gpu_parts.paged import attention_float64, paged_context, random_pool
+from gpu_parts.rows import Checked, Row
+from gpu_parts.running import Context, Fact, Finding, Run
+from gpu_parts.sizes import TINY, dry_sizes
+from safetensors.torch import load_file
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    facts = {"seconds of a hand-off over shared memory": 1.0}
+    return Context(dry_sizes(), device, True, tmp_path, time.monotonic() + 100, 7, Limits(1e9, 1e9, 1e9, 1e9), facts)
+
+
+def found(run: Run, context: Context) -> list[Finding]:
+    return list(run(context))
+
+
+@pytest.mark.parametrize(
+    ("run", "kernel"),
+    [
+        (check_elementwise.check_norm, Kernel.NORM),
+        (check_elementwise.check_rotary, Kernel.ROTARY),
+        (check_elementwise.check_activation, Kernel.ACTIVATION),
+        (check_elementwise.check_penalties, Kernel.PENALTIES),
+        (check_sampling.check_sampling, Kernel.SAMPLING),
+        (check_attention.check_decode_attention, Kernel.DECODE),
+        (check_attention.check_prefill_attention, Kernel.PREFILL),
+        (check_attention.check_fp8, Kernel.FP8),
+    ],
+)
+def test_kernels_are_right(run: Run, kernel: Kernel, context: Context) -> None:
+    checks = [finding for finding in found(run, context) if isinstance(finding, Checked)]
+    assert checks
+    assert {check.kernel for check in checks} == {kernel}
+    assert [check.text for check in checks if not check.is_right] == []
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        limits.measure_limits,
+        attention.measure_decode,
+        attention.measure_decode_fp8,
+        attention.measure_prefill,
+        sampling.measure_sampling,
+        steps.measure_decode_steps,
+        steps.measure_prefill_steps,
+        ttft.measure_ttft,
+    ],
+)
+def test_figures_come_with_what_they_are_compared_with(run: Run, context: Context) -> None:
+    rows = [finding for finding in found(run, context) if isinstance(finding, Row)]
+    assert rows
+    for row in rows:
+        assert row.value is None or row.value > 0, row
+        assert row.value is not None or row.note, row
+        for peer in row.peers:
+            assert (peer.value is None) == bool(peer.absence), peer
+
+
+def test_throughput_is_told_to_the_section_of_the_peer(context: Context) -> None:
+    (fact,) = [finding for finding in found(batching.measure_ours, context) if isinstance(finding, Fact)]
+    assert fact.value > 0
+
+
+@pytest.mark.parametrize("damage", ["one element", "not written"])
+def test_a_damaged_result_is_found(damage: str) -> None:
+    expected = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).double()
+    actual = expected.bfloat16()
+    assert all(check.is_right for check in compared(Kernel.NORM, "whole", actual, expected))
+    if damage == "one element":
+        actual[17, 3] += 1
+    else:
+        actual[17] = torch.nan
+    assert not all(check.is_right for check in compared(Kernel.NORM, "damaged", actual, expected))
+
+
+def test_the_reference_is_torchs_attention() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(5, 4, 16, generator=generator).double()
+    keys, values = torch.randn(2, 2, 9, 16, generator=generator).double()
+    mask = torch.ones(5, 9, dtype=torch.bool).tril(diagonal=4)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1), keys, values, attn_mask=mask, enable_gqa=True
+    )
+    torch.testing.assert_close(attention_float64(query, torch.stack((keys, values))), expected.transpose(0, 1))
+
+
+def test_contexts_are_found_again_in_their_blocks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    pool = random_pool(TINY, 6, 2, torch.float32, generator)
+    paged = paged_context(pool, 1, (3, 40), generator)
+    blocks = paged.block_tables[1, :3].tolist()
+    assert len({*blocks, int(paged.block_tables[0, 0])}) == 4
+    expected = torch.cat([pool[block, 1, 0] for block in blocks], dim=1)[:, :40]
+    assert torch.equal(paged.keys_values(1)[0], expected)
+    with pytest.raises(ValueError, match="in a pool of 6"):
+        paged_context(pool, 1, (97,), generator)
+
+
+def test_the_model_on_disk_is_one_that_others_read(tmp_path: Path) -> None:
+    model_dir.write_model(tmp_path / "model", TINY, torch.Generator().manual_seed(0))
+    places = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())["weight_map"]
+    for name in set(places.values()):
+        tensors = load_file(tmp_path / "model" / name)
+        assert set(tensors) == {tensor for tensor, file in places.items() if file == name}
+        assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    layer = load_file(tmp_path / "model" / "layer-001.safetensors")
+    assert layer["model.layers.1.mlp.gate_proj.weight"].shape == (64, 32)
+
+
+def test_a_dry_run_of_the_command_says_that_its_times_mean_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--dry-run", "--only", "handoff", "--json", str(tmp_path / "out.json")]
+    environment = {**os.environ, "PYTHONSAFEPATH": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("DRY RUN")
+    assert done.stdout.rstrip().endswith("ITS TIMES MEAN NOTHING.")
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["is_dry_run"]
+    figures = [row["figure"] for row in document["rows"]]
+    assert [name for name in figures if name.startswith("hand-off")] == figures[4:]
+    assert len(figures) == 6
+    assert [section["failure"] for section in document["sections"]] == [None, None]
+
+
+def test_without_a_device_the_command_names_the_way_out() -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("there is a device")
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--dry-run" in done.stderr

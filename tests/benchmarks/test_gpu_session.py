@@ -1,0 +1,220 @@
+"""benchmarks/gpu.py: which sections run, for how long, and what a run makes of what they find."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gpu_parts.floors import Limits
+from gpu_parts.kernel_names import Kernel
+from gpu_parts.plan import CHECKS, FIGURES, LIMITS, NAMES, chosen, refusal, time_for
+from gpu_parts.rows import Checked, Row, Unit
+from gpu_parts.running import PRELOADED, Context, Fact, Failure, Finding, Note, Outcome, Section, load, run_section
+from gpu_parts.session import Session
+from gpu_parts.sizes import dry_sizes
+
+Found = tuple[list[Finding], Failure | None]
+
+SECTIONS = """
+import os, subprocess, sys, time
+from gpu_parts.rows import Row, Unit
+from gpu_parts.running import Note
+
+def orderly(context):
+    yield Note("begins")
+    yield Row("figure", Unit.SECONDS, context.seed * 1.0)
+
+def raising(context):
+    yield Note("before")
+    raise ValueError("seed is 7; it must be something else\\nand more")
+
+def ending(context):
+    yield Note("before")
+    os._exit(3)
+
+def hanging(context):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield Note(str(child.pid))
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    return Context(dry_sizes(), "cpu", True, tmp_path, time.monotonic() + 100, 7)
+
+
+@pytest.fixture
+def run_named(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, float], tuple[Outcome, list[Finding]]]:
+    """Runs one of SECTIONS in a real process of its own."""
+    (tmp_path / "sections_of_a_test.py").write_text(SECTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(name: str, seconds: float) -> tuple[Outcome, list[Finding]]:
+        heard: list[Finding] = []
+        limited = Context(context.sizes, "cpu", True, tmp_path, time.monotonic() + seconds, context.seed)
+        section = Section(name, f"sections_of_a_test:{name}", seconds)
+        return run_section(section, limited, heard.append), heard
+
+    return run
+
+
+def scripted(script: dict[str, Found], seen: list[Context]) -> Callable[..., Outcome]:
+    """Instead of processes: what each section finds; those that are not named find nothing wrong."""
+
+    def run(section: Section, context: Context, hear: Callable[[Finding], None]) -> Outcome:
+        seen.append(context)
+        kernels = {check.name: kernel for kernel, check in CHECKS.items()}
+        right: list[Finding] = [Checked(kernels[section.name], "case", 0.0, 1.0)] if section.name in kernels else []
+        findings, failure = script.get(section.name, (right, None))
+        for finding in findings:
+            hear(finding)
+        return Outcome(section.name, 1.0, tuple(findings), failure, "", "")
+
+    return run
+
+
+def test_a_run_has_the_limits_and_the_checks_of_what_it_times() -> None:
+    assert [section.name for section in chosen(["sampling"])] == [
+        "limits",
+        "check-penalties",
+        "check-sampling",
+        "sampling",
+    ]
+    assert [section.name for section in chosen(["handoff"])] == ["limits", "handoff"]
+    assert chosen([]) == [LIMITS, *CHECKS.values(), *FIGURES]
+    assert chosen(["checks"]) == [LIMITS, *CHECKS.values()]
+
+
+def test_every_section_can_be_loaded_and_is_told_in_the_help() -> None:
+    for section in chosen([]):
+        assert callable(load(section.entry))
+    script = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+    shown = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True).stdout
+    missing = [name for name in NAMES if name not in shown]
+    assert not missing
+
+
+def test_every_kernel_has_a_check() -> None:
+    assert set(CHECKS) == set(Kernel)
+
+
+def test_an_early_section_leaves_the_later_ones_time() -> None:
+    first, second = Section("a", "", 100.0), Section("b", "", 50.0)
+    assert time_for(first, [second], 1000.0) == 100.0
+    assert time_for(first, [second], 90.0) == pytest.approx(70.0)
+    assert time_for(second, [], 30.0) == 30.0
+    assert time_for(first, [second], 10.0) == 0.0
+
+
+def test_what_is_wrong_or_unchecked_is_not_timed() -> None:
+    section = Section("a", "", 1.0, (Kernel.DECODE, Kernel.NORM))
+    assert refusal(section, {Kernel.DECODE: True, Kernel.NORM: True}) is None
+    assert "norm" in str(refusal(section, {Kernel.DECODE: True, Kernel.NORM: False}))
+    assert "decode attention" in str(refusal(section, {Kernel.NORM: True}))
+
+
+def test_a_wrong_kernel_keeps_its_figures_from_being_taken(context: Context) -> None:
+    wrong: Found = ([Checked(Kernel.SAMPLING, "case", float("nan"), 1.0)], None)
+    seen: list[Context] = []
+    session = Session(context, lambda line: None)
+    session.run(chosen(["sampling", "handoff"]), scripted({"check-sampling": wrong}, seen))
+    failures = {outcome.name: outcome.failure for outcome in session.outcomes}
+    assert failures["handoff"] is None
+    assert failures["sampling"] is not None
+    assert "refused" in failures["sampling"].reason
+    assert len(seen) == len(session.outcomes) - 1
+    assert session.numerics_failed
+    assert "WRONG" in session.report()
+
+
+def test_a_check_that_breaks_off_counts_as_wrong(context: Context) -> None:
+    broken: Found = ([Checked(Kernel.SAMPLING, "first case", 0.0, 1.0)], Failure("it fell over"))
+    session = Session(context, lambda line: None)
+    session.run(chosen(["sampling"]), scripted({"check-sampling": broken}, []))
+    assert session.numerics_failed
+    assert [outcome.name for outcome in session.outcomes if outcome.failure] == ["check-sampling", "sampling"]
+
+
+def test_limits_and_facts_reach_later_sections(context: Context, tmp_path: Path) -> None:
+    limits = Limits(1.0, 2.0, 3.0, 4.0)
+    row = Row("figure", Unit.SECONDS, 1.0)
+    script: dict[str, Found] = {"limits": ([limits], None), "handoff": ([Fact("a", 5.0), row, Note("done")], None)}
+    seen: list[Context] = []
+    session = Session(context, lambda line: None)
+    session.run(chosen(["handoff", "batching-peer"]), scripted(script, seen))
+    assert [one.limits for one in seen] == [None, limits, limits]
+    assert seen[-1].facts == {"a": 5.0}
+    assert not session.numerics_failed
+    assert not session.sections_failed
+    session.write(tmp_path / "out.json")
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["limits"]["copy_bytes_per_s"] == 1.0
+    assert [one["figure"] for one in document["rows"]] == ["figure"]
+    assert document["times_mean_something"] is False
+
+
+def test_sections_behind_the_end_of_the_time_are_named(context: Context) -> None:
+    late = Context(context.sizes, "cpu", True, context.work, time.monotonic(), 7)
+    session = Session(late, lambda line: None)
+    session.run(chosen(["handoff"]), scripted({}, []))
+    assert session.sections_failed
+    assert "time was used up" in session.report()
+
+
+def test_a_section_runs_in_a_process_of_its_own(
+    run_named: Callable[[str, float], tuple[Outcome, list[Finding]]],
+) -> None:
+    outcome, heard = run_named("orderly", 100.0)
+    assert outcome.failure is None
+    assert heard == [Note("begins"), Row("figure", Unit.SECONDS, 7.0)]
+
+
+def test_a_section_that_raises_or_ends_keeps_what_it_had(
+    run_named: Callable[[str, float], tuple[Outcome, list[Finding]]],
+) -> None:
+    outcome, heard = run_named("raising", 100.0)
+    assert heard == [Note("before")]
+    assert outcome.failure is not None
+    assert outcome.failure.reason == "ValueError: seed is 7; it must be something else"
+    assert "sections_of_a_test.py" in outcome.failure.trace
+    outcome, heard = run_named("ending", 100.0)
+    assert heard == [Note("before")]
+    assert outcome.failure is not None
+    assert "status 3" in outcome.failure.reason
+
+
+def test_a_section_that_hangs_is_stopped_with_all_it_started(
+    run_named: Callable[[str, float], tuple[Outcome, list[Finding]]],
+) -> None:
+    assert run_named("orderly", 100.0)[0].failure is None  # the processes' server is up
+    outcome, heard = run_named("hanging", 4.0)
+    assert outcome.failure is not None
+    assert outcome.failure.reason.startswith("stopped")
+    for note in heard:
+        assert isinstance(note, Note)
+        state = Path(f"/proc/{note.text}/stat")
+        assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_what_is_preloaded_asks_for_no_device() -> None:
+    program = f"""
+import importlib, torch
+def refused(*arguments):
+    raise AssertionError("a device was asked for")
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = torch._C._cuda_getDeviceCount = refused
+for name in {PRELOADED!r}:
+    importlib.import_module(name)
+assert not torch.cuda.is_initialized()
+"""
+    directory = Path(__file__).parents[2] / "benchmarks"
+    environment = {"PATH": "", "PYTHONPATH": str(directory), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
