@@ -101,15 +101,18 @@ class OpenAIRoutes:
         spec = chat.guided(body.spec(max_tokens=max_tokens, num_logprobs=num_logprobs, max_tokens_param=name))
         prompt = await self._intake.encode(chat.prompt, "messages", add_special_tokens=bool(body.add_special_tokens))
         generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="messages")
-        answer = ChatFormat(
-            self._head(request),
-            self._intake.tokenizer,
-            _shown(body, logprobs=bool(body.logprobs)),
-            num_choices=spec.num_choices,
-            make_parser=None if chat.has_plain_answers else chat.parser,
-            echoed=chat.echoed,
-        )
-        return await self._respond("/v1/chat/completions", request, body, spec, generations, answer)
+
+        def make_format() -> Format:
+            return ChatFormat(
+                self._head(request),
+                self._intake.tokenizer,
+                _shown(body, logprobs=bool(body.logprobs)),
+                num_choices=spec.num_choices,
+                make_parser=None if chat.has_plain_answers else chat.parser,
+                echoed=chat.echoed,
+            )
+
+        return await self._respond("/v1/chat/completions", request, body, spec, generations, make_format)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue one text, or several."""
@@ -120,17 +123,19 @@ class OpenAIRoutes:
             spec = msgspec.structs.replace(spec, num_prompt_logprobs=body.logprobs)
         prompts = await self._prompts(body)
         generations = self._intake.generations(arrival_of(request), prompts, spec, prompt_param="prompt")
-        used = [one.prompt_token_ids for one in generations if one.is_first]
-        echoed = [(self._intake.tokenizer.decode(ids), ids) for ids in used] if body.echo else []
-        answer = CompletionFormat(
-            self._head(request),
-            self._intake.tokenizer,
-            _shown(body, logprobs=body.logprobs is not None),
-            num_per_prompt=spec.num_choices,
-            echoed=echoed,
-            prompts=used,
-        )
-        return await self._respond("/v1/completions", request, body, spec, generations, answer)
+
+        def make_format() -> Format:
+            used = [one.prompt_token_ids for one in generations if one.is_first]
+            return CompletionFormat(
+                self._head(request),
+                self._intake.tokenizer,
+                _shown(body, logprobs=body.logprobs is not None),
+                num_per_prompt=spec.num_choices,
+                echoed=[(self._intake.tokenizer.decode(ids), ids) for ids in used] if body.echo else [],
+                prompts=used,
+            )
+
+        return await self._respond("/v1/completions", request, body, spec, generations, make_format)
 
     async def _prompts(self, body: CompletionBody) -> list[list[int]]:
         """The prompts as token ids, whichever of the four forms they came in."""
@@ -153,12 +158,12 @@ class OpenAIRoutes:
         body: SamplingBody,
         spec: GenerationSpec,
         generations: list[Generation],
-        answer: Format,
+        make_format: Callable[[], Format],
     ) -> Response:
         job = Job(
             route,
             generations,
-            answer,
+            make_format,
             is_stream=bool(body.stream),
             num_per_prompt=1 if spec.beam_search is not None else max(spec.best_of, spec.num_choices),
             num_returned=spec.num_choices,

@@ -20,6 +20,7 @@ from kvrelay.gateway.output_text import OutputText, StopReason, TextOptions
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.prompt_share import PromptShare
 from kvrelay.gateway.relay import Relay
+from kvrelay.gateway.soon import Soon
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.wire.messages import Beam
@@ -126,7 +127,7 @@ class Generator:
             generation.guide_param,
         )
         if generation.is_first:
-            self._metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
+            self._metrics.tokens.on_prompt(len(generation.prompt_token_ids))
         await self._relay.run(request, _Text(generation, usage, take, self.tokenizer, self._metrics).take)
 
 
@@ -146,11 +147,11 @@ class _Text:
         self._take = take
         self._tokenizer = tokenizer
         self._metrics = metrics
-        self._output = OutputText(tokenizer, generation.text, generation.sampling)
+        self._output = Soon(lambda: OutputText(tokenizer, generation.text, generation.sampling))
 
     def take(self, delta: OutputDelta) -> bool:
         """Pass its text on; whether more tokens are wanted. See :data:`kvrelay.gateway.attempt.Take`."""
-        generation, usage, output = self._generation, self._usage, self._output
+        generation, usage, output = self._generation, self._usage, self._output.get()
         self._observe(delta)
         if delta.num_cached_tokens is not None and generation.is_first:
             usage.num_cached_tokens = max(usage.num_cached_tokens, delta.num_cached_tokens)

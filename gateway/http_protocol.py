@@ -119,13 +119,17 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         """A part of it."""
-        self._count_header_bytes(len(url))
+        self._num_header_bytes += len(url)
+        if self._num_header_bytes > self._limits.max_header_bytes:
+            raise _RefusedError(Reason.HEADERS_TOO_LARGE, self._too_large())
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer behind a body: that is counted, too, but nobody reads it."""
         self._num_headers += 1
-        self._count_header_bytes(len(name) + len(value) + 4)
+        self._num_header_bytes += len(name) + len(value) + 4
+        if self._num_header_bytes > self._limits.max_header_bytes:
+            raise _RefusedError(Reason.HEADERS_TOO_LARGE, self._too_large())
         if self._num_headers > _MAX_HEADERS:
             text = f"the request has more than {_MAX_HEADERS} headers, which is the limit; send fewer"
             raise _RefusedError(Reason.HEADERS_TOO_LARGE, HeadersTooLargeError(text))
@@ -194,11 +198,6 @@ class HttpProtocol(HttpToolsProtocol):
             f"the headers of a request were not complete after {self._limits.header_timeout_s:g} s; send them at once"
         )
         self._refuse(Reason.HEADER_TIMEOUT, SlowClientError(text))
-
-    def _count_header_bytes(self, num_bytes: int) -> None:
-        self._num_header_bytes += num_bytes
-        if self._num_header_bytes > self._limits.max_header_bytes:
-            raise _RefusedError(Reason.HEADERS_TOO_LARGE, self._too_large())
 
     def _too_large(self) -> ApiError:
         limit = self._limits.max_header_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -65,7 +65,7 @@ class Job:
 
     route: str
     generations: list[Generation]
-    format: Format
+    make_format: Callable[[], Format]  # called once, while workers compute
     is_stream: bool
     num_per_prompt: int = 1
     num_returned: int = 1  # of each prompt

@@ -29,17 +29,22 @@ def count_process_deaths(registry: CollectorRegistry) -> Counter:
 
 
 class TokenMeter:
-    """Counts tokens and the times between them: all that every token moves.
+    """Counts tokens and the times between them: all that every token moves, and every prompt before it is sent on.
 
     Prometheus' own metrics take a lock per number, and several microseconds per token; here the numbers are plain, and become
     metrics when they are read. On one thread.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._num_prompt_tokens = 0
         self._num_tokens = 0
         self._num_gaps = [0] * (len(_ITL) + 1)  # by bucket, the last one without a bound
         self._sum_s = 0.0
         registry.register(self)
+
+    def on_prompt(self, num_tokens: int) -> None:
+        """A prompt of so many tokens is accepted."""
+        self._num_prompt_tokens += num_tokens
 
     def on_tokens(self, num_tokens: int, gap_s: float | None) -> None:
         """So many tokens of a request are delivered, ``gap_s`` after those before; None for its first."""
@@ -50,6 +55,9 @@ class TokenMeter:
 
     def collect(self) -> Iterator[Metric]:
         """The metrics. Called by the registry."""
+        yield CounterMetricFamily(
+            "kvrelay_gateway_prompt_tokens", "Prompt tokens accepted", value=self._num_prompt_tokens
+        )
         yield CounterMetricFamily("kvrelay_gateway_output_tokens", "Tokens generated", value=self._num_tokens)
         bounds = [*map(str, _ITL), "+Inf"]
         yield HistogramMetricFamily(
@@ -77,7 +85,6 @@ class GatewayMetrics:
             "kvrelay_requests_total", "Requests by route and HTTP outcome", ["route", "outcome"], registry=registry
         )
         self.in_flight = Gauge("kvrelay_requests_in_flight", "Requests being served", registry=registry)
-        self.prompt_tokens = Counter("kvrelay_gateway_prompt_tokens_total", "Prompt tokens accepted", registry=registry)
         self.tokens = TokenMeter(registry)
         self.attempts = Counter("kvrelay_attempts_total", "Attempts by how they ended", ["outcome"], registry=registry)
         self.disconnects = Counter("kvrelay_client_disconnects_total", "Clients that left early", registry=registry)

@@ -57,12 +57,12 @@ def sampling_params(
         raise InvalidRequestError(
             f"min_tokens is {spec.min_tokens}, more than the {max_tokens} tokens that may come", param="min_tokens"
         )
-    for param, ids in (
-        ("logit_bias", [token_id for token_id, _ in spec.logit_bias]),
-        ("allowed_token_ids", spec.allowed_token_ids),
-        ("stop_token_ids", spec.stop_token_ids),
-    ):
-        check_token_ids(ids, vocab_size, param)
+    if spec.logit_bias:
+        check_token_ids([token_id for token_id, _ in spec.logit_bias], vocab_size, "logit_bias")
+    if spec.allowed_token_ids:
+        check_token_ids(spec.allowed_token_ids, vocab_size, "allowed_token_ids")
+    if spec.stop_token_ids:
+        check_token_ids(spec.stop_token_ids, vocab_size, "stop_token_ids")
     _check_workers_limits(spec, num_prompt_tokens, cards)
     drawn = secrets.randbits(63) if spec.temperature and spec.seed is None else 0  # greedy sampling draws nothing
     needs_logprobs = spec.best_of > spec.num_choices
@@ -82,7 +82,7 @@ def sampling_params(
         min_tokens=spec.min_tokens,
         logit_bias=spec.logit_bias,
         allowed_token_ids=spec.allowed_token_ids,
-        bad_words=_word_ids(spec.bad_words, tokenizer),
+        bad_words=_word_ids(spec.bad_words, tokenizer) if spec.bad_words else (),
         num_prompt_logprobs=spec.num_prompt_logprobs,
         guide=spec.guide,
         watermark=Watermark() if spec.has_watermark else None,

@@ -17,7 +17,7 @@ from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import TextDelta, Usage
 from kvrelay.gateway.http import Endpoint
 from kvrelay.gateway.intake import Intake, arrival_of, internal_id
-from kvrelay.gateway.jobs import Choice, Job
+from kvrelay.gateway.jobs import Choice, Format, Job
 from kvrelay.gateway.logprob_bodies import chat_logprobs
 from kvrelay.gateway.response_items import ResponseItems
 from kvrelay.gateway.responses_schema import ResponseBody
@@ -135,10 +135,13 @@ class ResponsesRoutes:
         spec = chat.guided(body.spec())
         prompt = await self._intake.encode(chat.prompt, "input", add_special_tokens=False)
         generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="input")
-        answer = ResponseFormat(
-            self._head(body, request), self._intake.tokenizer, chat.parser(), shows_logprobs=body.shows_logprobs
-        )
-        job = Job(ROUTE, generations, answer, is_stream=bool(body.stream))
+
+        def make_format() -> Format:
+            return ResponseFormat(
+                self._head(body, request), self._intake.tokenizer, chat.parser(), shows_logprobs=body.shows_logprobs
+            )
+
+        job = Job(ROUTE, generations, make_format, is_stream=bool(body.stream))
         return await self._responder.respond(request, job)
 
     def _head(self, body: ResponseBody, request: Request) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import Generator, TextDelta
-from kvrelay.gateway.jobs import Job, total
+from kvrelay.gateway.jobs import Format, Job, total
 from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.soon import Soon
 from kvrelay.gateway.sse import EndAtDisconnect, EventStream
 
 logger = logging.getLogger(__name__)
@@ -30,30 +31,34 @@ class Responder:
     async def respond(self, request: Request, job: Job) -> Response:
         """The response. What fails before its status line is raised, as ApiError or ClientLeftError, here or when it is sent."""
         if job.is_stream:
-            return EventStream(lambda stream: self._events(job, stream), job.format.failed)
+            answer = Soon(job.make_format)
+            return EventStream(
+                lambda stream: self._events(job, answer, stream), lambda error: answer.get().failed(error)
+            )
         usages = job.usages()
         deltas: list[list[TextDelta]] = [[] for _ in job.generations]
         async with EndAtDisconnect(request.receive):
             await self._generator.run_all(job.generations, usages, lambda index, delta: deltas[index].append(delta))
-        body = job.format.whole(job.choices(deltas), total(usages))
+        body = job.make_format().whole(job.choices(deltas), total(usages))
         return JSONResponse({**body, **job.extras()} if isinstance(body, dict) else body)
 
-    async def _events(self, job: Job, stream: EventStream) -> bytes:
+    async def _events(self, job: Job, written: Soon[Format], stream: EventStream) -> bytes:
         """Write the job's events, up to the last ones, which are returned."""
-        answer, usages = job.format, job.usages()
+        usages = job.usages()
 
         def take(index: int, delta: TextDelta) -> None:
+            answer = written.get()
             before = b"" if stream.has_begun else answer.opening()
             stream.write(before + answer.chunk(index, delta))
 
         try:
             await self._generator.run_all(job.generations, usages, take)
-            return answer.closing(total(usages), job.extras())
+            return written.get().closing(total(usages), job.extras())
         except Exception as error:
             if not stream.has_begun:
                 raise
             self._metrics.requests.labels(job.route, "failed_mid_stream").inc()
             if isinstance(error, ApiError):
-                return answer.failed(error)
+                return written.get().failed(error)
             logger.exception("a stream failed", extra={"request_id": job.generations[0].request_id})
-            return answer.failed(ApiError("the server failed while it was answering; try again"))
+            return written.get().failed(ApiError("the server failed while it was answering; try again"))

@@ -165,11 +165,10 @@ class TgiRoutes:
             prefix=body.inputs if is_full else "",
             is_list=is_compat,
         )
-        answer = GenerateFormat(self._intake.tokenizer, generations[0], wanted)
         job = Job(
             route,
             generations,
-            answer,
+            lambda: GenerateFormat(self._intake.tokenizer, generations[0], wanted),
             is_stream=is_stream,
             num_per_prompt=spec.best_of,
             num_returned=spec.num_choices,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,22 +217,38 @@ def test_a_long_reason_is_cut(guide_compiler: XGrammarCompiler) -> None:
 
 
 @pytest.fixture
-def strict_compiler(demo_directory: Path) -> Iterator[XGrammarCompiler]:
-    compiler = XGrammarCompiler(demo_directory, DEMO_VOCAB, limits=GuideLimits(cpu_s=1.0, grammar_bytes=2**20))
-    yield compiler
-    compiler.close()
+def strict_compiler(demo_directory: Path) -> Iterator[Callable[[GuideLimits], XGrammarCompiler]]:
+    made: list[XGrammarCompiler] = []
+
+    def make(limits: GuideLimits) -> XGrammarCompiler:
+        made.append(XGrammarCompiler(demo_directory, DEMO_VOCAB, limits=limits))
+        return made[-1]
+
+    yield make
+    for compiler in made:
+        compiler.close()
 
 
-def test_what_takes_too_much_is_refused_and_the_next_guide_compiles(strict_compiler: XGrammarCompiler) -> None:
+def test_what_takes_too_long_is_refused_and_the_next_guide_compiles(
+    strict_compiler: Callable[[GuideLimits], XGrammarCompiler],
+) -> None:
+    compiler = strict_compiler(GuideLimits(cpu_s=1.0))
     endless = json.dumps({"type": "string", "pattern": "(abc|[d-z]{3,7})+" * 3500})
-    assert "more than 1 s to compile" in refusal(strict_compiler, GuideKind.JSON_SCHEMA, endless)
+    assert "more than 1 s to compile" in refusal(compiler, GuideKind.JSON_SCHEMA, endless)
+    state_of(compiled(compiler, GuideKind.REGEX, "a"))
+
+
+def test_what_takes_too_much_is_refused_and_the_next_guide_compiles(
+    strict_compiler: Callable[[GuideLimits], XGrammarCompiler],
+) -> None:
+    compiler = strict_compiler(GuideLimits(grammar_bytes=2**20))
     ambiguous = f'root ::= {"e* " * 100}\ne ::= ([a-c]* [de]*)* | "(" e ")"'
-    assert "too ambiguous; make it simpler" in refusal(strict_compiler, GuideKind.GRAMMAR, ambiguous)
+    assert "too ambiguous; make it simpler" in refusal(compiler, GuideKind.GRAMMAR, ambiguous)
     large = json.dumps(
         {"type": "object", "properties": {f"p{i}": {"type": "string", "pattern": "[a-z]{1,50}"} for i in range(9)}}
     )
-    assert "more than 1048576: make it simpler" in refusal(strict_compiler, GuideKind.JSON_SCHEMA, large)
-    state_of(compiled(strict_compiler, GuideKind.REGEX, "a"))
+    assert "more than 1048576: make it simpler" in refusal(compiler, GuideKind.JSON_SCHEMA, large)
+    state_of(compiled(compiler, GuideKind.REGEX, "a"))
 
 
 def test_each_guide_is_compiled_once(demo_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

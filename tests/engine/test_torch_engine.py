@@ -13,6 +13,7 @@ import transformers
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.interface import StepRow
+from kvrelay.engine.linear_cpu import has_packed_linear
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import SIZES, VOCAB, load, save_model, sequence, tokens
@@ -243,6 +244,8 @@ def test_cuda_without_a_gpu_is_refused(llama: tuple[Path, Any], monkeypatch: pyt
 
 
 def test_int8_weights_stay_near_the_model_and_are_told_apart_from_it(llama: tuple[Path, Any]) -> None:
+    if not has_packed_linear(torch.bfloat16):
+        pytest.skip("this CPU has no bf16 kernels")
     full, engine = load(llama[0], dtype="bfloat16"), load(llama[0], dtype="bfloat16", weight_format="int8")
     prompt = tokens(3, 40)
 

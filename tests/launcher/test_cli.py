@@ -201,9 +201,14 @@ def test_an_api_key_and_its_line_belong_together(capsys: pytest.CaptureFixture[s
     assert ApiKeys(tmp_path / "keys").check(f"Bearer {key}") == "alice"
 
 
-def test_a_worker_that_others_can_reach_needs_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["decode-worker", "--engine", "fake", "--address", "tcp://0.0.0.0:0"]) == 2
-    assert "without --keys anybody there could read, forge and cancel requests" in capsys.readouterr().err
+def test_a_worker_that_others_can_reach_needs_keys() -> None:
+    """In a process of its own: a worker takes over its process's log."""
+    command = ["decode-worker", "--engine", "fake", "--address", "tcp://0.0.0.0:0"]
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "kvrelay.launcher", *command], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2
+    assert "without --keys anybody there could read, forge and cancel requests" in ended.stderr
 
 
 def test_values_become_a_command_line_and_come_back() -> None:
