@@ -74,7 +74,7 @@ class PrefillModelWorker:
 
     def step(self) -> bool:
         """One chunk of every scheduled prompt; False if no prompt could get room."""
-        rows, started = self._scheduler.schedule()
+        rows, started = self._scheduler.schedule(time.monotonic())
         if not rows:
             return False
         if started:
@@ -86,9 +86,10 @@ class PrefillModelWorker:
         outputs = self._engine.step(rows)
         step_s = time.monotonic() - start_s
         self._metrics.step_s.observe(step_s)
+        num_tokens = sum(row.num_tokens for row in rows)
+        self._scheduler.observe(num_tokens, step_s)
         computed = self._scheduler.postprocess(rows, outputs)
         self._metrics.sampled_tokens.inc(sum(1 for item in computed if item.token is not None))
-        num_tokens = sum(row.num_tokens for row in rows)
         self._emit(Report(computed=tuple(computed), num_tokens=num_tokens, step_s=step_s))
         return True
 

@@ -1,7 +1,8 @@
-"""Which prompt tokens to compute next: chunked prefill under a token budget, first come first served.
+"""Which prompt tokens to compute next: chunked prefill under a token budget, in order of arrival.
 
 ``step()`` of the prefill worker is schedule → run → postprocess. A prompt gets all its blocks when it is admitted, starts
-behind its cached prefix, and is computed in chunks; several prompts share a step. A computed prompt leaves the scheduler
+behind its cached prefix, and is computed in chunks; several prompts share a step. How large a step is, and who may overtake a
+long prompt, is decided in :mod:`kvrelay.prefill_worker.chunking`. A computed prompt leaves the scheduler
 with its blocks still held: its hand-off reads them, and whoever runs the hand-off releases them.
 
 Runs on the model thread alone. Knows no sockets and no clock.
@@ -9,6 +10,8 @@ Runs on the model thread alone. Knows no sockets and no clock.
 
 from __future__ import annotations
 
+import bisect
+import heapq
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -17,7 +20,11 @@ from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.engine.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence, SequenceStatus
+from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.prefill_worker.speed import StepCosts
+
+Key = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +38,35 @@ class Computed:
 
 
 class PrefillScheduler:
-    """Waiting and running prompts of one worker."""
+    """Waiting and running prompts of one worker, the running ones in order of arrival."""
 
     def __init__(self, settings: PrefillSchedulerSettings, blocks: BlockManager, max_model_len: int) -> None:
         self._settings = settings
         self._blocks = blocks
         self._max_model_len = max_model_len
+        self._ttft_budget_s = settings.ttft_budget_ms / 1000
+        self._costs = StepCosts()
+        self._num_cached: dict[Key, int] = {}  # of those that wait: leading tokens that were cached when they came
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
         """Queue a prompt. Its ``block_hashes`` must cover all its tokens, the last one maybe partial."""
+        num_blocks = self._blocks.num_cached_prefix(self._reusable_hashes(sequence))
+        self._num_cached[sequence.key] = num_blocks * self._blocks.block_size
         self.waiting.append(sequence)
 
-    def remove(self, key: tuple[str, int]) -> Sequence | None:
+    def observe(self, num_tokens: int, step_s: float) -> None:
+        """A step of so many tokens took so long: what the next one's size follows from."""
+        self._costs.observe(num_tokens, step_s)
+
+    def remove(self, key: Key) -> Sequence | None:
         """Take a prompt out, wherever it is; its blocks stay held. None if it is not (or no longer) here."""
         for place in (self.waiting, self.running):
             for sequence in place:
                 if sequence.key == key:
                     place.remove(sequence)
+                    self._num_cached.pop(key, None)
                     sequence.set_status(SequenceStatus.FINISHED)
                     return sequence
         return None
@@ -66,25 +83,34 @@ class PrefillScheduler:
         keys = [sequence.key for sequence in [*self.waiting, *self.running]]
         assert len(set(keys)) == len(keys), f"a prompt is here twice: {sorted(keys)}"
 
-    def schedule(self) -> tuple[list[StepRow], list[Sequence]]:
-        """Rows of the next step, and the prompts that start with it. No rows: nothing waits, or no room yet."""
-        budget = self._settings.max_batched_tokens
+    def schedule(self, now_s: float) -> tuple[list[StepRow], list[Sequence]]:
+        """Rows of the next step, and the prompts that start with it. No rows: nothing waits, or no room yet.
+
+        ``now_s``: on the clock of the sequences' ``arrival_s``.
+        """
+        line = list(heapq.merge(self.running, self.waiting, key=_arrival))
+        prompts = [self._in_line(sequence) for sequence in line]
+        block_size, cost = self._blocks.block_size, self._costs.cost
+        budget = step_tokens(self._ttft_budget_s, cost, self._settings.max_batched_tokens, block_size)
         rows: list[StepRow] = []
         started: list[Sequence] = []
-        for sequence in self.running:
+        has_room = True
+        for turn in turns(prompts, budget, now_s, self._ttft_budget_s, cost, block_size):
+            sequence, share = line[turn.index], budget if turn.max_tokens is None else min(budget, turn.max_tokens)
+            num_tokens = self._chunk(prompts[turn.index].num_tokens, sequence, share)
+            if num_tokens == 0 and rows:
+                continue
+            if sequence.status is SequenceStatus.WAITING:
+                # Nobody starts before one that has no room: it would wait for ever.
+                has_room = has_room and len(self.running) < self._settings.max_num_seqs and self._admit(sequence)
+                if not has_room:
+                    continue
+                started.append(sequence)
+                num_tokens = self._chunk(sequence.num_uncomputed_tokens, sequence, share)
+            rows.append(StepRow(sequence, num_tokens or share))
+            budget -= rows[-1].num_tokens
             if budget == 0:
                 break
-            rows.append(StepRow(sequence, min(budget, sequence.num_uncomputed_tokens)))
-            budget -= rows[-1].num_tokens
-        while self.waiting and budget > 0 and len(self.running) < self._settings.max_num_seqs:
-            if not self._admit(self.waiting[0]):
-                break
-            sequence = self.waiting.popleft()
-            sequence.set_status(SequenceStatus.RUNNING)
-            self.running.append(sequence)
-            started.append(sequence)
-            rows.append(StepRow(sequence, min(budget, sequence.num_uncomputed_tokens)))
-            budget -= rows[-1].num_tokens
         return rows, started
 
     def postprocess(self, rows: Seq[StepRow], outputs: Seq[SampledToken | None]) -> list[Computed]:
@@ -107,14 +133,41 @@ class PrefillScheduler:
             results.append(Computed(sequence, num_ready_blocks, token, sequence.finish_reason))
         return results
 
+    def _in_line(self, sequence: Sequence) -> Prompt:
+        num_tokens = sequence.num_uncomputed_tokens
+        if sequence.status is SequenceStatus.RUNNING:
+            return Prompt(num_tokens, sequence.arrival_s, is_started=True)
+        return Prompt(num_tokens - self._num_cached[sequence.key], sequence.arrival_s, is_started=False)
+
+    def _chunk(self, num_left: int, sequence: Sequence, share: int) -> int:
+        """How many of ``share`` tokens to compute, of ``num_left``: to the end, or else to a block's, as blocks are shipped whole.
+
+        A prompt that would only get a piece of a block gets nothing: it would hold all its blocks for that.
+        """
+        if share >= num_left:
+            return num_left
+        num_past = (sequence.num_computed_tokens + share) % self._blocks.block_size
+        # With blocks that are large for a step it would cost too much of it.
+        return max(0, share - num_past) if 8 * num_past <= self._settings.max_batched_tokens else share
+
+    def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
+        return sequence.block_hashes[: sequence.num_cacheable_tokens // self._blocks.block_size]
+
     def _admit(self, sequence: Sequence) -> bool:
-        block_size = self._blocks.block_size
-        num_reusable = sequence.num_cacheable_tokens // block_size
+        """Let a waiting prompt run, behind what of it is cached; False if there are no blocks for it."""
         allocation = self._blocks.allocate(
-            sequence_owner(sequence.key), len(sequence.block_hashes), sequence.block_hashes[:num_reusable]
+            sequence_owner(sequence.key), len(sequence.block_hashes), self._reusable_hashes(sequence)
         )
         if allocation is None:
             return False
         sequence.block_table = allocation.block_ids
-        sequence.num_computed_tokens = sequence.num_cached_tokens = allocation.num_cached * block_size
+        sequence.num_computed_tokens = sequence.num_cached_tokens = allocation.num_cached * self._blocks.block_size
+        sequence.set_status(SequenceStatus.RUNNING)
+        self.waiting.remove(sequence)
+        del self._num_cached[sequence.key]
+        bisect.insort(self.running, sequence, key=_arrival)
         return True
+
+
+def _arrival(sequence: Sequence) -> float:
+    return sequence.arrival_s

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.common.settings import setting
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
-from kvrelay.wire.settings import SameHostSettings, SecuritySettings
+from kvrelay.wire.settings import DataSettings, SameHostSettings, SecuritySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,14 @@ class PrefillSchedulerSettings:
     """How prompts are batched."""
 
     max_batched_tokens: int = setting(
-        512, "tokens computed in one step, over all prompts; longer prompts are computed in chunks", minimum=16
+        512, "tokens computed in one step at most, over all prompts; longer prompts are computed in chunks", minimum=16
+    )
+    ttft_budget_ms: float = setting(
+        1000.0,
+        "time to first token that the worker tries to keep: a step takes a quarter of it at most, and a prompt that would be late "
+        "may overtake one at least twice as long; 0: steps as large as they may be, first come, first served",
+        unit="ms",
+        minimum=0,
     )
     max_num_seqs: int = setting(32, "prompts in progress at a time", minimum=1)
     max_waiting: int = setting(512, "prompts that may wait; one more is refused", minimum=1)
@@ -30,6 +37,7 @@ class PrefillSettings:
     scheduler: PrefillSchedulerSettings
     security: SecuritySettings
     same_host: SameHostSettings
+    data: DataSettings
     address: str = setting("tcp://127.0.0.1:7100", "ZeroMQ address that gateways connect to")
     admin_port: int = setting(7180, "HTTP port of /health, /metrics and /debug/kv", minimum=0, maximum=65535)
     admin_host: str = setting("127.0.0.1", "HTTP address of /health, /metrics and /debug/kv")

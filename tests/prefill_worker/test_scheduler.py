@@ -15,8 +15,8 @@ ROOT = root_hash(b"model")
 BLOCK = 4
 
 
-def sequence(name: str, tokens: list[int], max_tokens: int = 8) -> Sequence:
-    made = Sequence(name, 1, list(tokens), len(tokens), SamplingParams(max_tokens=max_tokens, temperature=0.0), 0.0)
+def sequence(name: str, tokens: list[int], arrival_s: float = 0.0) -> Sequence:
+    made = Sequence(name, 1, list(tokens), len(tokens), SamplingParams(max_tokens=8, temperature=0.0), arrival_s)
     made.block_hashes = chain_hashes(ROOT, tokens, BLOCK)
     return made
 
@@ -28,9 +28,14 @@ class Rig:
         self.blocks = BlockManager(num_blocks, BLOCK)
         self.scheduler = PrefillScheduler(PrefillSchedulerSettings(**settings), self.blocks, num_blocks * BLOCK)
 
-    def step(self, token: int = 7) -> tuple[list[tuple[str, int]], list[Computed]]:
+    def learn(self, token_s: float) -> None:
+        """Steps have taken so long for each of their tokens."""
+        for num_tokens in (4, 8, 16, 32):
+            self.scheduler.observe(num_tokens, num_tokens * token_s)
+
+    def step(self, token: int = 7, now_s: float = 0.0) -> tuple[list[tuple[str, int]], list[Computed]]:
         """(name, tokens) of the rows, and what came of them."""
-        rows, _ = self.scheduler.schedule()
+        rows, _ = self.scheduler.schedule(now_s)
         shares = [(row.sequence.request_id, row.num_tokens) for row in rows]
         computed = self.scheduler.postprocess(rows, [SampledToken(token) if row.samples else None for row in rows])
         self.scheduler.check_integrity()
@@ -88,6 +93,16 @@ def test_a_prompt_waits_for_room_and_a_computed_one_keeps_its_blocks() -> None:
     assert rig.step()[0] == [("b", 12)]
 
 
+def test_nobody_starts_before_one_that_has_no_room() -> None:
+    rig = Rig(num_blocks=8)
+    for name, length in (("a", 24), ("b", 20), ("c", 4)):
+        rig.scheduler.add(sequence(name, [ord(name)] * length))
+    assert rig.step()[0] == [("a", 24)]
+    assert rig.step() == ([], [])  # two blocks are free: "c" would fit
+    rig.blocks.release(sequence_owner(("a", 1)))
+    assert rig.step()[0] == [("b", 20), ("c", 4)]
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_removed_prompt_is_gone_and_its_blocks_stay_held(steps: int) -> None:
     rig = Rig(max_batched_tokens=16)
@@ -111,3 +126,85 @@ def test_the_first_token_may_be_the_last(max_tokens: int, stop: tuple[int, ...],
     made.sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop)
     rig.scheduler.add(made)
     assert rig.step(token=7)[1][0].finish_reason is reason
+
+
+def test_steps_become_small_when_tokens_take_long() -> None:
+    rig = Rig(max_batched_tokens=64, ttft_budget_ms=1000)
+    rig.scheduler.add(sequence("a", [1] * 200))
+    assert rig.step()[0] == [("a", 64)]
+    rig.learn(0.01)
+    assert rig.step()[0] == [("a", 28)]  # a quarter of the budget is 25 tokens: seven blocks
+
+
+def test_a_short_prompt_overtakes_a_long_one_and_chunks_stay_whole_blocks() -> None:
+    rig = Rig(max_batched_tokens=64, ttft_budget_ms=1000)
+    rig.learn(0.01)
+    rig.scheduler.add(sequence("long", [1] * 200))
+    assert rig.step()[0] == [("long", 28)]
+    rig.scheduler.add(sequence("short", [2] * 9, arrival_s=0.3))
+    shares, computed = rig.step(now_s=0.3)
+    assert shares == [("short", 9), ("long", 16)]  # 19 are left for it, which is four blocks
+    assert [item.num_ready_blocks for item in computed] == [3, 11]
+    assert rig.step(now_s=0.6)[0] == [("long", 28)]
+
+
+def test_what_is_cached_does_not_count_for_who_is_short() -> None:
+    rig = Rig(num_blocks=128, max_batched_tokens=64, ttft_budget_ms=1000)
+    rig.scheduler.add(sequence("chat", [2] * 60))
+    rig.step()
+    rig.blocks.release(sequence_owner(("chat", 1)))
+    rig.learn(0.01)
+    rig.scheduler.add(sequence("long", [1] * 100))
+    rig.step()
+    for name, first in (("new", 3), ("again", 2)):
+        rig.scheduler.add(sequence(name, [first] * 60, arrival_s=0.3))
+    assert rig.step(now_s=0.3)[0] == [("again", 4), ("long", 24)]
+
+
+def test_a_long_prompt_that_waits_for_room_gets_it_before_short_ones() -> None:
+    """While another long one is overtaken, short ones take blocks. When its turn comes they do not."""
+    rig = Rig(num_blocks=64, max_batched_tokens=16, ttft_budget_ms=1000)
+    rig.learn(0.05)
+    rig.scheduler.add(sequence("a", [1] * 120))
+    rig.step()
+    rig.scheduler.add(sequence("b", [2] * 200, arrival_s=0.1))  # does not fit beside "a"
+    overtook, computed_at = 0, dict[tuple[str, int], int]()
+    for number in range(200):
+        rig.scheduler.add(sequence(f"short{number}", [10 + number] * 4, arrival_s=0.2 + number))
+        shares, computed = rig.step(now_s=0.2 + number)
+        computed_at |= {item.sequence.key: number for item in computed if item.token is not None}
+        overtook += any(name.startswith("short") for name, _ in shares)
+        for key in [key for key, ended in computed_at.items() if ended == number - 4]:
+            rig.blocks.release(sequence_owner(key))  # its hand-off ends, and the next short prompts wait already
+    assert ("b", 1) in computed_at
+    # Four steps until the room of "a" is free, then 200 tokens in halves of a step of eight.
+    assert computed_at["b", 1] - computed_at["a", 1] <= 4 + 200 / 4 + 2
+    assert overtook > 5
+
+
+def test_a_prompt_that_could_not_start_leaves_its_share_to_the_one_it_would_overtake() -> None:
+    rig = Rig(max_batched_tokens=64, ttft_budget_ms=1000, max_num_seqs=1)
+    rig.learn(0.01)
+    rig.scheduler.add(sequence("long", [1] * 200))
+    rig.step()
+    rig.scheduler.add(sequence("short", [2] * 9, arrival_s=0.3))
+    assert rig.step(now_s=0.3)[0] == [("long", 28)]
+
+
+def test_without_a_budget_steps_are_full_and_nobody_overtakes() -> None:
+    rig = Rig(max_batched_tokens=32, ttft_budget_ms=0)
+    rig.learn(1.0)
+    rig.scheduler.add(sequence("long", [1] * 100))
+    rig.step()
+    rig.scheduler.add(sequence("short", [2] * 5))
+    assert rig.step(now_s=100.0)[0] == [("long", 32)]
+
+
+def test_a_block_as_large_as_a_step_is_computed_in_pieces() -> None:
+    rig = Rig(max_batched_tokens=16)
+    rig.blocks = BlockManager(64, 64)
+    rig.scheduler = PrefillScheduler(PrefillSchedulerSettings(max_batched_tokens=16), rig.blocks, 4096)
+    made = sequence("a", [1] * 40)
+    made.block_hashes = chain_hashes(ROOT, made.token_ids, 64)
+    rig.scheduler.add(made)
+    assert [rig.step()[0] for _ in range(3)] == [[("a", 16)], [("a", 16)], [("a", 8)]]

@@ -201,7 +201,7 @@ def test_a_cancel_that_crosses_a_failed_step_is_answered_once() -> None:
     rig.ask(submit("a"))
     rig.ask(submit("b"))
     rig.handle()
-    rows, _ = rig.scheduler.schedule()
+    rows, _ = rig.scheduler.schedule(rig.now_s)
     assert len(rows) == 2
     rig.model.on_step_failed(RuntimeError("boom"))
     rig.ask(Cancel(request_id="a", attempt=1))

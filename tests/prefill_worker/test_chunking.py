@@ -1,0 +1,202 @@
+"""Sizes of steps, who overtakes whom, and what that does to everybody: random arrivals in virtual time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.engine.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.sequence import Sequence
+from kvrelay.prefill_worker.chunking import Prompt, Turn, step_tokens, turns
+from kvrelay.prefill_worker.scheduler import PrefillScheduler
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.prefill_worker.speed import StepCost
+
+ROOT = root_hash(b"model")
+BLOCK = 16
+COST = StepCost(0.008, 3e-4)  # a core computes the demo model about so
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "cost", "tokens"),
+    [
+        (0.0, COST, 512),  # no budget
+        (1.0, None, 512),  # nothing known yet
+        (10.0, COST, 512),
+        (0.5, COST, 400),  # (125 ms - 8 ms) / 0.3 ms = 390 tokens
+        (0.02, StepCost(0.009, 3e-4), 272),  # 9 * 9 ms / 0.3 ms = 270: else it would be more than a tenth of the step
+        (0.02, StepCost(0.0, 3e-4), 32),
+        (0.02, StepCost(0.0, 1.0), 16),
+        (0.02, StepCost(1.0, 1e-5), 512),
+    ],
+)
+def test_a_step_takes_a_quarter_of_the_budget_unless_that_is_not_worth_it(
+    budget_s: float, cost: StepCost | None, tokens: int
+) -> None:
+    assert step_tokens(budget_s, cost, 512, BLOCK) == tokens
+
+
+def line(*lengths: int, started: int = 1, arrival_s: float = 0.0) -> list[Prompt]:
+    return [Prompt(length, arrival_s, index < started) for index, length in enumerate(lengths)]
+
+
+def order(prompts: list[Prompt], *, now_s: float = 0.0, budget_s: float = 1.0, num_tokens: int = 512) -> list[Turn]:
+    """Every prompt has one turn."""
+    found = turns(prompts, num_tokens, now_s, budget_s, COST, BLOCK)
+    assert sorted(turn.index for turn in found) == list(range(len(prompts)))
+    return found
+
+
+def test_the_late_behind_a_long_prompt_share_half_of_its_step_the_shortest_first() -> None:
+    assert order(line(32_000, 8000, 100, 50)) == [Turn(3, 50), Turn(2, 100), Turn(1, 96), Turn(0)]
+    assert order(line(32_000, 8000)) == [Turn(1, 256), Turn(0)]
+    assert order(line(200, 32_000, 50, started=2)) == [Turn(0), Turn(2, 50), Turn(1)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "now_s", "budget_s"),
+    [
+        (line(600, 600, 600, 600, 600), 0.0, 1.0),  # alike
+        (line(1000, 501), 0.0, 0.1),
+        (line(2000, 100), 0.0, 1.0),  # in time without it
+        (line(100, 50, 300), 0.0, 0.001),  # all in this step
+        (line(32_000, 100, started=0), 0.0, 1.0),  # nobody takes blocks that the first one needs
+        (line(32_000, 100), 0.0, 0.0),  # no budget
+        (line(512, 32_000, 100, started=2), 0.0, 1.0),  # the first one fills the step: there is nothing to share
+    ],
+)
+def test_nobody_overtakes(prompts: list[Prompt], now_s: float, budget_s: float) -> None:
+    expected = [Turn(index) for index in range(len(prompts))]
+    assert order(prompts, now_s=now_s, budget_s=budget_s) == expected
+
+
+def test_who_waits_becomes_late() -> None:
+    prompts = line(2000, 100)
+    assert order(prompts, now_s=0.2) == [Turn(0), Turn(1)]
+    assert order(prompts, now_s=0.5) == [Turn(1, 100), Turn(0)]
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of a load."""
+
+    ttft_s: dict[str, float] = field(default_factory=dict)
+    busy_s: float = 0.0
+
+    def of(self, kind: str) -> list[float]:
+        return sorted(time_s for name, time_s in self.ttft_s.items() if name.startswith(kind))
+
+    def percentile(self, kind: str, share: float) -> float:
+        return self.of(kind)[int(share * len(self.of(kind)))]
+
+    def mean(self, kind: str) -> float:
+        return sum(self.of(kind)) / len(self.of(kind))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    name: str
+    at_s: float
+    length: int
+
+
+def serve(
+    arrivals: list[Arrival], ttft_budget_ms: float, *, num_blocks: int = 8192, handoff_s: float = 0.1, seed: int = 0
+) -> Served:
+    """Run a worker's scheduler over ``arrivals`` in virtual time. Blocks are released ``handoff_s`` after the first token."""
+    chance = random.Random(seed)
+    blocks = BlockManager(num_blocks, BLOCK)
+    settings = PrefillSchedulerSettings(max_num_seqs=32, ttft_budget_ms=ttft_budget_ms)
+    scheduler = PrefillScheduler(settings, blocks, num_blocks * BLOCK)
+    served, now_s, coming = Served(), 0.0, sorted(arrivals, key=lambda arrival: arrival.at_s)
+    held: list[tuple[float, Sequence]] = []
+    for number in itertools.count():
+        assert number < 1_000_000, "a prompt is never served"
+        while coming and coming[0].at_s <= now_s:
+            arrival = coming.pop(0)
+            tokens = [len(coming), *range(1, arrival.length)]  # unlike all others: none has a cached prefix
+            params = SamplingParams(max_tokens=8, temperature=0.0)
+            made = Sequence(arrival.name, 1, tokens, arrival.length, params, arrival.at_s)
+            made.block_hashes = chain_hashes(ROOT, tokens, BLOCK)
+            scheduler.add(made)
+        for release_s, sequence in [one for one in held if one[0] <= now_s]:
+            blocks.release(sequence_owner(sequence.key))
+            held.remove((release_s, sequence))
+        rows, _ = scheduler.schedule(now_s)
+        if not rows:
+            later = [arrival.at_s for arrival in coming[:1]] + [release_s for release_s, _ in held]
+            if not later:
+                assert not scheduler.waiting
+                assert not scheduler.running
+                return served
+            now_s = min(later)
+            continue
+        num_tokens = sum(row.num_tokens for row in rows)
+        assert 0 < num_tokens <= 512
+        assert len({row.sequence.key for row in rows}) == len(rows)
+        step_s = COST.fixed_s + COST.token_s * num_tokens
+        if ttft_budget_ms > 0:  # other programs; the others' times stay as they are, to be compared
+            scheduler.observe(num_tokens, step_s * (5 if chance.random() < 0.05 else chance.uniform(0.95, 1.05)))
+        now_s += step_s
+        served.busy_s += step_s
+        for item in scheduler.postprocess(rows, [SampledToken(7) if row.samples else None for row in rows]):
+            assert item.token is not None or item.sequence.num_computed_tokens == item.num_ready_blocks * BLOCK > 0
+            if item.token is not None:
+                served.ttft_s[item.sequence.request_id] = now_s - item.sequence.arrival_s
+                held.append((now_s + handoff_s, item.sequence))
+        if number % 16 == 0:
+            scheduler.check_integrity()
+    raise AssertionError
+
+
+def random_load(seed: int, span_s: float = 90.0) -> list[Arrival]:
+    """Two thirds of what a worker can compute: long prompts now and then, short ones all the time."""
+    chance = random.Random(seed)
+    arrivals: list[Arrival] = []
+    for kind, mean_gap_s, lengths in (("long", 12.0, (8000, 20_000)), ("short", 0.4, (50, 400))):
+        at_s = chance.expovariate(1 / mean_gap_s)
+        while at_s < span_s:
+            arrivals.append(Arrival(f"{kind}{len(arrivals)}", at_s, chance.randint(*lengths)))
+            at_s += chance.expovariate(1 / mean_gap_s)
+    arrivals.append(Arrival("long-first", 0.0, 32_000))
+    return arrivals
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_blocks", [8192, 2600])  # 2,600: two long prompts do not fit beside each other
+def test_short_prompts_do_not_wait_for_long_ones_and_long_ones_lose_little(seed: int, num_blocks: int) -> None:
+    arrivals = random_load(seed)
+    before = serve(arrivals, 0.0, num_blocks=num_blocks, seed=seed)
+    after = serve(arrivals, 1000.0, num_blocks=num_blocks, seed=seed)
+    assert before.ttft_s.keys() == after.ttft_s.keys() == {arrival.name for arrival in arrivals}
+    assert after.busy_s <= 1.1 * before.busy_s
+    assert after.percentile("short", 0.99) <= min(1.5, before.percentile("short", 0.99) / 5)
+    assert after.mean("long") <= 1.3 * before.mean("long")
+    for name, ttft_s in after.ttft_s.items():
+        assert ttft_s <= 2 * before.ttft_s[name] + 1.0, name
+
+
+def test_a_budget_that_nothing_could_keep_costs_less_than_a_tenth_of_the_throughput() -> None:
+    arrivals = random_load(0, span_s=40.0)
+    busy_s = serve(arrivals, 20.0).busy_s / serve(arrivals, 0.0).busy_s
+    assert 1.01 < busy_s < 1.1  # steps are small, as small as they may be
+
+
+def test_a_long_prompt_keeps_half_of_every_step_whoever_comes() -> None:
+    """More short prompts than a worker can compute: the long one ends all the same, in twice the time."""
+    flood = [Arrival(f"short{index}", 0.5 + 0.03 * index, 200) for index in range(1000)]
+    alone = serve([Arrival("long", 0.0, 16_000)], 1000.0).ttft_s["long"]
+    flooded = serve([Arrival("long", 0.0, 16_000), *flood], 1000.0)
+    assert 1.5 * alone < flooded.ttft_s["long"] <= 2.2 * alone
+
+
+def test_equal_prompts_are_served_as_without_a_budget() -> None:
+    arrivals = [Arrival(f"same{index}", 0.01 * index, 600) for index in range(20)]
+    assert serve(arrivals, 10_000.0).ttft_s == pytest.approx(serve(arrivals, 0.0).ttft_s)
+    mean = sum(serve(arrivals, 500.0).ttft_s.values()) / sum(serve(arrivals, 0.0).ttft_s.values())
+    assert mean <= 1.05
