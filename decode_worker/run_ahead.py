@@ -4,9 +4,14 @@ On a GPU the host would otherwise stand between two steps: wait for the tokens, 
 does all of that while the next step runs. That step takes its input tokens on the device, from the step before it. What the host
 must know to launch it is only that each sequence goes on, and by how many tokens.
 
-It cannot know that a token under way is a stop token: such a sequence computes one token too many, which does not count. All else
-that depends on tokens waits for them: guides, penalties, watermarks, bad words, beams, whatever needs room that is not there, and
-prompts. So does what the host must set in the logits.
+It cannot know that a token under way is a stop token: such a sequence computes one token too many, which does not count. Penalties
+count a token under way on the device; bias, allowed tokens and ``min_tokens`` depend on positions only. All else that depends on
+tokens waits for them: guides, watermarks, bad words of several tokens, processors, beams, and prompts. So does what needs a look at
+the logits on the host, typical sampling: the step would not be launched before the tokens in front of it are there.
+
+Who waits for room that is not there holds nobody up: it could not join the next step anyway, as long as nobody leaves. Where
+somebody does leave with the step under way, the next one waits to see if there is room now. A stop token is seen when the next step
+is launched already; then the one behind that waits. So such a sequence joins one step later than if no step ran ahead.
 """
 
 from __future__ import annotations
@@ -23,31 +28,36 @@ def samples_without_its_last_token(sequence: Sequence) -> bool:
     sampling = sequence.sampling
     return not (
         sequence.guide is not None
-        or sampling.needs_penalties
         or sampling.watermark is not None
         or sampling.beam_search is not None
         or sampling.processors
-        or sampling.bad_words
-        or sampling.logit_bias  # as those above it is set by the host, which would wait for the device to do so
-        or sampling.allowed_token_ids
-        or sampling.min_tokens > sequence.num_output_tokens
+        or any(len(word) > 1 for word in sampling.bad_words)
+        or (sampling.typical_p < 1 and sampling.temperature > 0)
     )
 
 
 def sequences_that_go_on(
-    flying: Seq[StepRow], running: Seq[Sequence], joining: Iterable[Sequence], max_model_len: int
+    flying: Seq[StepRow],
+    running: Seq[Sequence],
+    joining: Iterable[Sequence],
+    max_model_len: int,
+    *,
+    awaits_room: bool = False,
 ) -> list[Sequence] | None:
     """Those of ``running`` that need a row behind the step ``flying``; None if that depends on tokens under way.
 
-    ``joining``: who would be admitted to that step. A token under way that is the last one by its number is not followed by a row.
+    ``joining``: who would be admitted to that step. ``awaits_room``: somebody else would, if there were more room. A token under
+    way that is the last one by its number is not followed by a row.
     """
     decoding = {row.sequence for row in flying if row.num_tokens == 1 and row.samples}
     if any(not sequence.block_table or not samples_without_its_last_token(sequence) for sequence in joining):
         return None
     if any(one not in decoding or not samples_without_its_last_token(one) for one in running):
         return None
-    return [
+    going_on = [
         one
         for one in running
         if one.num_output_tokens + 1 < one.sampling.max_tokens and one.num_tokens + 1 < max_model_len
     ]
+    # Whoever ended is still in the step under way; its blocks come back with it.
+    return None if awaits_room and len(going_on) < len(flying) else going_on

@@ -21,6 +21,7 @@ from kvrelay.common.block_hash import chain_hashes
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.beam_group import BeamGroup, num_common
 from kvrelay.decode_worker.beams import FinishedBeam
+from kvrelay.decode_worker.line import look_at
 from kvrelay.decode_worker.run_ahead import sequences_that_go_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.block_manager import BlockManager, Owner, sequence_owner
@@ -74,6 +75,7 @@ class DecodeScheduler:
         self._root_hash = root_hash
         self._max_model_len = max_model_len
         self._groups: dict[Key, BeamGroup] = {}  # whose leaders wait or run
+        self._found_none: tuple[Sequence, int] | None = None  # whose prompt found no blocks, and among how many
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
@@ -121,6 +123,7 @@ class DecodeScheduler:
     def schedule(self) -> Schedule:
         """Choose the next step's rows; allocates blocks, admits waiting sequences, preempts running ones."""
         plan = Schedule(rows=[])
+        self._found_none = None
         budget = self._settings.max_batched_tokens
         # Tokens that clients wait for come first: nobody's prompt may delay a sequence that generates, nor one that was
         # handed over complete.
@@ -136,8 +139,10 @@ class DecodeScheduler:
 
         None if there is none to launch before they are. Nobody is preempted.
         """
-        joining = self.waiting[: self._num_free_places()]
-        going_on = sequences_that_go_on(flying, self.running, joining, self._max_model_len)
+        line = look_at(self.waiting, self._num_free_places())
+        awaits_room = line.prompt is not None and not (line.has_places and self._may_find_blocks(line.prompt))
+        joining = line.complete if awaits_room or line.prompt is None else [*line.complete, line.prompt]
+        going_on = sequences_that_go_on(flying, self.running, joining, self._max_model_len, awaits_room=awaits_room)
         if going_on is None or len(going_on) > self._settings.max_batched_tokens:
             return None
         plan = Schedule(rows=[])
@@ -229,16 +234,10 @@ class DecodeScheduler:
 
     def _admit_complete(self, plan: Schedule, budget: int) -> int:
         """Let verified sequences join: they hold their blocks and need one token each, a beam search none yet."""
-        num_places = self._num_free_places()
-        for sequence in list(self.waiting):
-            if budget == 0 or num_places < sequence.sampling.num_sequences:
+        for sequence in look_at(self.waiting, self._num_free_places()).complete:
+            if budget == 0:
                 break
-            if sequence.block_table:
-                budget -= self._admit(sequence, plan, budget)
-                num_places -= sequence.sampling.num_sequences
-            elif sequence.sampling.beam_search is not None:
-                # Places that come free one by one would never be enough for it, if younger ones took each.
-                num_places -= sequence.sampling.num_sequences
+            budget -= self._admit(sequence, plan, budget)
         return budget
 
     def _admit_waiting(self, plan: Schedule, budget: int) -> None:
@@ -250,8 +249,18 @@ class DecodeScheduler:
                 if not self.running and self._youngest_holder() is not None:
                     self._preempt_youngest(plan)
                     continue
+                self._found_none = (sequence, self._blocks.num_allocatable)
                 break
             budget -= self._admit(sequence, plan, budget)
+
+    def _may_find_blocks(self, sequence: Sequence) -> bool:
+        """Whether there may be blocks for a prompt: not if there were none when it last looked, and have not become more since."""
+        if self._found_none is None or self._found_none[0] is not sequence:
+            return True
+        num_blocks = self._blocks.num_allocatable
+        has_more = num_blocks > self._found_none[1]
+        self._found_none = (sequence, min(num_blocks, self._found_none[1]))
+        return has_more
 
     def _num_free_places(self) -> int:
         """A beam search takes all its places from the start, whether it has so many beams yet or not."""

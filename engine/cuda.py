@@ -18,6 +18,7 @@ from kvrelay.engine.model import DecoderModel
 from kvrelay.engine.model_config import ModelConfig
 from kvrelay.engine.native import triton_driver
 from kvrelay.engine.ops_cuda import CudaOps, StepInputs
+from kvrelay.engine.rounding import Rounding
 from kvrelay.engine.sampler import sample
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.weights import ModelWeights
@@ -60,6 +61,16 @@ def cuda_ops(config: ModelConfig, pool: KvPool, max_model_len: int, options: Eng
             raise ModelError(f"--kv-dtype is fp8, but {error}: leave it at auto") from error
         scales = torch.ones(config.num_layers, 2, config.num_kv_heads, device=pool.tensor.device)
     return CudaOps(config, pool.tensor, max_model_len, options.max_num_seqs, kv_scales=scales)
+
+
+def require_weight_format(rounding: Rounding | None, device: torch.device) -> None:
+    """Raise ModelError unless this GPU has the type that weights are rounded to; None: they are not."""
+    if rounding is not Rounding.FP8:
+        return
+    try:
+        require_e4m3(device, "fp8 (e4m3) weights need", "take int8, or leave the weights as they are")
+    except ValueError as error:
+        raise ModelError(f"--weight-format is fp8, but {error}") from error
 
 
 def free_beside_a_step(

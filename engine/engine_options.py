@@ -11,6 +11,7 @@ import torch
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.linear_cpu import has_packed_linear
 from kvrelay.engine.processors import LogitsProcessor
+from kvrelay.engine.rounding import Rounding
 
 _CPU_KV_BYTES = 2**30
 _MIN_POOL_TOKENS = 64  # a pool that holds less serves nobody
@@ -25,12 +26,15 @@ class EngineOptions:
     dtype: str = "auto"
     kv_dtype: str = "auto"  # or "fp8"
     device: str = "auto"
-    weight_format: str = "full"  # or "int8"
+    weight_format: str = "full"  # or "int8", "fp8"
     cpu_kernels: str = "auto"  # "native", or "torch" without ours
     block_size: int = 16
     num_blocks: int | None = None  # instead of kv_memory_bytes
     kv_memory_bytes: int | None = None  # None: 1 GiB on CPU, kv_memory_fraction on a GPU
     kv_memory_fraction: float = 0.9  # of what is free on a GPU beside the weights and the largest step
+    staging_bytes: int | None = (
+        None  # of pinned memory between a GPU's pool and the network; None: 256 MiB, or four blocks
+    )
     max_model_len: int | None = None
     num_threads: int = 1
     max_num_seqs: int = 64
@@ -59,16 +63,28 @@ def kv_dtype_of(name: str, dtype: torch.dtype, device: torch.device) -> torch.dt
     return torch.float8_e4m3fn
 
 
-def rounds_weights(weight_format: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether to round the weights. Raises ModelError where there are no kernels for that."""
-    if weight_format != "int8":
-        return False
-    if device.type != "cpu" or dtype != torch.bfloat16 or not has_packed_linear(dtype):
+def rounding_of(weight_format: str, device: torch.device, dtype: torch.dtype) -> Rounding | None:
+    """To what to round the weights, None for full ones. Raises ModelError where there are no kernels for that.
+
+    Whether a GPU has e4m3 is not asked here (:func:`kvrelay.engine.cuda.require_weight_format`).
+    """
+    if weight_format == "full":
+        return None
+    rounding = Rounding(weight_format)
+    if device.type == "cuda":
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ModelError(
+                f"--weight-format is {weight_format}, which needs --dtype bfloat16 or float16 on a GPU, not {dtype} on {device}; "
+                "leave it at full"
+            )
+        return rounding
+    if rounding is Rounding.FP8:
+        raise ModelError(f"--weight-format is fp8, which needs a GPU, not {device}; take int8, or leave it at full")
+    if dtype != torch.bfloat16 or not has_packed_linear(dtype):
         raise ModelError(
-            f"--weight-format is int8, which runs on CPUs with bf16 and --dtype bfloat16, not with {dtype} on {device}; "
-            "leave it at full"
+            f"--weight-format is int8, which needs --dtype bfloat16 and a CPU with bf16, not {dtype} on {device}; leave it at full"
         )
-    return True
+    return rounding
 
 
 def num_blocks_of(options: EngineOptions, block_nbytes: int, free_nbytes: Callable[[], int] | None) -> int:

@@ -53,6 +53,7 @@ def load_engine(
         block_size=kv.block_size,
         num_blocks=kv.num_blocks,
         kv_memory_bytes=None if kv.kv_memory_mb is None else kv.kv_memory_mb * 2**20,
+        staging_bytes=None if kv.staging_mb is None else kv.staging_mb * 2**20,
         max_model_len=model.max_model_len,
         num_threads=model.threads or os.cpu_count() or 1,
         kv_memory_fraction=kv.kv_memory_fraction,

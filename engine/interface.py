@@ -3,8 +3,9 @@
 Workers import this module and :mod:`kvrelay.engine.block_manager`, never a tensor. Two implementations exist:
 :class:`kvrelay.engine.torch_engine.TorchEngine` (the real one) and :class:`kvrelay.engine.fake.FakeEngine`.
 
-Threads: ``step`` runs on the model thread only. ``BlockStore`` methods may be called from any thread; the caller
-guarantees, by holding a lease or a sequence's reference, that nobody computes on a block that is being written.
+Threads: ``step`` runs on the model thread only. ``BlockStore`` methods may be called from any thread, ``open_write`` only where
+waiting does not hurt; the caller guarantees, by holding a lease or a sequence's reference, that nobody computes on a block that
+is being written.
 """
 
 from __future__ import annotations
@@ -61,11 +62,33 @@ class DoneStep:
         return self.tokens
 
 
+class Reader(Protocol):
+    """Who reads a block's bytes."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the memory may be written again."""
+
+
+class LateBytes(Protocol):
+    """A block's bytes on their way to the host's memory. Implemented by :class:`kvrelay.engine.staging.StagedRead`."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many there will be: those of a block."""
+
+    def wait(self, reader: Reader, timeout_s: float) -> memoryview | None:
+        """The bytes, stable until ``reader`` is done, or the read is closed; None if there is no memory for them in time.
+
+        On the thread that reads them, before the read is closed. Raises RuntimeError if the copy failed.
+        """
+
+
 class BlockStore(Protocol):
     """Byte access to the KV pool, block by block, for shipping and receiving.
 
-    On CPU the views are the pool's own memory. On a GPU they are pinned staging memory: ``open_read`` copies out,
-    ``close_write`` copies in, and both return only when the copy is visible to the reader.
+    On CPU the views are the pool's own memory. On a GPU they are pinned staging memory: ``open_read`` begins to copy out and
+    ``close_write`` to copy in, and neither waits for the copy. Whoever reads waits, by the read; steps wait by themselves.
     """
 
     @property
@@ -76,17 +99,26 @@ class BlockStore(Protocol):
     def block_nbytes(self) -> int:
         """Bytes of one block: all layers, K and V."""
 
-    def open_read(self, block_id: int) -> memoryview:
-        """The block's bytes (flat, ``block_nbytes``), stable until ``close_read``. The caller holds the block."""
+    def open_read(self, block_id: int) -> memoryview | LateBytes:
+        """The block's bytes (flat, ``block_nbytes``), or their promise; stable until ``close_read``. Never waits.
+
+        The caller holds the block, and the step that computed it has returned.
+        """
 
     def close_read(self, block_id: int) -> None:
-        """The caller no longer reads the view that ``open_read`` gave."""
+        """The caller no longer reads what ``open_read`` gave, or never did. It may let go of the block."""
 
     def open_write(self, block_id: int) -> memoryview:
-        """A writable view (flat, ``block_nbytes``) to fill. The caller owns the block; nobody computes on it."""
+        """A writable view (flat, ``block_nbytes``) to fill. The caller owns the block; nobody computes on it.
+
+        On a GPU it may wait for an earlier copy: on a receiver's thread, with no lock held. Raises RuntimeError if that failed.
+        """
 
     def close_write(self, block_id: int) -> None:
-        """The view is filled and verified (or abandoned): make it visible to the next step."""
+        """The view is filled and verified (or abandoned): every step that is launched from now on sees it.
+
+        Raises RuntimeError if it cannot be copied. If the copy fails later on, the next steps fail.
+        """
 
 
 class Engine(Protocol):

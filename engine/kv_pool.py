@@ -11,13 +11,13 @@ import itertools
 import math
 import mmap
 import sys
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from kvrelay.engine.copies import Copied, StagingPlan
 from kvrelay.engine.model_config import ModelConfig
+from kvrelay.engine.staging import StagedRead, Staging
 
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python has no name for it
 
@@ -25,9 +25,8 @@ _MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python has no name for it
 class KvPool:
     """Owns the tensor. Implements :class:`kvrelay.engine.interface.BlockStore`.
 
-    On CPU the byte views are the pool's own memory. On CUDA they are pinned staging buffers, one per open block, reused when
-    closed; copies run on a side stream. That stream waits for nothing: a step returns only when its writes are done, so what a
-    caller may read is there, and waiting for the *next* step would undo shipping one chunk while the next one computes.
+    On CPU the byte views are the pool's own memory. With a staging plan, as on CUDA, they are pinned memory, and blocks are copied
+    beside what computes (:mod:`kvrelay.engine.staging`).
     """
 
     def __init__(
@@ -39,8 +38,13 @@ class KvPool:
         device: torch.device,
         *,
         num_spare: int = 0,
+        staging: StagingPlan | None = None,
     ) -> None:
-        """``num_spare``: blocks behind the last one that the engine keeps for itself; nobody opens or owns them."""
+        """``num_spare``: blocks behind the last one that the engine keeps for itself; nobody opens or owns them.
+
+        ``staging``: how blocks get to the host and back; without, and not on CPU, none can be opened. Raises ModelError if its
+        memory is too little, or cannot be had.
+        """
         shape = (num_blocks + num_spare, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         # Zeros, not empty: attention reads the unwritten tail of a block under a mask, and NaN survives masks.
         self.tensor = (
@@ -50,66 +54,43 @@ class KvPool:
         self.block_nbytes = self.tensor[0].nbytes
         self._bytes = self.tensor.view(len(self.tensor), -1).view(torch.uint8)  # [num_blocks + num_spare, block_nbytes]
         self._host: memoryview | None = None
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cpu":
+        self._staging: Staging | None = None
+        if staging is not None:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # zeros must not come behind the first copies
+            self._staging = Staging(self._bytes[:num_blocks], staging)
+        elif device.type == "cpu":
             self._host = self._bytes.numpy().data.cast("B")
-        else:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._lock = threading.Lock()
-        self._free_staging: list[torch.Tensor] = []
-        self._reads: dict[int, _OpenRead] = {}
-        self._writes: dict[int, torch.Tensor] = {}
 
-    def open_read(self, block_id: int) -> memoryview:
+    def open_read(self, block_id: int) -> memoryview | StagedRead:
         """See BlockStore. Two readers of one block share a view."""
         self._check(block_id)
-        if self._host is not None:
-            return self._host_view(block_id)
-        # Under the lock, so that a second reader does not get the view before the first one's copy is done.
-        with self._lock:
-            read = self._reads.get(block_id)
-            if read is None:
-                read = _OpenRead(self._take_staging())
-                self._copy(read.staging, self._bytes[block_id])
-                self._reads[block_id] = read  # not before: the next reader would take what a failed copy left
-            read.num_readers += 1
-            return read.staging.numpy().data
+        return self._staged.open_read(block_id) if self._host is None else self._host_view(block_id)
 
     def close_read(self, block_id: int) -> None:
         """See BlockStore."""
-        if self._host is not None:
-            return
-        with self._lock:
-            read = self._reads[block_id]
-            read.num_readers -= 1
-            if read.num_readers == 0:
-                self._free_staging.append(self._reads.pop(block_id).staging)
+        if self._host is None:
+            self._staged.close_read(block_id)
 
     def open_write(self, block_id: int) -> memoryview:
-        """See BlockStore. Raises ValueError if the block is open for writing already."""
+        """See BlockStore. With staging it raises ValueError if the block is open for writing already."""
         self._check(block_id)
-        if self._host is not None:
-            return self._host_view(block_id)
-        with self._lock:
-            if block_id in self._writes:
-                raise ValueError(f"block {block_id} is open for writing already")
-            self._writes[block_id] = self._take_staging()
-            return self._writes[block_id].numpy().data
+        return self._staged.open_write(block_id) if self._host is None else self._host_view(block_id)
 
     def close_write(self, block_id: int) -> None:
         """See BlockStore."""
-        if self._host is not None:
-            return
-        with self._lock:
-            staging = self._writes.pop(block_id)
-        self._copy(self._bytes[block_id], staging)
-        with self._lock:
-            self._free_staging.append(staging)
+        if self._host is None:
+            self._staged.close_write(block_id)
+
+    def order_steps(self) -> Copied | None:
+        """Before a step is launched, on its thread: it then runs behind the blocks that came (:class:`Staging`)."""
+        return None if self._staging is None else self._staging.order_steps()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks as they stand, (source, target) each, on the device, in order with its steps. See Engine."""
         for block_id in itertools.chain.from_iterable(pairs):
             self._check(block_id)
+        self.order_steps()
         sources, targets = torch.tensor(pairs, device=self._bytes.device).unbind(1)
         self._bytes.index_copy_(0, targets, self._bytes[sources])
 
@@ -121,24 +102,12 @@ class KvPool:
         assert self._host is not None
         return self._host[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
 
-    def _take_staging(self) -> torch.Tensor:
-        if self._free_staging:
-            return self._free_staging.pop()
-        return torch.empty(self.block_nbytes, dtype=torch.uint8, pin_memory=True)
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        assert self._stream is not None
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-        copied.synchronize()
-
-
-@dataclass(slots=True)
-class _OpenRead:
-    staging: torch.Tensor  # [block_nbytes] uint8, pinned
-    num_readers: int = 0
+    @property
+    def _staged(self) -> Staging:
+        assert self._staging is not None, (
+            f"a pool on {self.tensor.device} without a staging plan: its blocks cannot be opened"
+        )
+        return self._staging
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 
 from kvrelay.engine.native import CpuKernels
 from kvrelay.engine.ops import Linear
+from kvrelay.engine.rounding import RoundedWeight
 
 _MAX_INT8_ROWS = 4  # rows up to which reading half the bytes pays
-_INT8_MAX = 127
-_MIN_SCALE = 1e-30  # of a row of zeros
 
 
 class PlainLinear:
@@ -70,15 +69,12 @@ class Int8Linear:
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, make_linear: Callable[[torch.Tensor], Linear]
+        self, weight: RoundedWeight, bias: torch.Tensor | None, make_linear: Callable[[torch.Tensor], Linear]
     ) -> None:
-        """``weight`` ``[out, in]`` bf16 is not kept. ``make_linear``: what multiplies many rows."""
-        wide = weight.float()
-        # Rounded to bf16, as the product takes it, before the weights are divided by it: its rounding costs nothing then.
-        self._scale = (wide.abs().amax(dim=1) / _INT8_MAX).to(weight.dtype).clamp_(min=_MIN_SCALE)
-        integers = wide.div_(self._scale.float()[:, None]).round_().clamp_(-_INT8_MAX, _INT8_MAX)
-        self._int8 = integers.to(torch.int8)
-        self._many_rows = make_linear(integers.to(weight.dtype))
+        """``weight`` ``[out, in]`` is int8, of bf16; its values are kept. ``make_linear``: what multiplies many rows."""
+        self._scale = weight.scale.to(weight.dtype)
+        self._int8 = weight.values
+        self._many_rows = make_linear(weight.values.to(weight.dtype))
         self._bias = bias
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:

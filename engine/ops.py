@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from kvrelay.engine.batch import Batch
+from kvrelay.engine.rounding import Weight
 from kvrelay.engine.sampler import SamplerOps
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -46,7 +47,7 @@ class Ops(SamplerOps, Protocol):
     def begin_step(self, batch: Batch) -> StepContext:
         """Prepare one step's indices on the device."""
 
-    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         """The product with ``weight`` ``[out, in]``, plus ``bias`` ``[out]``, in whatever layout is fastest here."""
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from kvrelay.engine.model_config import ModelConfig
 from kvrelay.engine.ops import Linear
 from kvrelay.engine.penalties import Penalties, penalize
 from kvrelay.engine.rope import cos_sin_tables
+from kvrelay.engine.rounding import RoundedWeight, Rounding, Weight, rounded
 from kvrelay.engine.sampling_rows import SamplingRows
 
 
@@ -80,10 +81,12 @@ class CpuOps:
         self._packs = has_packed_linear(pool.dtype)
         self._has_int8_weights = has_int8_weights
 
-    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """See Ops."""
-        if self._has_int8_weights:
+    def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        """See Ops. With int8 weights the head's, which comes as it is, is rounded here."""
+        if isinstance(weight, RoundedWeight):
             return Int8Linear(weight, bias, lambda integers: PackedLinear(integers, None))
+        if self._has_int8_weights:
+            return self.make_linear(rounded(weight, Rounding.INT8), bias)
         return PackedLinear(weight, bias) if self._packs else PlainLinear(weight, bias)
 
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
@@ -114,9 +117,9 @@ class CpuOps:
         """See SamplerOps. Of fp32: torch has no fast one for less."""
         return logits.float().argmax(dim=-1)
 
-    def penalize(self, logits: torch.Tensor, penalties: Penalties) -> None:
+    def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
         """See SamplerOps."""
-        penalize(logits, penalties)
+        penalize(logits, penalties, last_tokens)
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """See SamplerOps."""

@@ -18,6 +18,7 @@ from kvrelay.engine.native.library import Step
 from kvrelay.engine.ops import Linear
 from kvrelay.engine.ops_cpu import CpuOps, cos_sin_rows
 from kvrelay.engine.penalties import Penalties
+from kvrelay.engine.rounding import RoundedWeight, Rounding, Weight, rounded
 from kvrelay.engine.sampling_rows import SamplingRows
 
 
@@ -95,12 +96,14 @@ class NativeCpuOps:
         self._kernels = kernels
         self._has_int8_weights = has_int8_weights
 
-    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """See Ops."""
+    def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        """See Ops, and CpuOps."""
         if not has_native_linear(self._kernels, weight):
             return self._plain.make_linear(weight, bias)
-        if self._has_int8_weights:
+        if isinstance(weight, RoundedWeight):
             return Int8Linear(weight, bias, lambda integers: NativeLinear(self._kernels, integers, None))
+        if self._has_int8_weights:
+            return self.make_linear(rounded(weight, Rounding.INT8), bias)
         return NativeLinear(self._kernels, weight, bias)
 
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
@@ -127,16 +130,16 @@ class NativeCpuOps:
         """See SamplerOps. The kernel is for bf16; logits that were processed are fp32."""
         return self._kernels.argmax(logits) if logits.dtype == torch.bfloat16 else self._plain.argmax(logits)
 
-    def penalize(self, logits: torch.Tensor, penalties: Penalties) -> None:
+    def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
         """See SamplerOps."""
-        self._plain.penalize(logits, penalties)
+        self._plain.penalize(logits, penalties, last_tokens)
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """See SamplerOps."""
         return self._plain.draw_tokens(logits, rows)
 
 
-def has_native_linear(kernels: CpuKernels, weight: torch.Tensor) -> bool:
+def has_native_linear(kernels: CpuKernels, weight: Weight) -> bool:
     """Whether our product is the faster one: not where the processor multiplies tiles (AMX), which oneDNN makes use of."""
     return kernels.has_bf16_dot_products and weight.shape[1] % 2 == 0 and not torch.cpu._is_amx_tile_supported()
 

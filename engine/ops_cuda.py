@@ -13,17 +13,19 @@ import torch.nn.functional as F
 
 from kvrelay.engine.batch import Batch
 from kvrelay.engine.filters import filter_typical_rows
+from kvrelay.engine.linear_cuda import RoundedLinear
 from kvrelay.engine.model_config import ModelConfig
 from kvrelay.engine.ops import Linear
 from kvrelay.engine.penalties import Penalties
 from kvrelay.engine.rope import cos_sin_tables
+from kvrelay.engine.rounding import RoundedWeight, Weight
 from kvrelay.engine.sampling_rows import SamplingRows
 from kvrelay.engine.uploads import Uploader
 from kvrelay.kernels.activation import silu_mul
 from kvrelay.kernels.decode_attention import DecodeWorkspace, paged_decode_attention, splits_for_device
 from kvrelay.kernels.kv_scales import require_compute_dtype, require_e4m3
 from kvrelay.kernels.norm import add_rms_norm, rms_norm
-from kvrelay.kernels.penalties import apply_penalties
+from kvrelay.kernels.penalties import NewTokens, apply_penalties
 from kvrelay.kernels.prefill_attention import paged_prefill_attention
 from kvrelay.kernels.rotary import rotary_kv_write
 from kvrelay.kernels.sampling import sample
@@ -163,13 +165,16 @@ class CudaOps:
         self._uploader = Uploader(pool.device)
         cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
         self._tables = (cos.to(pool.device), sin.to(pool.device))
-        max_splits = splits_for_device(_num_multiprocessors(pool.device), config.num_kv_heads)
+        self._num_multiprocessors = _num_multiprocessors(pool.device)
+        max_splits = splits_for_device(self._num_multiprocessors, config.num_kv_heads)
         self._workspace = DecodeWorkspace.allocate(
             max_num_seqs, config.num_q_heads, config.head_dim, max_splits, pool.device
         )
 
-    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """See Ops. cuBLAS reads ``[out, in]`` as it is."""
+    def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        """See Ops. cuBLAS reads ``[out, in]`` as it is; a rounded weight needs bf16 or fp16 activations."""
+        if isinstance(weight, RoundedWeight):
+            return RoundedLinear(weight, bias, self._num_multiprocessors)
         return lambda hidden: F.linear(hidden, weight, bias)
 
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
@@ -204,21 +209,22 @@ class CudaOps:
         """See SamplerOps."""
         return logits.argmax(dim=-1)
 
-    def penalize(self, logits: torch.Tensor, penalties: Penalties) -> None:
+    def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
         """See SamplerOps."""
-        apply_penalties(
-            logits,
-            *self._uploader.upload(
-                (
-                    np.array(penalties.entry_rows, dtype=np.int64),
-                    np.array(penalties.entry_tokens, dtype=np.int64),
-                    np.array(penalties.entry_counts, dtype=np.int32),
-                    penalties.repetition,
-                    penalties.presence,
-                    penalties.frequency,
-                )
-            ),
+        rows, tokens, counts, repetition, presence, frequency, num_under_way, row_starts = self._uploader.upload(
+            (
+                np.array(penalties.entry_rows, dtype=np.int64),
+                np.array(penalties.entry_tokens, dtype=np.int64),
+                np.array(penalties.entry_counts, dtype=np.int32),
+                penalties.repetition,
+                penalties.presence,
+                penalties.frequency,
+                penalties.num_under_way,
+                penalties.row_starts(),
+            )
         )
+        new = None if last_tokens is None else NewTokens(last_tokens, num_under_way, row_starts)
+        apply_penalties(logits, rows, tokens, counts, repetition, presence, frequency, new)
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """See SamplerOps. The kernel's sums and draws are fp32: near a boundary it may take the neighbour of what the CPU takes.

@@ -1,4 +1,7 @@
-"""Repetition, presence and frequency penalties: what they cost which token, and their application on the CPU."""
+"""Repetition, presence and frequency penalties: what they cost which token, and their application on the CPU.
+
+A token that the host does not know yet, since the step in front samples it, is counted where it is: on the device.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from kvrelay.engine.sequence import Sequence
 _MIN_REPETITION_PENALTY = 1e-6
 
 Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +27,20 @@ class Penalties:
     """Penalties of a batch: arrays ``[num_rows]``, and sparse entries ``[num_entries]``.
 
     There is one entry for each distinct token of a sequence that has penalties: of prompt and output if it has a
-    repetition penalty, else of the output.
+    repetition penalty, else of the output. Entries are ordered by row.
     """
 
     repetition: Floats
     presence: Floats
     frequency: Floats
+    num_under_way: Ints  # of the row's tokens, that no entry counts and the host does not know: 0 or 1
     entry_rows: list[int]
     entry_tokens: list[int]
     entry_counts: list[int]  # occurrences in the output
 
     @classmethod
-    def of(cls, sequences: Seq[Sequence]) -> Penalties:
-        """From the sequences' parameters and tokens."""
+    def of(cls, sequences: Seq[Sequence], num_ahead: Seq[int] | None = None) -> Penalties:
+        """From the sequences' parameters and tokens; ``num_ahead``: how many of each are under way, None: none."""
         params = [sequence.sampling for sequence in sequences]
         entry_rows: list[int] = []
         entry_tokens: list[int] = []
@@ -54,21 +59,53 @@ class Penalties:
             ),
             presence=np.array([row.presence_penalty for row in params], dtype=np.float32),
             frequency=np.array([row.frequency_penalty for row in params], dtype=np.float32),
+            num_under_way=np.array(
+                [
+                    count if row.needs_penalties else 0
+                    for row, count in zip(params, num_ahead or [0] * len(params), strict=True)
+                ],
+                dtype=np.int32,
+            ),
             entry_rows=entry_rows,
             entry_tokens=entry_tokens,
             entry_counts=entry_counts,
         )
 
+    @property
+    def change_nothing(self) -> bool:
+        """Whether no token of any row costs anything."""
+        return not self.entry_rows and not self.has_under_way
 
-def penalize(logits: torch.Tensor, penalties: Penalties) -> None:
+    @property
+    def has_under_way(self) -> bool:
+        """Whether a token must be counted that the host does not know."""
+        return bool(self.num_under_way.any())
+
+    def row_starts(self) -> Ints:
+        """Where each row's entries begin, ``[num_rows + 1]``."""
+        return np.searchsorted(self.entry_rows, np.arange(len(self.repetition) + 1)).astype(np.int32)
+
+
+def penalize(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None = None) -> None:
     """Apply penalties to ``logits`` ``[num_rows, vocab]`` in place, entry by entry, on the CPU.
 
     Repetition as Hugging Face's processor does it (a positive logit is divided, a negative one multiplied), then
-    frequency per occurrence and presence once, as OpenAI's API defines them.
+    frequency per occurrence and presence once, as OpenAI's API defines them. ``last_tokens`` as in SamplerOps.
     """
-    entry_rows = np.array(penalties.entry_rows)
-    index = torch.from_numpy(entry_rows), torch.tensor(penalties.entry_tokens)
-    counts = torch.tensor(penalties.entry_counts, dtype=torch.float32)
+    entry_rows = np.array(penalties.entry_rows, dtype=np.int64)
+    entry_tokens = np.array(penalties.entry_tokens, dtype=np.int64)
+    entry_counts = np.array(penalties.entry_counts, dtype=np.int64)
+    if last_tokens is not None:
+        under_way, last = penalties.num_under_way > 0, last_tokens.numpy()
+        is_last = under_way[entry_rows] & (entry_tokens == last[entry_rows])
+        entry_counts += is_last
+        under_way[entry_rows[is_last]] = False
+        others = np.flatnonzero(under_way)
+        entry_rows = np.concatenate((entry_rows, others))
+        entry_tokens = np.concatenate((entry_tokens, last[others]))
+        entry_counts = np.concatenate((entry_counts, np.ones_like(others)))
+    index = torch.from_numpy(entry_rows), torch.from_numpy(entry_tokens)
+    counts = torch.from_numpy(entry_counts).float()
     values = logits[index]
     repetition = torch.from_numpy(penalties.repetition[entry_rows])
     values = torch.where(values > 0, values / repetition, values * repetition)

@@ -1,4 +1,4 @@
-"""Sampled tokens on their way from the device to the host."""
+"""Sampled tokens on their way from the device to the host, and those that the next step takes before they are there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.common.sampling import SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """What a step's rows go on from that the host does not know yet: tokens of the step in front, which still runs."""
+
+    counts: list[int]  # [num_rows] how many tokens each row has under way, 0 or 1
+    token_ids: torch.Tensor  # [num_rows] int64 on the device; anything where there is none
 
 
 @dataclass(frozen=True, slots=True)

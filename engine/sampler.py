@@ -21,7 +21,7 @@ import torch
 from kvrelay.engine.logits import LogitRules, has_rules
 from kvrelay.engine.penalties import Penalties
 from kvrelay.engine.processors import LogitsProcessor, run_processors
-from kvrelay.engine.sampled import Logprobs, Sampled
+from kvrelay.engine.sampled import Logprobs, Sampled, UnderWay
 from kvrelay.engine.sampling_rows import SamplingRows
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.watermark import add_watermark
@@ -31,13 +31,20 @@ class SamplerOps(Protocol):
     """What the sampler needs of a device."""
 
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """The arrays on the device, in one go and without waiting for it. The host's memory may change afterwards, or be shared."""
+        """The arrays on the device, in one go and without waiting for it. The host's memory may change afterwards, or be shared.
+
+        Some may be empty.
+        """
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The likeliest tokens ``[n]`` int64 of ``logits`` ``[n, vocab]`` in the model's dtype or fp32."""
 
-    def penalize(self, logits: torch.Tensor, penalties: Penalties) -> None:
-        """Apply penalties to ``logits`` ``[n, vocab]`` fp32 in place; only called if there are entries."""
+    def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
+        """Apply penalties to ``logits`` ``[n, vocab]`` fp32 in place, without waiting for the device.
+
+        ``last_tokens``: ``[n]`` int64 on the device, the tokens under way of rows that have one; None if none has. Only called if
+        the penalties change anything.
+        """
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """Token ids ``[n]`` int64 drawn from ``logits`` ``[n, vocab]`` fp32, which may be changed; greedy at temperature 0."""
@@ -48,17 +55,20 @@ def sample(
     sequences: Seq[Sequence],
     ops: SamplerOps,
     processors: Mapping[str, LogitsProcessor],
-    num_ahead: Seq[int] | None = None,
+    under_way: UnderWay | None = None,
 ) -> Sampled:
     """One token per row of ``logits`` ``[num_rows, vocab]`` of any dtype, which may be changed in place.
 
-    ``processors`` must have every name that a sequence asks for. ``num_ahead``: how many tokens of each sequence the host does not
-    know yet (see StepRow); such a sequence must ask for nothing that depends on them. Waits for the device only if a row asks
-    for something that needs the host.
+    ``processors`` must have every name that a sequence asks for. ``under_way``: tokens that the host does not know yet (see
+    StepRow). Penalties count them on the device; nothing else that a sequence with one asks for may depend on it. Waits for the
+    device only if a row asks for something that needs the host: a guide, a watermark, a processor, typical sampling.
     """
+    num_ahead = [0] * len(sequences) if under_way is None else under_way.counts
     params = [sequence.sampling for sequence in sequences]
     # Guides are asked before anything waits for the device, which still computes the logits meanwhile.
-    rules = LogitRules.of(sequences, logits.shape[-1]) if any(_is_ruled(sequence) for sequence in sequences) else None
+    is_ruled = any(map(has_rules, sequences, num_ahead))
+    is_guided = any(sequence.guide is not None for sequence in sequences)
+    rules = LogitRules.of(sequences, logits.shape[-1], num_ahead) if is_ruled or is_guided else None
     wants_logprobs = [index for index, row in enumerate(params) if row.num_top_logprobs is not None]
     raw: torch.Tensor | None = None
     if wants_logprobs:
@@ -66,9 +76,9 @@ def sample(
         raw = torch.log_softmax(logits[picked].float(), dim=-1)
     if rules is not None:
         rules.mask(logits)
-    if any(_is_processed(sequence) for sequence in sequences):
+    if is_ruled or any(_is_processed(sequence) for sequence in sequences):
         logits = logits.float()
-        process_logits(logits, sequences, rules, ops, processors)
+        process_logits(logits, sequences, rules, ops, processors, under_way)
     if all(row.temperature == 0 for row in params):
         tokens = ops.argmax(logits)
     else:
@@ -85,25 +95,23 @@ def process_logits(
     rules: LogitRules | None,
     ops: SamplerOps,
     processors: Mapping[str, LogitsProcessor],
+    under_way: UnderWay | None = None,
 ) -> None:
     """Everything between masks and temperature, on ``logits`` ``[num_rows, vocab]`` fp32 in place; ``rules`` have masked them."""
     if rules is not None:
-        rules.apply(logits)
+        rules.apply(logits, ops.upload)
     if any(sequence.sampling.needs_penalties for sequence in sequences):
-        penalties = Penalties.of(sequences)
-        if penalties.entry_rows:
-            ops.penalize(logits, penalties)
+        penalties = Penalties.of(sequences, None if under_way is None else under_way.counts)
+        if not penalties.change_nothing:
+            last_tokens = under_way.token_ids if under_way is not None and penalties.has_under_way else None
+            ops.penalize(logits, penalties, last_tokens)
     add_watermark(logits, sequences)
     if any(sequence.sampling.processors for sequence in sequences):
         run_processors(logits, sequences, processors)
         if rules is not None:
-            rules.forbid_again(logits)
-
-
-def _is_ruled(sequence: Sequence) -> bool:
-    return sequence.guide is not None or has_rules(sequence)
+            rules.forbid_again(logits, ops.upload)
 
 
 def _is_processed(sequence: Sequence) -> bool:
     params = sequence.sampling
-    return params.needs_penalties or params.watermark is not None or bool(params.processors) or has_rules(sequence)
+    return params.needs_penalties or params.watermark is not None or bool(params.processors)

@@ -24,8 +24,9 @@ class ModelSettings:
     )
     weight_format: str = setting(
         "full",
-        "weights as --dtype has them, or rounded to 8 bits: fewer bytes per step of few streams, on a CPU in bf16",
-        choices=("full", "int8"),
+        "weights as --dtype has them, or the layers' rounded to 8 bits: half the memory, and fewer bytes per step of few streams; "
+        "int8 on a CPU in bf16 and on GPUs, fp8 (e4m3) on GPUs of compute capability 8.9 or later; the same on all workers",
+        choices=("full", "int8", "fp8"),
     )
     cpu_kernels: str = setting(
         "auto",
@@ -87,6 +88,13 @@ class KvSettings:
         "to measure it; workers that share a GPU need smaller ones",
         minimum=0.01,
         maximum=1,
+    )
+    staging_mb: int | None = setting(
+        None,
+        "pinned host memory that KV blocks pass between a GPU and the network, taken at the start; default: 256, or four blocks if "
+        "these are more; a CPU needs none",
+        unit="MiB",
+        minimum=1,
     )
     num_blocks: int | None = setting(None, "blocks in the KV pool, instead of --kv-memory-mb", minimum=1)
     max_retained_share: float = setting(

@@ -13,15 +13,16 @@ from kvrelay.common.errors import ModelError
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.batch import Batch, build_batch
+from kvrelay.engine.copies import CudaCopies, StagingPlan
 from kvrelay.engine.cpu import cpu_ops
-from kvrelay.engine.engine_options import EngineOptions, device_of, kv_dtype_of, num_blocks_of, rounds_weights
+from kvrelay.engine.engine_options import EngineOptions, device_of, kv_dtype_of, num_blocks_of, rounding_of
 from kvrelay.engine.interface import BlockStore, DoneStep, LaunchedStep, StepRow
 from kvrelay.engine.kv_pool import KvPool
 from kvrelay.engine.model import DecoderModel
 from kvrelay.engine.model_config import load_config
 from kvrelay.engine.ops import Ops, StepGraphs
 from kvrelay.engine.prompt_logprobs import add_prompt_logprobs
-from kvrelay.engine.sampled import Sampled
+from kvrelay.engine.sampled import Sampled, UnderWay
 from kvrelay.engine.sampler import sample
 from kvrelay.engine.torch_step import TorchStep
 from kvrelay.engine.weights import load_weights, weights_digest
@@ -55,9 +56,13 @@ class TorchEngine:
         dtype_name = config.dtype if options.dtype == "auto" else options.dtype
         dtype: torch.dtype = getattr(torch, dtype_name)
         kv_dtype = kv_dtype_of(options.kv_dtype, dtype, device)
-        has_int8_weights = rounds_weights(options.weight_format, device, dtype)
+        rounding = rounding_of(options.weight_format, device, dtype)
         torch.set_num_threads(options.num_threads)
-        weights = load_weights(options.model_dir, config, dtype, device, progress)
+        if device.type == "cuda":
+            from kvrelay.engine.cuda import require_weight_format  # noqa: PLC0415 - a CPU worker may lack Triton
+
+            require_weight_format(rounding, device)
+        weights = load_weights(options.model_dir, config, dtype, device, progress, rounding)
         block_nbytes = 2 * config.num_layers * config.kv_size * options.block_size * kv_dtype.itemsize
         measure: Callable[[], int] | None = None
         if device.type == "cuda":
@@ -72,14 +77,18 @@ class TorchEngine:
         )
         try:
             # On a GPU there is one block more, for what rows that only fill a batch up would write.
-            num_spare = 0 if device.type == "cpu" else 1
-            pool = KvPool(config, num_blocks, options.block_size, kv_dtype, device, num_spare=num_spare)
+            num_spare, staging = 0, None
+            if device.type == "cuda":
+                num_spare, staging = 1, StagingPlan(CudaCopies(device), options.staging_bytes)
+            pool = KvPool(
+                config, num_blocks, options.block_size, kv_dtype, device, num_spare=num_spare, staging=staging
+            )
         except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
             raise ModelError(
                 f"a KV pool of {num_blocks} blocks of {block_nbytes / 2**20:.2f} MiB does not fit the memory ({error}): "
                 "lower --num-blocks or --kv-memory-mb"
             ) from error
-        digest = weights_digest(options.model_dir) + ("-int8" if has_int8_weights else "")
+        digest = weights_digest(options.model_dir) + ("" if rounding is None else f"-{rounding.value}")
         card = ModelCard(
             layout=config.layout(options.model_id, digest, str(kv_dtype).removeprefix("torch."), options.block_size),
             vocab_size=config.vocab_size,
@@ -90,7 +99,7 @@ class TorchEngine:
             processors=tuple(options.processors),
         )
         if device.type == "cpu":
-            ops = cpu_ops(options, config, pool.tensor, max_model_len, has_int8_weights=has_int8_weights)
+            ops = cpu_ops(options, config, pool.tensor, max_model_len, has_int8_weights=rounding is not None)
             return cls(card, DecoderModel(config, weights, ops), ops, pool, options, None)
         model, cuda_ops, graphs = cuda_model(config, weights, pool, max_model_len, options)
         return cls(card, model, cuda_ops, pool, options, graphs)
@@ -138,16 +147,17 @@ class TorchEngine:
             raise
 
     def _launch(self, batch: Batch, behind: TorchStep | None) -> TorchStep:
-        hidden, logits = self._forward(batch, self._token_ids(batch, behind))
+        copied = self._pool.order_steps()
+        token_ids = self._token_ids(batch, behind)
+        hidden, logits = self._forward(batch, token_ids)
         sampled: Sampled | None = None
         if hidden is not None:
             add_prompt_logprobs(batch, hidden, self._model.logits)
         if logits is not None:
-            sampling = [batch.rows[index] for index in batch.sampling_rows]
-            sequences = [row.sequence for row in sampling]
-            num_ahead = None if batch.fed_from is None else [row.num_ahead for row in sampling]
-            sampled = sample(logits, sequences, self._ops, self._options.processors, num_ahead)
-        return TorchStep.launched(batch, sampled, self._device)
+            sequences = [batch.rows[index].sequence for index in batch.sampling_rows]
+            under_way = self._under_way(batch, token_ids)
+            sampled = sample(logits, sequences, self._ops, self._options.processors, under_way)
+        return TorchStep.launched(batch, sampled, self._device, copied)
 
     def _token_ids(self, batch: Batch, behind: TorchStep | None) -> torch.Tensor:
         """The step's input ``[num_tokens]``, on the device."""
@@ -155,6 +165,18 @@ class TorchEngine:
             return self._ops.upload((batch.token_ids,))[0]
         token_ids, fed_from = self._ops.upload((batch.token_ids, batch.fed_from))
         return behind.fed_to(fed_from, token_ids)
+
+    def _under_way(self, batch: Batch, token_ids: torch.Tensor) -> UnderWay | None:
+        """Which tokens of the rows that sample came from the step in front."""
+        if batch.fed_from is None:
+            return None
+        if len(batch.sampling_rows) < len(token_ids):
+            token_ids = token_ids[self._last_tokens(batch)]
+        return UnderWay([batch.rows[index].num_ahead for index in batch.sampling_rows], token_ids)
+
+    def _last_tokens(self, batch: Batch) -> torch.Tensor:
+        """The places of the last tokens of all rows that sample among the step's tokens, on the device."""
+        return self._ops.upload((batch.query_start_loc[1:][batch.sampling_rows] - 1,))[0]
 
     def _forward(self, batch: Batch, token_ids: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Hidden states of all tokens, unless nobody looks at them, and the logits of the rows that sample, if any do."""
@@ -165,5 +187,4 @@ class TorchEngine:
             return hidden, None
         if len(batch.sampling_rows) == len(token_ids):
             return hidden, self._model.logits(hidden)
-        (last_tokens,) = self._ops.upload((batch.query_start_loc[1:][batch.sampling_rows] - 1,))
-        return hidden, self._model.logits(hidden[last_tokens])
+        return hidden, self._model.logits(hidden[self._last_tokens(batch)])

@@ -8,6 +8,7 @@ import torch
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.batch import Batch
+from kvrelay.engine.copies import Copied
 from kvrelay.engine.sampled import Sampled
 from kvrelay.engine.sequence import Sequence
 
@@ -23,16 +24,22 @@ class TorchStep:
     sampled: Sampled | None  # of batch.sampling_rows, on the device; None if no row samples
     _fetched: Sampled | None
     _done: torch.cuda.Event | None
+    _behind: Copied | None
 
     @classmethod
-    def launched(cls, batch: Batch, sampled: Sampled | None, device: torch.device) -> TorchStep:
-        """Everything of the step is queued; what is left is to bring the tokens to the host."""
+    def launched(
+        cls, batch: Batch, sampled: Sampled | None, device: torch.device, behind: Copied | None = None
+    ) -> TorchStep:
+        """Everything of the step is queued; what is left is to bring the tokens to the host.
+
+        ``behind``: the copies of blocks that it reads, or may.
+        """
         fetched = None if sampled is None else sampled.fetch()
         done: torch.cuda.Event | None = None
         if device.type == "cuda":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return cls(batch, sampled, fetched, done)
+        return cls(batch, sampled, fetched, done, behind)
 
     @property
     def places(self) -> dict[Sequence, int]:
@@ -48,6 +55,8 @@ class TorchStep:
         """See LaunchedStep."""
         if self._done is not None:
             self._done.synchronize()
+        if self._behind is not None:
+            self._behind.synchronize()  # it is over; if it has failed, there is no token
         results: list[SampledToken | None] = [None] * len(self.batch.rows)
         if self._fetched is not None:
             for index, token in zip(self.batch.sampling_rows, self._fetched.read(), strict=True):

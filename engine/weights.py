@@ -1,7 +1,9 @@
 """Weights from safetensors files into packed parameters, one tensor at a time.
 
-Parameters are allocated once, in the form the model computes with (q, k and v in one matrix, gate and up in one); every
-checkpoint tensor is copied from the memory-mapped file into its place, so no weight is in memory twice.
+Parameters are allocated once, on the model's device, in the form the model computes with (q, k and v in one matrix, gate and
+up in one). On a CPU every checkpoint tensor is copied from the memory-mapped file into its place, so no weight is in memory
+twice. On a GPU safetensors reads it onto the device, and it is copied, and converted, into its place there: beside the
+parameters the device holds one tensor at a time, as the file has it, and the host none but that one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.model_config import ModelConfig
+from kvrelay.engine.rounding import RoundedWeight, Rounding, Weight
 
 Progress = Callable[[int, int], None]
 _SAMPLE_NBYTES = 4096  # of the digest
@@ -27,16 +30,16 @@ class LayerWeights:
     """One decoder layer. Biases and q/k norms are None where the model has none."""
 
     input_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [q_size + 2 * kv_size, hidden]
+    qkv: Weight  # [q_size + 2 * kv_size, hidden]
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None
-    o: torch.Tensor  # [hidden, q_size]
+    o: Weight  # [hidden, q_size]
     o_bias: torch.Tensor | None
     post_norm: torch.Tensor  # [hidden]
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
+    gate_up: Weight  # [2 * intermediate, hidden]
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor  # [hidden, intermediate]
+    down: Weight  # [hidden, intermediate]
     down_bias: torch.Tensor | None
 
 
@@ -51,19 +54,45 @@ class ModelWeights:
 
 
 def load_weights(
-    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: Progress
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+    rounding: Rounding | None = None,
 ) -> ModelWeights:
-    """Load a checkpoint. ``progress`` hears (bytes done, bytes in all).
+    """Load a checkpoint onto ``device``. ``progress`` hears (bytes done, bytes in all).
 
-    Raises ModelError naming the file or tensor on a missing shard, a truncated file, a missing tensor or a wrong shape.
+    ``rounding``: of the layers' projections, None for none; each tensor is rounded as it comes, so they are never there in full.
+    At most the parameters and the checkpoint's largest tensor, in the file's dtype, are on the device at a time; what torch keeps
+    of the latter for later tensors is its own. Raises ModelError naming the file or tensor on a missing shard, a truncated file,
+    a missing tensor or a wrong shape, and on a GPU too small for the model.
     """
-    weights, places = _allocate(config, dtype, device)
+    try:
+        return _load(directory, config, dtype, device, progress, rounding)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"the weights of {directory} in {dtype} do not fit the memory of {device} ({error}): free what others hold of it, "
+            "or take a larger GPU or a smaller model"
+        ) from error
+
+
+def _load(
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+    rounding: Rounding | None,
+) -> ModelWeights:
+    weights, places = _allocate(config, dtype, device, rounding)
+    device_name = str(weights.norm.device)  # with its index, which safetensors would take for 0 if it were left out
     files = checkpoint_files(directory)
     total = sum(path.stat().st_size for path in files)
     done = 0
     for path in files:
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(path, framework="pt", device=device_name) as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     place = places.pop(name, None)
                     if place is None:
@@ -76,6 +105,7 @@ def load_weights(
                         )
                     place.copy_(tensor)
                     done += tensor.nbytes
+                    del tensor  # else it would stay on the device while the next one is read
                     progress(min(done, total), total)
         except (SafetensorError, OSError) as error:
             raise ModelError(
@@ -151,21 +181,34 @@ def _check_unused(path: Path, name: str, config: ModelConfig) -> None:
 
 
 def _allocate(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[ModelWeights, dict[str, torch.Tensor]]:
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, rounding: Rounding | None
+) -> tuple[ModelWeights, dict[str, Weight]]:
     """Empty parameters, and where each checkpoint tensor belongs in them."""
-    places: dict[str, torch.Tensor] = {}
+    places: dict[str, Weight] = {}
 
     def parameter(name: str, *shape: int) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=device)
         places[name] = tensor
         return tensor
 
-    def packed(prefix: str, parts: tuple[tuple[str, int], ...], kind: str, *columns: int) -> torch.Tensor:
-        tensor = torch.empty((sum(size for _, size in parts), *columns), dtype=dtype, device=device)
+    def projection(prefix: str, parts: tuple[tuple[str, int], ...], num_columns: int) -> Weight:
+        shape = (sum(size for _, size in parts), num_columns)
+        matrix: Weight
+        if rounding is None:
+            matrix = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            matrix = RoundedWeight.empty(shape, rounding, dtype, device)
         start = 0
         for name, size in parts:
-            places[f"{prefix}{name}.{kind}"] = tensor[start : start + size]
+            places[f"{prefix}{name}.weight"] = matrix[start : start + size]
+            start += size
+        return matrix
+
+    def packed_bias(prefix: str, parts: tuple[tuple[str, int], ...]) -> torch.Tensor:
+        tensor = torch.empty(sum(size for _, size in parts), dtype=dtype, device=device)
+        start = 0
+        for name, size in parts:
+            places[f"{prefix}{name}.bias"] = tensor[start : start + size]
             start += size
         return tensor
 
@@ -182,16 +225,16 @@ def _allocate(
         layers.append(
             LayerWeights(
                 input_norm=parameter(f"{layer}input_layernorm.weight", hidden),
-                qkv=packed(attention, qkv_parts, "weight", hidden),
-                qkv_bias=packed(attention, qkv_parts, "bias") if config.has_qkv_bias else None,
+                qkv=projection(attention, qkv_parts, hidden),
+                qkv_bias=packed_bias(attention, qkv_parts) if config.has_qkv_bias else None,
                 q_norm=parameter(f"{attention}q_norm.weight", config.head_dim) if config.has_qk_norm else None,
                 k_norm=parameter(f"{attention}k_norm.weight", config.head_dim) if config.has_qk_norm else None,
-                o=parameter(f"{attention}o_proj.weight", hidden, config.q_size),
+                o=projection(attention, (("o_proj", hidden),), config.q_size),
                 o_bias=parameter(f"{attention}o_proj.bias", hidden) if config.has_o_bias else None,
                 post_norm=parameter(f"{layer}post_attention_layernorm.weight", hidden),
-                gate_up=packed(mlp, gate_up_parts, "weight", hidden),
-                gate_up_bias=packed(mlp, gate_up_parts, "bias") if config.has_mlp_bias else None,
-                down=parameter(f"{mlp}down_proj.weight", hidden, mid),
+                gate_up=projection(mlp, gate_up_parts, hidden),
+                gate_up_bias=packed_bias(mlp, gate_up_parts) if config.has_mlp_bias else None,
+                down=projection(mlp, (("down_proj", hidden),), mid),
                 down_bias=parameter(f"{mlp}down_proj.bias", hidden) if config.has_mlp_bias else None,
             )
         )

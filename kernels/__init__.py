@@ -14,13 +14,14 @@ from kvrelay.kernels.decode_attention import (
     splits_for_device,
 )
 from kvrelay.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from kvrelay.kernels.penalties import apply_penalties, apply_penalties_reference
+from kvrelay.kernels.penalties import NewTokens, apply_penalties, apply_penalties_reference
 from kvrelay.kernels.prefill_attention import paged_prefill_attention, paged_prefill_attention_reference
 from kvrelay.kernels.rotary import rotary_kv_write, rotary_kv_write_reference, rotary_reference
 from kvrelay.kernels.sampling import kept_mask_reference, sample, sample_reference
 
 __all__ = [
     "DecodeWorkspace",
+    "NewTokens",
     "add_rms_norm",
     "add_rms_norm_reference",
     "apply_penalties",

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,7 @@ from kvrelay.kernels import (
     rotary,
     sampling,
     sampling_kernels,
+    weight_only_linear,
 )
 from kvrelay.kernels.binaries import (
     PROCESSORS,
@@ -59,6 +61,9 @@ _KERNELS = {
         rotary._rotary_kv_write_kernel,
         sampling_kernels.draw_kernel,
         sampling_kernels.group_kernel,
+        weight_only_linear._add_splits_kernel,
+        weight_only_linear._dequantise_kernel,
+        weight_only_linear._weight_only_linear_kernel,
     )
 }
 _TYPES = {
@@ -66,6 +71,7 @@ _TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -179,6 +185,28 @@ def _attention_launches(
     return _record(case, call)
 
 
+def _linear_launches() -> list[Launch]:
+    """Every tile over both formats of weights; what runs beside them once."""
+    found: list[Launch] = []
+    scale = torch.empty((256,))
+    for weight_dtype, name in ((torch.int8, "int8"), (torch.float8_e4m3fn, "e4m3")):
+        weight = torch.empty((256, 4096), dtype=weight_dtype)
+        for num_tokens, dtype, num_splits in (
+            (16, torch.bfloat16, 1),
+            (16, torch.float16, 4),
+            (32, torch.bfloat16, 1),
+            (64, torch.bfloat16, 1),
+            (256, torch.bfloat16, 1),
+        ):
+            x = torch.empty((num_tokens, 4096), dtype=dtype)
+            case = f"{_NAMES[dtype]} {name}, {num_tokens} rows" + (f", {num_splits} splits" if num_splits > 1 else "")
+            found += _record(case, partial(weight_only_linear.weight_only_linear, x, weight, scale, None, num_splits))
+        dequantise = partial(weight_only_linear.dequantise_weight, weight, scale, torch.bfloat16)
+        found += _record(f"bf16 {name}", dequantise)
+    # What adds the splits up knows no format.
+    return [launch for launch in found if launch.kernel != "_add_splits_kernel" or "int8" in launch.case]
+
+
 def launches(target: Target) -> list[Launch]:
     """The representative specialisations for a target: SmolLM2-135M, Llama-3-8B, and the edges of the tile tables."""
     # What a wrapper asks the device that it launches on.
@@ -194,6 +222,7 @@ def _all_launches() -> list[Launch]:
     rows = torch.empty((4,))
     ids = torch.empty((4,), dtype=torch.int64)
     counts = torch.empty((4,), dtype=torch.int32)
+    new = penalties.NewTokens(ids, counts, torch.empty((5,), dtype=torch.int32))
     logits = torch.empty((4, 128256))
     found = [
         *_record("bf16 4096 add", lambda: norm.add_rms_norm(hidden, hidden, hidden[0], 1e-5)),
@@ -201,6 +230,7 @@ def _all_launches() -> list[Launch]:
         *_record("bf16 2x2048", lambda: activation.silu_mul(hidden)),
         *_record("128256", lambda: sampling.sample(logits, rows, counts, rows, rows, rows)),
         *_record("128256", lambda: penalties.apply_penalties(logits, ids, ids, counts, rows, rows, rows)),
+        *_record("128256 new", lambda: penalties.apply_penalties(logits, ids, ids, counts, rows, rows, rows, new)),
     ]
     for launch in (
         *_attention_launches(64, 9, 3, bf16, None),
@@ -219,7 +249,7 @@ def _all_launches() -> list[Launch]:
             is_representative |= launch.case == "bf16 d128 32/8 fp8 pool"
         if is_representative or launch.kernel.startswith(("_prefill", "_decode_split")):
             found.append(launch)
-    return found
+    return [*found, *_linear_launches()]
 
 
 def compile_launch(launch: Launch, target: Target) -> KernelResources:

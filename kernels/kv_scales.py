@@ -34,16 +34,22 @@ def require_compute_dtype(pool: torch.Tensor, kv_scales: torch.Tensor | None, **
             raise ValueError(f"kv_scales has strides {kv_scales.stride()}, expected a contiguous tensor")
 
 
-def require_e4m3(device: torch.device) -> None:
-    """Raise ValueError unless the kernels can convert e4m3 on `device`; an interpreter, on a CPU, can."""
+def require_e4m3(
+    device: torch.device,
+    what_needs: str = "an fp8 (e4m3) KV pool needs",
+    way_out: str = "keep the KV pool in the model's type",
+) -> None:
+    """Raise ValueError unless the kernels can convert e4m3 on `device`; an interpreter, on a CPU, can.
+
+    `what_needs` and `way_out` are the message's two ends.
+    """
     if device.type != "cuda":
         return
     major, minor = torch.cuda.get_device_capability(device)
     # gfx942's fp8 has another bias, and e4m3 would be emulated.
     if torch.version.hip is not None or (major, minor) < (8, 9):
         raise ValueError(
-            f"an fp8 (e4m3) KV pool needs an NVIDIA GPU of compute capability 8.9 or later, this one has {major}.{minor}; "
-            "keep the KV pool in the model's type"
+            f"{what_needs} an NVIDIA GPU of compute capability 8.9 or later, this one has {major}.{minor}; {way_out}"
         )
 
 

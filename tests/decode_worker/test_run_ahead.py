@@ -3,112 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from kvrelay.common.block_hash import root_hash
 from kvrelay.common.sampling import BeamSearch, SamplingParams, Watermark
-from kvrelay.decode_worker.model_worker import Add, DecodeModelWorker, Remove, Report
+from kvrelay.decode_worker.model_worker import Add, Remove
 from kvrelay.decode_worker.run_ahead import samples_without_its_last_token, sequences_that_go_on
-from kvrelay.decode_worker.scheduler import DecodeScheduler
-from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
 from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
-from kvrelay.engine.interface import LaunchedStep, StepRow
-from kvrelay.engine.metrics import EngineMetrics
+from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence
+from tests.decode_worker.rig import Rig, Watched
 
-BLOCK, VOCAB = 4, 50
+VOCAB = 50
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
 
-class Rig:
-    """A model worker without its thread, over a fake engine, and a lease that takes and scribbles over what is free."""
-
-    def __init__(self, num_blocks: int = 64, *, runs_ahead: bool, **settings: int) -> None:
-        card = fake_card(num_blocks=num_blocks, vocab_size=VOCAB)
-        self.engine = FakeEngine(card, runs_ahead=runs_ahead)
-        self.blocks = BlockManager(num_blocks, BLOCK)
-        self.scheduler = DecodeScheduler(
-            DecodeSchedulerSettings(**settings), self.blocks, root_hash(card.layout.fingerprint()), card.max_model_len
-        )
-        self.outputs: dict[str, list[int]] = {}
-        self.ends: dict[str, str] = {}
-        self.failed: list[str] = []
-        self.metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.worker = DecodeModelWorker(self.engine, self.scheduler, self.metrics, self._hear)
-        self.lease_blocks: list[int] = []
-
-    def _hear(self, report: Report) -> None:
-        for new in report.tokens:
-            assert new.token is not None
-            self.outputs.setdefault(new.key[0], []).append(new.token.token_id)
-            if new.finish_reason is not None:
-                assert new.key[0] not in self.ends
-                self.ends[new.key[0]] = new.finish_reason.value
-        for key in report.removed:
-            # By now nobody may write to its blocks.
-            assert not self.blocks.owned_blocks(sequence_owner(key))
-            self.ends.setdefault(key[0], "removed")
-        self.failed += [key[0] for key in report.failed]
-
-    def add(self, name: str, prompt: list[int], sampling: SamplingParams = GREEDY, *, handed_over: bool = True) -> bool:
-        """A request: with its prompt's K/V in place, or to be computed here. False if there is no room for what is in place."""
-        sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, float(len(self.outputs)))
-        if handed_over:
-            given = self.blocks.allocate(sequence_owner(sequence.key), len(prompt) // BLOCK + 1)
-            if given is None:
-                return False
-            sequence.block_table = given.block_ids
-            (first,) = self.engine.step([StepRow(sequence, len(prompt))])
-            assert first is not None
-            sequence.num_computed_tokens = len(prompt)
-            sequence.append(first, self.engine.card.max_model_len)
-            self.outputs[name] = [first.token_id]
-            if sequence.is_over:  # the service adds no such sequence
-                self.ends[name] = str(sequence.finish_reason)
-                self.blocks.release(sequence_owner(sequence.key))
-                return True
-        else:
-            self.outputs[name] = []
-        self.worker.handle(Add(sequence))
-        return True
-
-    def scribble(self, count: int) -> None:
-        """A lease takes ``count`` free blocks, as a hand-off does at any time, and their bytes are another's from then on."""
-        given = self.blocks.allocate(Owner(OwnerKind.LEASE, "scribbler"), count)
-        if given is not None:
-            self.lease_blocks = given.block_ids
-            for block_id in given.block_ids:
-                self.engine.store.block(block_id)[:] = b"\xa5" * self.engine.store.block_nbytes
-
-    def let_go(self) -> None:
-        """The lease's bytes are still its own; it ends."""
-        for block_id in self.lease_blocks:
-            assert bytes(self.engine.store.block(block_id)) == b"\xa5" * self.engine.store.block_nbytes
-        self.blocks.release(Owner(OwnerKind.LEASE, "scribbler"))
-        self.lease_blocks = []
-
-    def step(self) -> None:
-        """One turn of the model thread, with the books checked."""
-        if self.worker.has_work():
-            self.worker.step()
-        self.scheduler.check_integrity()
-
-    def run(self) -> None:
-        """Until nothing is left; then every block is free or cached."""
-        for _ in range(5000):
-            if not self.worker.has_work():
-                break
-            self.step()
-        assert not self.worker.has_work()
-        self.let_go()
-        ledger = self.blocks.ledger()
-        assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger
+def fake_rig(num_blocks: int = 64, *, runs_ahead: bool, **settings: int) -> Rig:
+    return Rig(FakeEngine(fake_card(num_blocks=num_blocks, vocab_size=VOCAB), runs_ahead=runs_ahead), **settings)
 
 
 def workload(seed: int) -> list[tuple[str, list[int], SamplingParams, bool]]:
@@ -124,6 +36,8 @@ def workload(seed: int) -> list[tuple[str, list[int], SamplingParams, bool]]:
             min_tokens=draws.choice((0, 0, 0, 4)),
             bad_words=((1, 2),) if draws.random() < 0.1 else (),
             num_logprobs=draws.choice((None, 2)),
+            repetition_penalty=draws.choice((1.0, 1.0, 1.2)),
+            logit_bias=((3, 1.0),) if draws.random() < 0.2 else (),
         )
         prompt = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 17))]
         made.append((f"r{index}", prompt, sampling, draws.random() < 0.7))
@@ -133,8 +47,8 @@ def workload(seed: int) -> list[tuple[str, list[int], SamplingParams, bool]]:
 @pytest.mark.parametrize("seed", range(60))
 def test_the_output_is_that_of_an_engine_that_does_not_run_ahead(seed: int) -> None:
     draws = random.Random(seed)
-    ahead = Rig(draws.choice((14, 20, 64)), runs_ahead=True, max_num_seqs=draws.choice((2, 4, 16)))
-    plain = Rig(256, runs_ahead=False)
+    ahead = fake_rig(draws.choice((14, 20, 64)), runs_ahead=True, max_num_seqs=draws.choice((2, 4, 16)))
+    plain = fake_rig(256, runs_ahead=False)
     removed = set()
     for name, prompt, sampling, handed_over in workload(seed):
         plain.add(name, prompt, sampling, handed_over=handed_over)
@@ -166,25 +80,11 @@ def test_the_output_is_that_of_an_engine_that_does_not_run_ahead(seed: int) -> N
     assert not ahead.failed
 
 
-class Watched:
-    """An engine that notes how many steps are under way when one is launched."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        self.depths: list[int] = []
-        self.engine = engine
-        self._launch: Callable[[Seq[StepRow], LaunchedStep | None], LaunchedStep] = engine.launch
-        engine.launch = self._note  # type: ignore[method-assign]
-
-    def _note(self, rows: Seq[StepRow], behind: LaunchedStep | None = None) -> LaunchedStep:
-        self.depths.append(0 if behind is None else 1)
-        return self._launch(rows, behind)
-
-
 def test_steady_decoding_always_has_a_step_under_way() -> None:
-    rig = Rig(runs_ahead=True)
-    watched = Watched(rig.engine)
-    rig.add("a", [1, 2, 3])
-    rig.add("b", [4, 5, 6, 7, 8])
+    rig = fake_rig(runs_ahead=True)
+    watched = rig.engine
+    rig.add("a", [1, 2, 3], GREEDY)
+    rig.add("b", [4, 5, 6, 7, 8], GREEDY)
     rig.step()
     rig.add("c", [9, 1], replace_tokens(20))
     rig.run()
@@ -198,7 +98,7 @@ def replace_tokens(max_tokens: int) -> SamplingParams:
 
 
 def test_tokens_that_came_too_many_are_not_counted() -> None:
-    rig = Rig(runs_ahead=True)
+    rig = fake_rig(runs_ahead=True)
     rig.add("a", [1, 2, 3], SamplingParams(max_tokens=30, temperature=0.0, stop_token_ids=tuple(range(0, VOCAB, 2))))
     rig.run()
     assert rig.ends == {"a": "stop"}
@@ -207,7 +107,7 @@ def test_tokens_that_came_too_many_are_not_counted() -> None:
 
 
 def test_who_ended_keeps_its_blocks_until_the_step_that_writes_to_them_is_over() -> None:
-    rig = Rig(runs_ahead=True)
+    rig = fake_rig(runs_ahead=True)
     first, second = expected_output([1, 2, 3], 2, VOCAB)
     assert first != second
     rig.add("a", [1, 2, 3], SamplingParams(max_tokens=30, temperature=0.0, stop_token_ids=(second,)))
@@ -222,12 +122,12 @@ def test_who_ended_keeps_its_blocks_until_the_step_that_writes_to_them_is_over()
 
 
 def test_a_step_that_fails_takes_those_that_run_ahead_of_it_down_too() -> None:
-    rig = Rig(runs_ahead=True)
-    rig.add("a", [1, 2, 3])
-    rig.add("b", [4, 5, 6])
+    rig = fake_rig(runs_ahead=True)
+    rig.add("a", [1, 2, 3], GREEDY)
+    rig.add("b", [4, 5, 6], GREEDY)
     rig.step()
     rig.worker.handle(Remove(("b", 1)))
-    rig.engine.store.block(0)[:] = bytes(rig.engine.store.block_nbytes)  # whose K/V is not in place any more
+    rig.engine.store.open_write(0)[:] = bytes(rig.engine.store.block_nbytes)  # whose K/V is not in place any more
     with pytest.raises(AssertionError) as failure:
         rig.step()
     assert isinstance(failure.value, Exception)
@@ -238,7 +138,7 @@ def test_a_step_that_fails_takes_those_that_run_ahead_of_it_down_too() -> None:
 
 
 def test_who_is_removed_computes_no_more() -> None:
-    rig = Rig(runs_ahead=True)
+    rig = fake_rig(runs_ahead=True)
     rig.add("a", [1, 2, 3], replace_tokens(1000))
     rig.add("b", [4, 5, 6], replace_tokens(9))
     rig.step()
@@ -262,16 +162,11 @@ def made(name: str, num_tokens: int = 5, **sampling: object) -> Sequence:
 @pytest.mark.parametrize(
     "params",
     [
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": 0.5},
         {"watermark": Watermark()},
         {"beam_search": BeamSearch(width=2)},
         {"processors": ("mine",)},
-        {"bad_words": ((1, 2),)},
-        {"logit_bias": ((1, 2.0),)},
-        {"allowed_token_ids": (1, 2)},
-        {"min_tokens": 2},
+        {"bad_words": ((3,), (1, 2))},
+        {"typical_p": 0.5, "temperature": 1.0},
     ],
 )
 def test_what_depends_on_the_last_token_waits_for_it(params: dict[str, object]) -> None:
@@ -282,6 +177,107 @@ def test_what_depends_on_the_last_token_waits_for_it(params: dict[str, object]) 
     assert sequences_that_go_on(flying, [asking, free], [], 100) is None
     assert sequences_that_go_on(flying[1:], [free], [asking], 100) is None
     assert sequences_that_go_on(flying[1:], [free], [], 100) == [free]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+        {"bad_words": ((1,), (2,))},
+        {"logit_bias": ((1, 2.0),)},
+        {"allowed_token_ids": (1, 2)},
+        {"min_tokens": 5},
+        {"typical_p": 0.5},  # of a greedy row: it says nothing
+    ],
+)
+def test_what_the_device_or_the_position_tells_does_not_wait(params: dict[str, object]) -> None:
+    asking = made("asking", **params)
+    assert sequences_that_go_on([StepRow(asking, 1)], [asking], [made("joining", **params)], 100) == [asking]
+    rig = fake_rig(runs_ahead=True)
+    watched = rig.engine
+    rig.add("a", [1, 2, 3], SamplingParams(**{"max_tokens": 12, "temperature": 0.0, **params}))  # type: ignore[arg-type]
+    rig.run()
+    assert watched.depths == [0] + [1] * 10
+
+
+def test_a_step_waits_for_one_that_makes_room_for_somebody() -> None:
+    stays, ends = made("stays"), made("ends", max_tokens=2)
+    flying = [StepRow(stays, 1), StepRow(ends, 1)]
+    assert sequences_that_go_on(flying, [stays, ends], [], 100) == [stays]
+    assert sequences_that_go_on(flying, [stays, ends], [], 100, awaits_room=True) is None
+    assert sequences_that_go_on(flying[:1], [stays], [], 100, awaits_room=True) == [stays]
+    # It came to its end with a token of the step before: it still holds its blocks in this one.
+    assert sequences_that_go_on(flying, [stays], [], 100, awaits_room=True) is None
+
+
+def crowded(ends: SamplingParams) -> tuple[Rig, Watched]:
+    """A pool of 10 blocks of which two sequences hold 5, and grow, and a prompt of 6 that waits for one of them to end."""
+    rig = fake_rig(10, runs_ahead=True)
+    rig.add("stays", [1, 2, 3], replace_tokens(13))
+    rig.add("ends", list(range(15)), ends)
+    rig.add("waits", list(range(1, 23)), replace_tokens(2), handed_over=False)
+    return rig, rig.engine
+
+
+def test_who_waits_for_blocks_holds_nobody_up_and_gets_them_when_they_are_there() -> None:
+    rig, watched = crowded(replace_tokens(6))
+    while "ends" not in rig.ends:
+        rig.step()
+        assert not rig.outputs["waits"]
+    # Every step had one behind it but the last, which was known to make room.
+    assert watched.depths == [0, 1, 1, 1, 1]
+    rig.step()
+    assert len(rig.outputs["waits"]) == 1
+    rig.run()
+    assert {name: len(output) for name, output in rig.outputs.items()} == {"stays": 13, "ends": 6, "waits": 2}
+    assert rig.metrics.preemptions._value.get() == 0
+
+
+def test_who_waits_for_blocks_gets_those_of_a_sequence_that_stopped_one_step_later() -> None:
+    stop = expected_output(list(range(15)), 4, VOCAB)[3]
+    rig, watched = crowded(SamplingParams(max_tokens=20, temperature=0.0, stop_token_ids=(stop,)))
+    while "ends" not in rig.ends:
+        rig.step()
+    assert watched.depths == [0, 1, 1, 1]
+    rig.step()  # the one that was launched before anybody knew
+    assert not rig.outputs["waits"]
+    rig.step()
+    assert len(rig.outputs["waits"]) == 1
+    assert watched.depths == [0, 1, 1, 1, 0]
+    rig.run()
+    assert len(rig.outputs["waits"]) == 2
+
+
+def test_who_waits_for_blocks_gets_those_that_a_lease_lets_go() -> None:
+    rig = fake_rig(10, runs_ahead=True)
+    watched = rig.engine
+    rig.scribble(4)
+    rig.add("stays", [1, 2, 3], replace_tokens(13))
+    rig.add("waits", list(range(1, 23)), replace_tokens(2), handed_over=False)
+    for _ in range(3):
+        rig.step()
+    assert watched.depths == [0, 1, 1, 1]
+    rig.let_go()
+    rig.step()  # the one that is under way; none is launched behind it
+    assert watched.depths == [0, 1, 1, 1]
+    rig.step()
+    assert len(rig.outputs["waits"]) == 1
+    rig.run()
+    assert len(rig.outputs["waits"]) == 2
+
+
+def test_a_search_that_waits_for_places_holds_nobody_up() -> None:
+    rig = fake_rig(runs_ahead=True, max_num_seqs=3)
+    watched = rig.engine
+    rig.add("a", [1, 2, 3], replace_tokens(4))
+    rig.add("b", [4, 5, 6], replace_tokens(9))
+    search = SamplingParams(max_tokens=3, temperature=0.0, beam_search=BeamSearch(width=2))
+    rig.worker.handle(Add(Sequence("search", 1, [7, 8], 2, search, 9.0)))
+    for _ in range(3):
+        rig.step()
+    assert (rig.ends, watched.depths) == ({"a": "length"}, [0, 1, 1])
+    assert [one.request_id for one in rig.scheduler.schedule().admitted] == ["search"]
 
 
 def test_nobody_follows_a_last_token_and_prompts_wait() -> None:

@@ -21,7 +21,7 @@ from kvrelay.wire.shared_sender import SharedTarget
 WAIT_S = 30.0
 
 
-def decode_worker(place: SharedPlace | None = None) -> DecodeWorker:
+def decode_worker(place: SharedPlace | None = None, data_sockets: int = 1) -> DecodeWorker:
     return DecodeWorker(
         FakeEngine(fake_card()),
         DecodeSchedulerSettings(),
@@ -30,6 +30,7 @@ def decode_worker(place: SharedPlace | None = None) -> DecodeWorker:
         "decode",
         CollectorRegistry(),
         shared_memory=place,
+        data_sockets=data_sockets,
     )
 
 
@@ -43,8 +44,12 @@ async def test_a_dead_control_socket_is_a_reason_to_restart() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_a_dead_kv_port_is_a_reason_to_restart_and_stops_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = decode_worker()
+@pytest.mark.parametrize("data_sockets", [1, 3])
+async def test_a_dead_kv_port_is_a_reason_to_restart_and_stops_like_any_other(
+    data_sockets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if only one of its threads has died: it takes the others with it."""
+    worker = decode_worker(data_sockets=data_sockets)
     died = threading.Event()
 
     def begin_block(header: BlockHeader) -> None:
@@ -58,7 +63,11 @@ async def test_a_dead_kv_port_is_a_reason_to_restart_and_stops_like_any_other(mo
     payload = memoryview(bytes(8))
     sender.send(BlockHeader(lease_id=1, epoch=1, block_index=0, payload_nbytes=8, block_hash=bytes(16)), payload)
     assert await asyncio.to_thread(died.wait, WAIT_S)
-    await asyncio.to_thread(worker._receiver._thread.join, WAIT_S)
+    for thread in worker._receiver._threads:
+        await asyncio.to_thread(thread.join, WAIT_S)
+        assert not thread.is_alive()
+    assert len(worker._receiver._threads) == data_sockets
+    assert worker._receiver._socket.closed, "senders would wait for a port that nobody reads"
     assert worker.not_live() == worker.not_ready() == ["the KV port is dead"]
     sender.close()
     await asyncio.to_thread(context.term)
@@ -87,7 +96,7 @@ async def test_a_dead_receiver_of_shared_memory_is_one_too(monkeypatch: pytest.M
     tickets = [sender.send(header, payload) for _ in range(100)]
     await asyncio.to_thread(worker._shared._thread.join, WAIT_S)
     assert worker.not_live() == worker.not_ready() == ["the shared memory's socket is dead"]
-    await asyncio.to_thread(sender._thread.join, WAIT_S)
+    await asyncio.to_thread(sender._threads[0].join, WAIT_S)
     assert all(ticket.is_done for ticket in tickets)
     assert not sender.is_alive
     sender.close()

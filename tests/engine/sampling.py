@@ -47,8 +47,8 @@ class PlainOps:
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.argmax(dim=-1)
 
-    def penalize(self, logits: torch.Tensor, penalties: Penalties) -> None:
-        penalize(logits, penalties)
+    def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
+        penalize(logits, penalties, last_tokens)
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         return draw_tokens(logits, rows)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.engine_options import EngineOptions, device_of, kv_dtype_of, num_blocks_of
+from kvrelay.engine.cuda import require_weight_format
+from kvrelay.engine.engine_options import EngineOptions, device_of, kv_dtype_of, num_blocks_of, rounding_of
+from kvrelay.engine.rounding import Rounding
 
 BLOCK_NBYTES = 1000
 
@@ -48,6 +50,41 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     with pytest.raises(ModelError, match="--device is cuda, but torch finds no GPU"):
         device_of("cuda")
     assert device_of("auto").type == "cpu"
+
+
+def test_weights_are_rounded_where_there_are_kernels_for_it() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for device in (cpu, cuda):
+        assert rounding_of("full", device, torch.float32) is None
+    for dtype in (torch.bfloat16, torch.float16):
+        assert rounding_of("int8", cuda, dtype) is Rounding.INT8
+        assert rounding_of("fp8", cuda, dtype) is Rounding.FP8
+    for name in ("int8", "fp8"):
+        with pytest.raises(
+            ModelError, match=rf"--weight-format is {name}, which needs --dtype bfloat16 or float16 on a"
+        ):
+            rounding_of(name, cuda, torch.float32)
+    with pytest.raises(ModelError, match="--weight-format is fp8, which needs a GPU, not cpu; take int8"):
+        rounding_of("fp8", cpu, torch.bfloat16)
+    with pytest.raises(ModelError, match="--weight-format is int8, which needs --dtype bfloat16 and a CPU with bf16"):
+        rounding_of("int8", cpu, torch.float16)
+
+
+@pytest.mark.parametrize(("capability", "is_refused"), [((8, 0), True), ((9, 0), False)])
+def test_fp8_weights_need_a_gpu_that_has_fp8(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda = torch.device("cuda")
+    require_weight_format(None, cuda)
+    require_weight_format(Rounding.INT8, cuda)
+    if not is_refused:
+        require_weight_format(Rounding.FP8, cuda)
+        return
+    with pytest.raises(
+        ModelError, match=r"--weight-format is fp8, but fp8 \(e4m3\) weights need .* has 8.0; take int8"
+    ):
+        require_weight_format(Rounding.FP8, cuda)
 
 
 def test_only_a_gpu_has_a_pool_in_fp8() -> None:

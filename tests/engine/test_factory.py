@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.engine_options import EngineOptions
 from kvrelay.engine.factory import load_engine
 from kvrelay.engine.progress import LoggedProgress
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
+from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import VOCAB
 
 
@@ -36,6 +38,22 @@ def test_settings_reach_the_engine(llama: tuple[Path, Any]) -> None:
     assert engine.store.block_nbytes == engine.card.block_nbytes
     assert heard[-1][0] == heard[-1][1]
     assert torch.get_num_threads() == 1
+
+
+def test_staging_memory_reaches_the_engine(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[EngineOptions] = []
+    monkeypatch.setattr(TorchEngine, "load", lambda options, progress: heard.append(options))
+    for staging_mb in (None, 300):
+        load_engine(
+            ModelSettings(model=str(llama[0])),
+            KvSettings(staging_mb=staging_mb),
+            FakeSettings(),
+            max_num_seqs=1,
+            max_batched_tokens=64,
+            decodes=True,
+            progress=lambda done, total: None,
+        )
+    assert [options.staging_bytes for options in heard] == [None, 300 * 2**20]
 
 
 def test_a_name_that_is_no_directory_is_refused(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvrelay.engine.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv_pool import KvPool
 from kvrelay.engine.model_config import load_config
+from kvrelay.engine.staging import StagedRead
 
 
 @pytest.fixture
@@ -62,27 +64,59 @@ def test_blocks_outside_the_pool_are_refused(pool: KvPool, block_id: int) -> Non
         pool.open_write(block_id)
 
 
+class Reader:
+    is_done = False
+
+
+def gpu_pool(directory: Path, num_blocks: int) -> KvPool:
+    config, device = load_config(directory), torch.device("cuda")
+    nbytes = 5 * KvPool(config, 1, 8, torch.bfloat16, device).block_nbytes
+    return KvPool(config, num_blocks, 8, torch.bfloat16, device, staging=StagingPlan(CudaCopies(device), nbytes))
+
+
+def test_a_pool_that_the_host_cannot_read_is_not_opened_without_staging(llama: tuple[Path, Any]) -> None:
+    pool = KvPool(load_config(llama[0]), 6, 8, torch.bfloat16, torch.device("meta"))
+    with pytest.raises(AssertionError, match="a pool on meta without a staging plan"):
+        pool.open_read(1)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu_bytes_travel_through_staging(llama: tuple[Path, Any]) -> None:
-    pool = KvPool(load_config(llama[0]), 6, 8, torch.bfloat16, torch.device("cuda"))
-    pool.tensor[1] = torch.randn(pool.tensor[1].shape, device="cuda")
+    pool = gpu_pool(llama[0], 64)
+    for block_id in range(32):
+        pool.tensor[block_id] = torch.randn(pool.tensor[1].shape, device="cuda")
     torch.cuda.current_stream().synchronize()
-    first, second = pool.open_read(1), pool.open_read(1)
-    pool.open_write(2)[:] = first
-    pool.close_read(1)
-    pool.close_write(2)
-    pool.open_write(3)[:] = second  # still open for its reader, though the first one is done
-    pool.close_write(3)
-    pool.close_read(1)
-    assert torch.equal(pool.tensor[1], pool.tensor[2])
-    assert torch.equal(pool.tensor[1], pool.tensor[3])
+    reads = [pool.open_read(block_id) for block_id in range(32)]
+    for block_id, read in enumerate(reads):
+        assert isinstance(read, StagedRead)
+        view = read.wait(Reader(), 10.0)
+        assert view is not None
+        pool.open_write(32 + block_id)[:] = view
+        pool.close_read(block_id)
+        pool.close_write(32 + block_id)
+    pool.order_steps()
+    assert torch.equal(pool.tensor[:32], pool.tensor[32:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_what_is_computed_runs_behind_the_blocks_that_came(llama: tuple[Path, Any]) -> None:
+    pool = gpu_pool(llama[0], 600)
+    content = bytes(range(256)) * (pool.block_nbytes // 256)
+    for block_id in range(600):
+        pool.open_write(block_id)[:] = content
+        pool.close_write(block_id)
+    pool.order_steps()
+    seen = pool.tensor.view(torch.uint8).view(600, -1).clone()
+    expected = torch.frombuffer(bytearray(content), dtype=torch.uint8).cuda()
+    assert torch.equal(seen, expected.expand(600, -1))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu_blocks_are_copied_in_order_with_what_is_computed(llama: tuple[Path, Any]) -> None:
-    pool = KvPool(load_config(llama[0]), 6, 8, torch.bfloat16, torch.device("cuda"))
+    pool = gpu_pool(llama[0], 6)
     pool.tensor[1] = torch.randn(pool.tensor[1].shape, device="cuda")
     pool.copy_blocks([(1, 4), (1, 5)])
     pool.tensor[1] = 0.0

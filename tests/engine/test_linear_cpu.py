@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvrelay.engine.linear_cpu import Int8Linear, PackedLinear, PlainLinear, has_packed_linear
+from kvrelay.engine.rounding import Rounding, rounded
 
 
 def matrices(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -19,20 +20,24 @@ def matrices(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 33])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_int8_products_are_exact_but_for_the_rounded_weights(num_rows: int, has_bias: bool) -> None:
-    if not has_packed_linear(torch.bfloat16):
+@pytest.mark.parametrize("many_rows", [PlainLinear, PackedLinear])
+def test_int8_products_are_exact_but_for_the_rounded_weights(
+    num_rows: int, has_bias: bool, many_rows: type[PlainLinear] | type[PackedLinear]
+) -> None:
+    if many_rows is PackedLinear and not has_packed_linear(torch.bfloat16):
         pytest.skip("this CPU has no bf16 kernels")
     hidden, weight, bias = matrices(num_rows)
     kept_bias = bias if has_bias else None
     scale = (weight.float().abs().amax(dim=1) / 127).bfloat16().double().clamp(min=1e-30)
-    rounded = (weight.double() / scale[:, None]).round().clamp(-127, 127) * scale[:, None]
-    exact = hidden.double() @ rounded.T + (bias.double() if has_bias else 0)
-    result = Int8Linear(weight, kept_bias, lambda integers: PackedLinear(integers, None))(hidden)
+    wanted = (weight.double() / scale[:, None]).round().clamp(-127, 127) * scale[:, None]
+    exact = hidden.double() @ wanted.T + (bias.double() if has_bias else 0)
+    linear = Int8Linear(rounded(weight, Rounding.INT8), kept_bias, lambda integers: many_rows(integers, None))
+    result = linear(hidden)
     assert result.dtype == torch.bfloat16
     # Three roundings to bf16 at most: of the sum, after the scale, after the bias.
     torch.testing.assert_close(result.double(), exact, rtol=3 * 2**-8, atol=0.05)
     # And the rounding itself costs less than half a step of each weight.
-    assert ((rounded - weight.double()).abs() <= 0.5001 * scale[:, None] + 2**-8 * weight.double().abs()).all()
+    assert ((wanted - weight.double()).abs() <= 0.5001 * scale[:, None] + 2**-8 * weight.double().abs()).all()
 
 
 @pytest.mark.parametrize("linear", [PlainLinear, PackedLinear])

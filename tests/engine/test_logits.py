@@ -15,7 +15,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from kvrelay.engine.logits import has_rules
+from kvrelay.engine.logits import LogitRules, has_rules
 from kvrelay.engine.sequence import Sequence
 from tests.engine.conftest import sequence
 from tests.engine.sampling import processed, run
@@ -102,6 +102,18 @@ def test_min_tokens_is_hugging_faces(num_output_tokens: int) -> None:
     theirs = MinNewTokensLengthLogitsProcessor(5, 3, [2, 60])
     torch.testing.assert_close(processed(logits, [of]), theirs(torch.tensor([token_ids]), logits.clone()))
     assert has_rules(of) == (num_output_tokens < 3)
+    # A token under way is one of them, too.
+    behind = sequence(token_ids[:-1], [], min_tokens=3, stop_token_ids=(2, 60))
+    behind.num_prompt_tokens = 5
+    assert has_rules(behind, num_ahead=1) == (num_output_tokens < 3)
+    rules = LogitRules.of([behind], VOCAB, [1])
+    assert rules.forbidden_tokens == ([2, 60] if num_output_tokens < 3 else [])
+
+
+def test_a_bad_word_that_depends_on_a_token_under_way_is_refused() -> None:
+    assert LogitRules.of([sequence([1], [], bad_words=((7,),))], VOCAB, [1]).forbidden_tokens == [7]
+    with pytest.raises(AssertionError, match="behind 1 tokens that nobody knows"):
+        LogitRules.of([sequence([1], [], bad_words=((7,), (1, 2)))], VOCAB, [1])
 
 
 def test_a_guide_forbids_what_it_does_not_allow() -> None:

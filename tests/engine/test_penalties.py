@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from kvrelay.engine.sampled import UnderWay
+from kvrelay.engine.sampler import process_logits
 from tests.engine.conftest import sequence, tokens
-from tests.engine.sampling import processed, run
+from tests.engine.sampling import PlainOps, processed, run
 
 
 def test_repetition_penalty_is_hugging_faces_over_prompt_and_output() -> None:
@@ -39,6 +43,35 @@ def test_a_tiny_repetition_penalty_repeats(penalty: float) -> None:
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(9)).abs() + 1
     sequences = [sequence([5], [], temperature=t, repetition_penalty=penalty) for t in (0.0, 1.0)]
     assert [token.token_id for token in run(logits, sequences)] == [5, 5]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_token_under_way_counts_as_if_it_were_known(seed: int) -> None:
+    draws = random.Random(seed)
+    logits = torch.randn(7, 20, generator=torch.Generator().manual_seed(seed)) * 2
+    ahead, known, last = [], [], []
+    for row in range(7):
+        params = {
+            "repetition_penalty": draws.choice((1.0, 1.5, 0.7)),
+            "presence_penalty": draws.choice((0.0, 0.5)),
+            "frequency_penalty": draws.choice((0.0, 0.3)),
+        }
+        token_ids = [draws.randrange(20) for _ in range(draws.randint(1, 9))]
+        num_prompt_tokens = draws.randint(1, len(token_ids))
+        last.append(draws.randrange(20))
+        for made, tokens_of in ((ahead, token_ids), (known, token_ids + last[-1:] * (row > 0))):
+            made.append(sequence(tokens_of, [], **params))
+            made[-1].num_prompt_tokens = num_prompt_tokens
+    # The first row's is not under way, whatever stands in its place.
+    under_way = UnderWay([0] + [1] * 6, torch.tensor(last))
+    given = logits.clone()
+    process_logits(given, ahead, None, PlainOps(), {}, under_way)
+    assert torch.equal(given, processed(logits, known))
+    # Of a row that has no entry yet.
+    fresh = sequence([5], [], presence_penalty=1.0)
+    given = torch.zeros(1, 20)
+    process_logits(given, [fresh], None, PlainOps(), {}, UnderWay([1], torch.tensor([3])))
+    assert given.nonzero().tolist() == [[0, 3]]
 
 
 def test_greedy_rows_take_the_likeliest_after_their_penalties() -> None:

@@ -20,6 +20,22 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "seed": 6, "top_k": 20, "num_logprobs": 3},
     {"temperature": 1.3, "seed": 7, "top_p": 0.8, "choice": 2},
     {"temperature": 0.0, "num_logprobs": 0, "logit_bias": ((3, 4.0),)},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "allowed_token_ids": (3, 50, 51, 198)},
+    {
+        "temperature": 1.2,
+        "seed": 8,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.9,
+        "logit_bias": ((9, 6.0), (8, 5.0)),
+    },
+    {
+        "temperature": 0.0,
+        "frequency_penalty": 0.4,
+        "min_tokens": 12,
+        "stop_token_ids": (3, 4, 5),
+        "logit_bias": ((4, 9.0),),
+    },
+    {"temperature": 0.9, "seed": 9, "repetition_penalty": 0.8, "bad_words": ((7,), (8,)), "num_logprobs": 1},
 )
 
 
@@ -52,21 +68,21 @@ def test_a_row_takes_its_token_from_the_step_before_it(llama: tuple[Path, Any]) 
     plain, ahead = load(llama[0], num_blocks=64), load(llama[0], num_blocks=64, run_ahead="on")
     assert not plain.runs_ahead
     assert ahead.runs_ahead
-    expected_of, given_of = prompts(7), prompts(7)
+    expected_of, given_of = prompts(9), prompts(9)
     assert begin(plain, expected_of) == begin(ahead, given_of)
-    expected = [take(expected_of, [1] * 7, plain.step([StepRow(one, 1) for one in expected_of])) for _ in range(20)]
+    expected = [take(expected_of, [1] * 9, plain.step([StepRow(one, 1) for one in expected_of])) for _ in range(20)]
     given = []
     launched = ahead.launch([StepRow(one, 1) for one in given_of])
     for _ in range(19):
         # In another order than before, so that places do not agree by chance.
         rows = [StepRow(one, 1, num_ahead=1) for one in given_of]
         behind = ahead.launch(rows[3:] + rows[:3], behind=launched)
-        given.append(take(given_of, [1] * 7, launched.wait()))
+        given.append(take(given_of, [1] * 9, launched.wait()))
         given_of = given_of[3:] + given_of[:3]
         launched = behind
-    given.append(take(given_of, [1] * 7, launched.wait()))
+    given.append(take(given_of, [1] * 9, launched.wait()))
     for step, (ours, theirs) in enumerate(zip(given, expected, strict=True)):
-        turn = 3 * step % 7
+        turn = 3 * step % 9
         assert ours == theirs[turn:] + theirs[:turn], step
 
 

@@ -13,7 +13,7 @@ from kvrelay.engine.uploads import Uploader
 def test_every_array_arrives_with_its_shape_and_type(seed: int) -> None:
     draws = np.random.default_rng(seed)
     uploader = Uploader(torch.device("cpu"))
-    for _ in range(12):  # more than there are buffers
+    for _ in range(20):  # more than there are buffers
         arrays = []
         for _ in range(draws.integers(1, 7)):
             shape = tuple(draws.integers(0, 40, size=draws.integers(1, 3)))

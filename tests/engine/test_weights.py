@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kvrelay.common.errors import ModelError
@@ -63,6 +65,156 @@ def test_shards_give_the_same_weights_in_any_dtype(llama: tuple[Path, Any], shar
     whole, parts = load(llama[0], torch.bfloat16), load(sharded, torch.bfloat16)
     assert torch.equal(whole.layers[2].down, parts.layers[2].down)
     assert parts.embed.dtype == torch.bfloat16
+
+
+class Device:
+    """What safetensors' files are opened with instead: tensors are new memory on ``kind``, which it counts."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.asked: set[str] = set()  # devices that files were opened for
+        self.live_nbytes = self.peak_nbytes = self.largest_nbytes = 0
+        self.fails_at: str | None = None
+
+    def open(self, path: Path, framework: str, device: str) -> DeviceFile:
+        self.asked.add(device)
+        return DeviceFile(self, safe_open(path, framework))
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        held = torch.empty_like(tensor, device=self.kind).copy_(tensor)
+        self.largest_nbytes = max(self.largest_nbytes, held.nbytes)
+        self.live_nbytes += held.nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+        weakref.finalize(held, self._free, held.nbytes)
+        return held
+
+    def _free(self, nbytes: int) -> None:
+        self.live_nbytes -= nbytes
+
+
+class DeviceFile:
+    """A file of a :class:`Device`."""
+
+    def __init__(self, device: Device, file: Any) -> None:
+        self._device = device
+        self._file = file
+
+    def __enter__(self) -> DeviceFile:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        return list(self._file.keys())
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        if name == self._device.fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.96 GiB")
+        return self._device.hold(self._file.get_tensor(name))
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """A device without an allocator of torch's own, in the CPU's memory."""
+    device = Device("cpu")
+    monkeypatch.setattr("kvrelay.engine.weights.safe_open", device.open)
+    return device
+
+
+MODELS: dict[str, Any] = {
+    "untied": transformers.LlamaConfig(**SIZES),
+    "tied": transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": True}),
+    "biases": transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "qwen3": transformers.Qwen3Config(**SIZES),
+}
+
+
+def expected(directory: Path, num_layers: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The parameters by hand: every file whole, joined, then converted."""
+    held: dict[str, torch.Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        held |= load_file(path)
+    joined: dict[str, torch.Tensor] = {
+        "embed": held["model.embed_tokens.weight"],
+        "norm": held["model.norm.weight"],
+        "lm_head": held.get("lm_head.weight", held["model.embed_tokens.weight"]),
+    }
+    fields = {
+        "input_norm": ["input_layernorm.weight"],
+        "post_norm": ["post_attention_layernorm.weight"],
+        "qkv": [f"self_attn.{part}_proj.weight" for part in "qkv"],
+        "qkv_bias": [f"self_attn.{part}_proj.bias" for part in "qkv"],
+        "q_norm": ["self_attn.q_norm.weight"],
+        "k_norm": ["self_attn.k_norm.weight"],
+        "o": ["self_attn.o_proj.weight"],
+        "o_bias": ["self_attn.o_proj.bias"],
+        "gate_up": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+        "gate_up_bias": ["mlp.gate_proj.bias", "mlp.up_proj.bias"],
+        "down": ["mlp.down_proj.weight"],
+        "down_bias": ["mlp.down_proj.bias"],
+    }
+    for index in range(num_layers):
+        for field, names in fields.items():
+            parts = [held.get(f"model.layers.{index}.{name}") for name in names]
+            if parts[0] is not None:
+                joined[f"{index}.{field}"] = torch.cat([part for part in parts if part is not None])
+    return {name: tensor.to(dtype) for name, tensor in joined.items()}
+
+
+def parameters(weights: ModelWeights) -> dict[str, torch.Tensor]:
+    """Named as ``expected`` names them."""
+    named = {"embed": weights.embed, "norm": weights.norm, "lm_head": weights.lm_head}
+    for index, layer in enumerate(weights.layers):
+        fields = {field: getattr(layer, field) for field in layer.__slots__}
+        named |= {f"{index}.{field}": tensor for field, tensor in fields.items() if isinstance(tensor, torch.Tensor)}
+    return named
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("shard_size", ["5GB", "60KB"])
+@pytest.mark.parametrize(
+    ("held", "wanted"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_a_device_and_the_cpu_get_the_same_bits(
+    opened: Device, tmp_path: Path, model: str, shard_size: str, held: torch.dtype, wanted: torch.dtype
+) -> None:
+    save_model(tmp_path, MODELS[model], shard_size=shard_size, dtype=held)
+    there = load(tmp_path, wanted)
+    assert opened.largest_nbytes == opened.peak_nbytes > 0  # one tensor of the file's at a time
+    assert opened.live_nbytes == 0
+    by_hand = expected(tmp_path, SIZES["num_hidden_layers"], wanted)
+    loaded = parameters(there)
+    assert loaded.keys() == by_hand.keys()
+    for name, tensor in loaded.items():
+        assert tensor.dtype == wanted
+        assert torch.equal(tensor, by_hand[name]), name
+    assert (there.lm_head is there.embed) == (model == "tied")
+
+
+def test_files_are_read_onto_the_device_of_the_parameters(opened: Device, sharded: Path) -> None:
+    opened.kind = "meta"
+    heard: list[tuple[int, int]] = []
+    weights = load_weights(
+        sharded, load_config(sharded), torch.bfloat16, torch.device("meta"), lambda *told: heard.append(told)
+    )
+    assert opened.asked == {"meta"}
+    assert {tensor.device.type for tensor in parameters(weights).values()} == {"meta"}
+    assert heard == sorted(heard)
+    assert heard[-1][0] == heard[-1][1]
+
+
+def test_a_model_that_does_not_fit_the_device_is_refused(opened: Device, llama: tuple[Path, Any]) -> None:
+    opened.fails_at = "model.layers.2.mlp.down_proj.weight"
+    with pytest.raises(ModelError, match=r"do not fit the memory of cpu \(CUDA out of memory.*larger GPU"):
+        load(llama[0])
 
 
 def test_progress_grows_to_the_total(sharded: Path) -> None:

@@ -28,7 +28,9 @@ def device() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def faithful_interpreter(device: str) -> Iterator[None]:
-    """Closes gaps of the interpreter: casts to bf16 and e4m3 do not round there, and `tl.dot` multiplies bf16's raw bits."""
+    """Closes gaps of the interpreter: casts to bf16 and e4m3 do not round there, or take integers for bits, and `tl.dot`
+    multiplies bf16's raw bits.
+    """
     if device == "cuda":
         # Triton 3.9 warns where this is unset, and a warning is an error here; 1 is its default.
         with pytest.MonkeyPatch.context() as patch:
@@ -42,6 +44,8 @@ def faithful_interpreter(device: str) -> Iterator[None]:
     original_cast, original_dot, original_fp_to_fp = builder.cast_impl, builder.create_dot, builder.create_fp_to_fp
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if dst_type.scalar == tl.bfloat16 and src.dtype.scalar.is_int():
+            src = original_cast(self, src, tl.float32)
         if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
             return original_cast(self, src, dst_type)
         bits = np.atleast_1d(src.data).view(np.uint32)

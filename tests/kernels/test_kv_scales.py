@@ -57,3 +57,5 @@ def test_devices_without_the_type_are_refused(
         return
     with pytest.raises(ValueError, match=r"compute capability 8.9 or later, this one has 8.0; keep the KV pool"):
         require_e4m3(torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"^fp8 weights need an NVIDIA GPU of .*, this one has 8.0; take int8$"):
+        require_e4m3(torch.device("cuda"), "fp8 weights need", "take int8")

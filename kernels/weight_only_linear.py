@@ -1,0 +1,270 @@
+"""Products with weight matrices in 8 bits: `x @ (weight * scale).T`, activations in 16 bits, sums in fp32.
+
+A weight is int8 or e4m3 `[out_features, in_features]` with one fp32 scale per output channel. Both formats convert to bf16 and fp16
+without loss, so the tensor cores multiply exactly what is stored, and the scale is applied once, to the sum. Not for rounding
+weights: the engine does that when it loads them.
+
+Few rows are bound by the bytes of the weight. A program multiplies a tile of the weight with all rows of a token tile; where the
+tiles of a matrix are fewer than the multiprocessors, the input features are cut into splits, and a second kernel adds the
+splits' sums in their order (no atomics: the same call gives the same bits). Splits depend on the matrix and the device, not on the
+number of rows. Many rows are bound by arithmetic, which the vendor's library does best: for them `dequantise_weight` writes a
+slab of the weight in 16 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+
+from kvrelay.kernels.checks import FP8_DTYPE, require_dtype, require_shape, require_unit_stride
+
+# Rows up to which `weight_only_linear` is the faster way (an estimate, see docs/kernels.md); more are its caller's to slice or to
+# multiply otherwise.
+MAX_ROWS = 256
+
+_COMPUTE_DTYPES = (torch.float16, torch.bfloat16)
+_WEIGHT_DTYPES = (torch.int8, FP8_DTYPE)
+# Output channels of a wide tile, by which splits are counted, and input features in whose multiples they are cut.
+_WIDE_OUTS = 128
+_SPLIT_UNIT = 128
+_MIN_UNITS = 4  # of a split: less costs more to add up than the parallelism is worth
+_SUM_BLOCK = 512
+_DEQUANTISE_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """What one program computes, and in which steps."""
+
+    tokens: int
+    outs: int
+    ins: int  # input features of one step; divides _SPLIT_UNIT
+    stages: int
+    warps: int
+
+
+def _tile(num_tokens: int) -> _Tile:
+    """By rows: activations come from the L2 for every tile of output channels, so more rows want wider tiles."""
+    if num_tokens <= 16:
+        return _Tile(16, 64, 128, stages=5, warps=4)
+    if num_tokens <= 32:
+        return _Tile(32, _WIDE_OUTS, 128, stages=3, warps=4)
+    if num_tokens <= 64:
+        return _Tile(64, _WIDE_OUTS, 128, stages=3, warps=8)
+    return _Tile(128, _WIDE_OUTS, 64, stages=3, warps=8)
+
+
+def linear_splits(num_multiprocessors: int, out_features: int, in_features: int) -> int:
+    """Into how many splits to cut the input features: a power of two, 1 for no splits.
+
+    The fewest with which there is a wide tile for every multiprocessor, as long as a split has 512 features on average.
+    """
+    tiles = triton.cdiv(out_features, _WIDE_OUTS)
+    units = triton.cdiv(in_features, _SPLIT_UNIT)
+    splits = 1
+    while tiles * splits < num_multiprocessors and units >= 2 * splits * _MIN_UNITS:
+        splits *= 2
+    return splits
+
+
+def dequantise_weight_reference(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`weight * scale` per output channel, rounded once to `dtype`."""
+    return (weight.to(torch.float32) * scale[:, None]).to(dtype)
+
+
+def weight_only_linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same product in fp32 (in fp64, if `x` is), rounded once to the dtype of `x`."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    out = (x.to(wide) @ weight.to(wide).T) * scale.to(wide)
+    return (out if bias is None else out + bias.to(wide)).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+@no_type_check
+def _weight_only_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    num_tokens,
+    out_features,
+    in_features,
+    x_stride_token,
+    weight_stride_out,
+    SPLITS: tl.constexpr,
+    SPLIT_UNIT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    OUTS: tl.constexpr,
+    INS: tl.constexpr,
+):
+    """Writes the result, or, with splits, each split's sums `[SPLITS, num_tokens, out_features]` fp32, not scaled, to `out_ptr`."""
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    outs = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    split = tl.program_id(2)
+    ins = tl.arange(0, INS)
+    split_len = tl.cdiv(tl.cdiv(in_features, SPLIT_UNIT), SPLITS) * SPLIT_UNIT
+    first = split * split_len
+    last = tl.minimum(first + split_len, in_features)
+    has_token = tokens < num_tokens
+    has_out = outs < out_features
+    # A row behind the last is the last once more, and never stored: no mask in the loop, and no byte that is not there.
+    rows = tl.minimum(outs, out_features - 1).to(tl.int64)
+    weight_ptrs = weight_ptr + rows[:, None] * weight_stride_out + ins[None, :]
+    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride_token + ins[None, :]
+    acc = tl.zeros([TOKENS, OUTS], tl.float32)
+    for start in range(first, last, INS):
+        present = start + ins < last
+        weight = tl.load(weight_ptrs + start, mask=present[None, :], other=0.0)
+        x = tl.load(x_ptrs + start, mask=has_token[:, None] & present[None, :], other=0.0)
+        acc = tl.dot(x, weight.to(x.dtype).T, acc)
+    places = tokens.to(tl.int64)
+    if SPLITS > 1:
+        places += split.to(tl.int64) * num_tokens
+    else:
+        acc *= tl.load(scale_ptr + outs, mask=has_out, other=0.0)[None, :]
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + outs, mask=has_out, other=0.0).to(tl.float32)[None, :]
+    out_ptrs = out_ptr + places[:, None] * out_features + outs[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=has_token[:, None] & has_out[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+@no_type_check
+def _add_splits_kernel(
+    sums_ptr, scale_ptr, bias_ptr, out_ptr, num_tokens, out_features, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    outs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = outs < out_features
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(sums_ptr + (split * num_tokens + token) * out_features + outs, mask=mask, other=0.0)
+    total *= tl.load(scale_ptr + outs, mask=mask, other=0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + outs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * out_features + outs, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+@no_type_check
+def _dequantise_kernel(weight_ptr, scale_ptr, out_ptr, in_features, weight_stride_out, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    ins = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = ins < in_features
+    weight = tl.load(weight_ptr + row * weight_stride_out + ins, mask=mask, other=0.0)
+    wide = weight.to(tl.float32) * tl.load(scale_ptr + row)
+    tl.store(out_ptr + row * in_features + ins, wide.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def weight_only_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, num_splits: int
+) -> torch.Tensor:
+    """`x @ (weight * scale).T + bias`, without gradients.
+
+    Args:
+        x: `[num_tokens, in_features]` fp16/bf16, last stride 1, at most `MAX_ROWS` rows.
+        weight: `[out_features, in_features]` int8 or e4m3, last stride 1.
+        scale: `[out_features]` fp32, contiguous; may be 0.
+        bias: `[out_features]` in the dtype of `x`, contiguous, or None. Added before the only rounding.
+        num_splits: what `linear_splits` says for this matrix. Others are right, too, and may be slower.
+
+    Returns:
+        A new tensor `[num_tokens, out_features]` in the dtype of `x`. Scratch for the splits is taken from torch's allocator.
+
+    Raises:
+        ValueError: wrong shape, dtype or stride, too many rows, or no split.
+    """
+    num_tokens = _check(x, weight, scale, bias)
+    if num_splits < 1:
+        raise ValueError(f"num_splits is {num_splits}, expected at least 1")
+    out_features, in_features = weight.shape
+    tile = _tile(num_tokens)
+    out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
+    target = out
+    if num_splits > 1:
+        target = torch.empty((num_splits, num_tokens, out_features), dtype=torch.float32, device=x.device)
+    # Tiles of tokens first: programs that read the same part of the weight run side by side.
+    grid = (triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.outs), num_splits)
+    _weight_only_linear_kernel[grid](
+        x,
+        weight,
+        scale,
+        bias,
+        target,
+        num_tokens,
+        out_features,
+        in_features,
+        x.stride(0),
+        weight.stride(0),
+        SPLITS=num_splits,
+        SPLIT_UNIT=_SPLIT_UNIT,
+        TOKENS=tile.tokens,
+        OUTS=tile.outs,
+        INS=tile.ins,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if num_splits > 1:
+        _add_splits_kernel[(num_tokens, triton.cdiv(out_features, _SUM_BLOCK))](
+            target, scale, bias, out, num_tokens, out_features, SPLITS=num_splits, BLOCK=_SUM_BLOCK, num_warps=4
+        )
+    return out
+
+
+def dequantise_weight(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`weight * scale` per output channel, rounded once.
+
+    Args:
+        weight: `[num_outs, in_features]` int8 or e4m3, last stride 1; a slab of rows of a matrix.
+        scale: `[num_outs]` fp32, contiguous, of these rows.
+        dtype: fp16 or bf16.
+
+    Returns:
+        A new tensor `[num_outs, in_features]` of `dtype`.
+
+    Raises:
+        ValueError: wrong shape, dtype or stride.
+    """
+    _check_weight(weight, scale)
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    require_dtype("the result", out, *_COMPUTE_DTYPES)
+    num_outs, in_features = weight.shape
+    _dequantise_kernel[(num_outs, triton.cdiv(in_features, _DEQUANTISE_BLOCK))](
+        weight, scale, out, in_features, weight.stride(0), BLOCK=_DEQUANTISE_BLOCK, num_warps=4
+    )
+    return out
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> int:
+    """The number of rows. Raises ValueError."""
+    _check_weight(weight, scale)
+    out_features, in_features = weight.shape
+    require_shape("x", x, ("num_tokens", in_features))
+    require_dtype("x", x, *_COMPUTE_DTYPES)
+    require_unit_stride("x", x)
+    num_tokens = x.shape[0]
+    if num_tokens > MAX_ROWS:
+        raise ValueError(
+            f"x has {num_tokens} rows, expected at most {MAX_ROWS}: multiply with dequantise_weight's slabs"
+        )
+    if bias is not None:
+        require_shape("bias", bias, (out_features,))
+        require_dtype("bias", bias, x.dtype)
+        require_unit_stride("bias", bias)
+    return num_tokens
+
+
+def _check_weight(weight: torch.Tensor, scale: torch.Tensor) -> None:
+    require_shape("weight", weight, ("out_features", "in_features"))
+    require_dtype("weight", weight, *_WEIGHT_DTYPES)
+    require_unit_stride("weight", weight)
+    require_shape("scale", scale, (weight.shape[0],))
+    require_dtype("scale", scale, torch.float32)
+    require_unit_stride("scale", scale)

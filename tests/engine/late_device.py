@@ -1,0 +1,88 @@
+"""A device whose copies happen as late as a GPU's may: when somebody waits for them, and in the order of their launches.
+
+With ``random`` some happen earlier, whenever the host talks to the device. A copy reads its source when it happens, not when it is
+launched; whatever is not ordered behind it meets the old bytes.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+
+import torch
+
+
+class LateCopied:
+    """The point behind one copy."""
+
+    def __init__(self, device: LateDevice, number: int) -> None:
+        self._device = device
+        self.number = number
+
+    def query(self) -> bool:
+        return self._device.reach(self.number, waits=False)
+
+    def synchronize(self) -> None:
+        self._device.reach(self.number, waits=True)
+
+
+class LateDevice:
+    """Implements :class:`kvrelay.engine.copies.CopyDevice` over the host's memory. What "steps" compute runs at once here."""
+
+    def __init__(self, chance: random.Random | None = None, *, fails_at: int | None = None) -> None:
+        """``fails_at``: the number of the copy, from 1, that breaks the device for good, when it happens."""
+        self._chance = chance
+        self._fails_at = fails_at
+        self._lock = threading.Lock()
+        self._pending: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
+        self._is_broken = False
+        self.num_launched = 0
+        self.num_pinned = 0  # pieces of memory
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        self.num_pinned += 1
+        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> LateCopied:
+        assert target.shape == source.shape
+        with self._lock:
+            self._check()
+            self._drift()
+            self.num_launched += 1
+            self._pending.append((self.num_launched, target, source))
+            return LateCopied(self, self.num_launched)
+
+    def hold_steps(self, copied: LateCopied) -> None:
+        # A step runs on the host here, after this call. That of a broken device yields nothing, and who waits for it hears of it.
+        with self._lock:
+            self._run_to(copied.number)
+
+    def reach(self, number: int, *, waits: bool) -> bool:
+        with self._lock:
+            self._check()
+            if waits:
+                self._run_to(number)
+                self._check()
+            else:
+                self._drift()
+            return not self._pending or self._pending[0][0] > number
+
+    def uses(self, memory: torch.Tensor) -> bool:
+        """Whether a copy that has not happened reads or writes this memory."""
+        return any(memory.data_ptr() in (target.data_ptr(), source.data_ptr()) for _, target, source in self._pending)
+
+    def _drift(self) -> None:
+        if self._chance is not None and self._pending:
+            self._run_to(self._pending[0][0] + self._chance.randrange(len(self._pending) + 1) - 1)
+
+    def _run_to(self, number: int) -> None:
+        while self._pending and self._pending[0][0] <= number and not self._is_broken:
+            its_number, target, source = self._pending.popleft()
+            self._is_broken = its_number == self._fails_at
+            if not self._is_broken:
+                target.copy_(source)
+
+    def _check(self) -> None:
+        if self._is_broken:
+            raise RuntimeError("the device is broken")

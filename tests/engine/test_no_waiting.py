@@ -1,0 +1,81 @@
+"""What the sampler does without knowing a single number: on a device that holds none, nobody can wait for one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy.typing as npt
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvrelay.engine.penalties import Penalties
+from kvrelay.engine.sampled import UnderWay
+from kvrelay.engine.sampler import sample
+from kvrelay.engine.sampling_rows import SamplingRows
+from tests.engine.conftest import VOCAB, sequence
+
+
+class NumberlessOps:
+    """Implements SamplerOps on torch's meta device, whose tensors have shapes and types only."""
+
+    def __init__(self) -> None:
+        self.last_tokens: list[torch.Tensor | None] = []
+
+    def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        return [torch.empty_like(torch.from_numpy(array), device="meta") for array in arrays]
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(dim=-1)
+
+    def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
+        self.last_tokens.append(last_tokens)
+
+    def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        return logits.argmax(dim=-1)
+
+
+class OnlyUploads(TorchDispatchMode):
+    """Lets no tensor of the host's meet one of the device's: a copy between them waits."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, _ = torch.utils._pytree.tree_flatten((args, kwargs or {}))
+        devices = {one.device.type for one in flat if isinstance(one, torch.Tensor)}
+        assert len(devices) < 2, f"{func} of tensors on {devices}"
+        return func(*args, **(kwargs or {}))
+
+
+PARAMS: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.2},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5, "num_logprobs": 2},
+    {"logit_bias": ((3, 1.0), (4, -1.0))},
+    {"allowed_token_ids": (1, 2, 3)},
+    {"min_tokens": 9, "stop_token_ids": (2, 5)},
+    {"bad_words": ((7,), (8,))},
+)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_step_ahead_is_sampled_without_waiting(dtype: torch.dtype, temperature: float) -> None:
+    sequences = [sequence([1, 2, 3], [], temperature=temperature, **params) for params in PARAMS]
+    count = len(sequences)
+    logits = torch.empty(count, VOCAB, dtype=dtype, device="meta")
+    token_ids = torch.empty(count, dtype=torch.int64, device="meta")
+    ops = NumberlessOps()
+    with OnlyUploads():
+        sampled = sample(logits, sequences, ops, {}, UnderWay([1] * count, token_ids))
+    assert sampled.tokens.shape == (count,)
+    assert ops.last_tokens == [token_ids]
+
+
+def test_tokens_under_way_are_only_looked_at_for_penalties() -> None:
+    ops = NumberlessOps()
+    logits, token_ids = torch.empty(2, VOCAB, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
+    sample(logits, [sequence([1], []), sequence([2], [])], ops, {}, UnderWay([1, 1], token_ids))
+    assert not ops.last_tokens
+    with_entries = [sequence([1], []), sequence([2], [], repetition_penalty=1.1)]
+    sample(logits, with_entries, ops, {}, UnderWay([1, 0], token_ids))
+    assert ops.last_tokens == [None]
