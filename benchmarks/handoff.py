@@ -12,6 +12,8 @@ block given away until the receiver's message that everything is there.
     landed     the same, and every frame is copied into the receiver's pool: the same bytes in a place that was chosen. No check.
     verified   kvrelay's BlockSender and BlockReceiver with a lease: XXH3 over header and pool memory, granted, committed, verified.
     sealed     the same with AES-256-GCM instead of XXH3.
+    verified@N the same over N data sockets, with as many threads to take blocks; also ``sealed@N``. Without @N it is as many as a
+               worker has here by default; ``--data-sockets 1 2`` has both in every round.
     sealed-token the same, and the data socket asks for a token at the handshake (ZMTP PLAIN), as with keys.
     shared     kvrelay through shared memory (SharedReceiver), as between workers on one host: the same lease, the same proof.
     shared-sealed the same with AES-256-GCM.
@@ -45,6 +47,7 @@ from typing import Any
 
 from handoff_ways import ANSWER_S, Sizes, receive, send
 
+STRIPED = {"verified", "sealed", "sealed-token"}  # have data sockets, one or several
 WAYS = ["frames", "frames-kept", "landed", "verified", "sealed", "sealed-token", "shared", "shared-sealed", "curve"]
 NIXL_SCRIPT = Path(__file__).with_name("handoff_nixl.py")
 
@@ -192,6 +195,12 @@ def summary(sizes: Sizes, rounds: dict[str, list[Round]]) -> dict[str, Any]:
         "verified / landed": ratio("verified", "landed"),
         "sealed / verified": ratio("sealed", "verified"),
         "sealed-token / sealed": ratio("sealed-token", "sealed"),
+        **{
+            f"{way} / {name}@1": ratio(way, f"{name}@1")
+            for way in rounds
+            for name, at, number in [way.partition("@")]
+            if at and number != "1"
+        },
         "curve / landed": ratio("curve", "landed"),
         "sealed / curve": ratio("sealed", "curve"),
         "shared / frames": ratio("shared", "frames"),
@@ -233,6 +242,11 @@ def show(result: dict[str, Any]) -> None:
         print(f"{name:<24}{value:>6.2f}")
 
 
+def _with_sockets(way: str, numbers: Sequence[int]) -> list[str]:
+    """The ways that are compared for ``way``."""
+    return [f"{way}@{number}" for number in numbers] if way in STRIPED else [way]
+
+
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -240,16 +254,23 @@ def main() -> int:
     parser.add_argument("--round-mib", type=int, default=384, help="bytes of one round in MiB")
     parser.add_argument("--rounds", type=int, default=9, help="rounds that count, behind two that warm up")
     parser.add_argument("--ways", nargs="+", default=WAYS, help="what is measured")
+    parser.add_argument(
+        "--data-sockets",
+        type=int,
+        nargs="+",
+        help="numbers of data sockets to compare; each way over TCP once with each",
+    )
     parser.add_argument("--nixl-python", help="interpreter of an environment that has nixl, torch and numpy")
     parser.add_argument("--nixl-parts", type=int, default=60, help="pieces of a block in nixl-parts")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     options = parser.parse_args()
+    ways = options.ways
+    if options.data_sockets is not None:
+        ways = [one for way in ways for one in _with_sockets(way, options.data_sockets)]
     results: list[dict[str, Any]] = []
     for block_kib in options.block_kib:
         sizes = Sizes(block_kib * 1024, max(1, options.round_mib * 1024 // block_kib))
-        results.append(
-            summary(sizes, measure(sizes, options.ways, options.rounds, options.nixl_python, options.nixl_parts))
-        )
+        results.append(summary(sizes, measure(sizes, ways, options.rounds, options.nixl_python, options.nixl_parts)))
         show(results[-1])
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")

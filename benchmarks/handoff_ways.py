@@ -27,9 +27,11 @@ from kvrelay.wire.lease import LeaseSettings, VerifiedLease
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import Commit, FailureCode, Grant, Message, Offer, Timings, Verified
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.settings import DataSettings
 from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.shared_receiver import SharedReceiver
 from kvrelay.wire.shared_sender import SharedTarget
+from kvrelay.wire.sockets import num_network_threads
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
 
 BLOCK_SIZE = 16  # tokens
@@ -54,6 +56,12 @@ class Sizes:
     def nbytes(self) -> int:
         """Bytes of a round."""
         return self.block_nbytes * self.num_blocks
+
+
+def split_way(way: str) -> tuple[str, int | None]:
+    """The way's name and its number of data sockets: ``verified@2`` has two, ``verified`` as many as workers have by default."""
+    name, _, sockets = way.partition("@")
+    return name, int(sockets) if sockets else None
 
 
 class Pool:
@@ -152,9 +160,14 @@ class KvrelayReceiver:
         seals_kv: bool,
         asks_for_token: bool = False,
         is_shared: bool = False,
+        data_sockets: int | None = None,
     ) -> None:
+        """``data_sockets``: threads that take blocks; None: as many as a worker has here by default."""
+        data_sockets = DataSettings(data_sockets).num_sockets
         self._ends, self._peer, self._codec = LeaseEnds(), peer, Codec()
-        settings = LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, ttl_s=ANSWER_S, seals_kv=seals_kv)
+        settings = LeaseSettings(
+            EPOCH, FINGERPRINT, BLOCK_SIZE, ttl_s=ANSWER_S, seals_kv=seals_kv, num_receivers=data_sockets
+        )
         metrics = WireMetrics(CollectorRegistry())
         # One block more than is sent: a lease has room for the first token behind the prompt.
         self._leases = LeaseTable(settings, WholePool(sizes.num_blocks + 1), pool, self._ends, metrics, time.monotonic)
@@ -165,7 +178,7 @@ class KvrelayReceiver:
             self._receiver.start()
             self.address = self._receiver.name
             return
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_network_threads(data_sockets))
         self._gate = TokenGate(context) if asks_for_token else None
         self._receiver = BlockReceiver(
             "tcp://127.0.0.1:0",
@@ -173,6 +186,7 @@ class KvrelayReceiver:
             sizes.block_nbytes,
             context=context,
             gate=cast(PeerGate | None, self._gate),
+            num_threads=data_sockets,
         )
         self._receiver.start()
         self.address = self._receiver.address
@@ -225,21 +239,24 @@ class ZmqReceiver:
 
 def receive(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> None:
     """The receiving process: a round for every word of the parent, until it says nothing."""
-    if way != PLAIN:
+    name, sockets = split_way(way)
+    if name != PLAIN:
         keep_freed_memory()
     pool = Pool(sizes)
     makers: dict[str, Callable[[], KvrelayReceiver | ZmqReceiver]] = {
         PLAIN: lambda: ZmqReceiver(pool, sizes, peer, lands=False),
         "frames-kept": lambda: ZmqReceiver(pool, sizes, peer, lands=False),
         "landed": lambda: ZmqReceiver(pool, sizes, peer, lands=True),
-        "verified": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=False),
-        "sealed": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=True),
-        "sealed-token": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=True, asks_for_token=True),
+        "verified": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=False, data_sockets=sockets),
+        "sealed": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=True, data_sockets=sockets),
+        "sealed-token": lambda: KvrelayReceiver(
+            pool, sizes, peer, seals_kv=True, asks_for_token=True, data_sockets=sockets
+        ),
         "curve": lambda: ZmqReceiver(pool, sizes, peer, lands=True, is_curve=True),
         "shared": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=False, is_shared=True),
         "shared-sealed": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=True, is_shared=True),
     }
-    receiver = makers[way]()
+    receiver = makers[name]()
     parent.send(receiver.address)
     while (is_checked := parent.recv()) is not None:
         if is_checked:
@@ -298,13 +315,23 @@ class KvrelaySender:
         seals_kv: bool,
         token: str | None = None,
         is_shared: bool = False,
+        data_sockets: int | None = None,
     ) -> None:
+        """``data_sockets``: TCP connections; None: as many as a worker has here by default."""
+        data_sockets = DataSettings(data_sockets).num_sockets
         self._sizes, self._control = sizes, PipeControl(peer)
         metrics = WireMetrics(CollectorRegistry())
         # Without shared memory it would go over TCP, to nobody: that ends with an error, not with a figure.
         shared = SharedTarget(address, SharedPlace(), sizes.block_nbytes) if is_shared else None
         address = "tcp://127.0.0.1:9" if is_shared else address
-        self._sender = BlockSender(address, metrics=metrics, context=zmq.Context(), token=token, shared=shared)
+        self._sender = BlockSender(
+            address,
+            metrics=metrics,
+            context=zmq.Context(num_network_threads(data_sockets)),
+            token=token,
+            shared=shared,
+            num_sockets=data_sockets,
+        )
         self._link = DecodeLink(self._control, self._sender, seals_kv)
         self._transfers = TransferTable(pool, TransferEnds(), TransferSettings(), metrics, time.monotonic)
         self._num_rounds = 0
@@ -371,7 +398,8 @@ class ZmqSender:
 
 def send(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> None:
     """The sending process: a round for every word of the parent, until it says nothing."""
-    if way != PLAIN:
+    name, sockets = split_way(way)
+    if name != PLAIN:
         keep_freed_memory()
     pool = Pool(sizes)
     block = secrets.token_bytes(sizes.block_nbytes)
@@ -383,14 +411,16 @@ def send(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> None:
         PLAIN: lambda: ZmqSender(pool, sizes, peer, address),
         "frames-kept": lambda: ZmqSender(pool, sizes, peer, address),
         "landed": lambda: ZmqSender(pool, sizes, peer, address),
-        "verified": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=False),
-        "sealed": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=True),
-        "sealed-token": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=True, token=TOKEN),
+        "verified": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=False, data_sockets=sockets),
+        "sealed": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=True, data_sockets=sockets),
+        "sealed-token": lambda: KvrelaySender(
+            pool, sizes, peer, address, seals_kv=True, token=TOKEN, data_sockets=sockets
+        ),
         "curve": lambda: ZmqSender(pool, sizes, peer, address, is_curve=True),
         "shared": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=False, is_shared=True),
         "shared-sealed": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=True, is_shared=True),
     }
-    sender = makers[way]()
+    sender = makers[name]()
     parent.send(pool.digest())
     while parent.recv() is not None:
         cpu_s = time.process_time()

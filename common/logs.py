@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -49,18 +50,20 @@ class RareWarnings:
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._clock = clock
+        self._lock = threading.Lock()
         self._num_unlogged = 0
         self._logged_s: float | None = None
 
     def warn(self, text: str, cause: str) -> None:
-        """One more; ``cause`` is a short stable word for the line's context."""
-        now_s = self._clock()
-        if self._logged_s is not None and now_s - self._logged_s < _WARNED_EVERY_S:
-            self._num_unlogged += 1
-            return
-        more = f" (and {self._num_unlogged} more since the last such line)" if self._num_unlogged else ""
+        """One more, on any thread; ``cause`` is a short stable word for the line's context."""
+        with self._lock:
+            now_s = self._clock()
+            if self._logged_s is not None and now_s - self._logged_s < _WARNED_EVERY_S:
+                self._num_unlogged += 1
+                return
+            num_unlogged, self._num_unlogged, self._logged_s = self._num_unlogged, 0, now_s
+        more = f" (and {num_unlogged} more since the last such line)" if num_unlogged else ""
         self._log.warning("%s%s", text, more, extra={"cause": cause})
-        self._logged_s, self._num_unlogged = now_s, 0
 
 
 def configure_logs(level: str, log_format: str, *, gateway_process: int | None = None) -> None:

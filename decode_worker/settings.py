@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.common.settings import setting
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
-from kvrelay.wire.settings import SameHostSettings, SecuritySettings
+from kvrelay.wire.settings import DataSettings, SameHostSettings, SecuritySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class DecodeSettings:
     scheduler: DecodeSchedulerSettings
     security: SecuritySettings
     same_host: SameHostSettings
+    data: DataSettings
     address: str = setting("tcp://127.0.0.1:7200", "ZeroMQ address that gateways and prefill workers connect to")
     data_address: str = setting("tcp://127.0.0.1:7201", "ZeroMQ address that receives KV blocks")
     admin_port: int = setting(7280, "HTTP port of /health, /metrics and /debug/kv", minimum=0, maximum=65535)

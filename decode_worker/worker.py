@@ -35,6 +35,7 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.shared_receiver import open_shared_receiver
+from kvrelay.wire.sockets import num_network_threads
 from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.ticker import every
 
@@ -92,6 +93,7 @@ class DecodeWorker:
         seal_kv: bool = False,
         keys: WireKeys | None = None,
         shared_memory: SharedPlace | None = None,
+        data_sockets: int = 1,
         max_retained_share: float = 0.5,
         guides: GuideCompiler | None = None,
     ) -> None:
@@ -117,17 +119,26 @@ class DecodeWorker:
         self.service = DecodeService(identity, self.blocks, time.monotonic)
         self._events = _LeaseEvents(self.service)
         self.leases = LeaseTable(
-            LeaseSettings(identity.epoch, fingerprint, card.layout.block_size, settings.lease_ttl_s, seal_kv),
+            LeaseSettings(
+                identity.epoch, fingerprint, card.layout.block_size, settings.lease_ttl_s, seal_kv, data_sockets
+            ),
             _LeasedBlocks(self.blocks),
             engine.store,
             self._events,
             wire_metrics,
             time.monotonic,
         )
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=num_network_threads(data_sockets))
         roles = frozenset({Role.GATEWAY, Role.PREFILL})
         gate = None if keys is None else PeerGate(keys, roles, wire_metrics, self._context)
-        self._receiver = BlockReceiver(data_address, self.leases, card.block_nbytes, context=self._context, gate=gate)
+        self._receiver = BlockReceiver(
+            data_address,
+            self.leases,
+            card.block_nbytes,
+            context=self._context,
+            gate=gate,
+            num_threads=data_sockets,
+        )
         link_settings = link_settings or LinkSettings()
         self._server = ControlServer(
             address, self.service, link_settings, metrics=wire_metrics, context=self._context, gate=gate

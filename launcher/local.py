@@ -9,9 +9,7 @@ Stop order: the gateway (no new requests), prefill workers (hand-offs end), deco
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
+from kvrelay.common.cores import available_cores
 from kvrelay.launcher.models import resolve_model, served_name
 from kvrelay.launcher.plan import Plan, num_ports, plan_deployment
 from kvrelay.launcher.ports import check_free, free_ports
@@ -194,11 +193,6 @@ def ready_text(url: str, model: str) -> str:
         f"\nkvrelay is ready at {url} (API documentation: {url}/docs)\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n"
     )
-
-
-def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else (os.cpu_count() or 1)
 
 
 def _stop(deployment: LocalDeployment, signals: StopSignals) -> None:

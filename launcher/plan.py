@@ -72,11 +72,12 @@ def plan_deployment(
         "log_level": settings.log_level,
         "admin_host": _LOOPBACK,
     }
+    of_prefill = {"ttft_budget_ms": settings.ttft_budget_ms}
     specs = [
         _worker(
             f"prefill-{index}",
             "prefill-worker",
-            command_line(PrefillSettings, {**common, **_places(f"prefill-{index}", ports)}),
+            command_line(PrefillSettings, {**common, **of_prefill, **_places(f"prefill-{index}", ports)}),
             ports,
             settings,
             stop_rank=1,

@@ -30,8 +30,9 @@ class LocalSettings:
     dtype: str = setting("auto", "number format of weights and KV", choices=("auto", "bfloat16", "float16", "float32"))
     weight_format: str = setting(
         "full",
-        "weights as --dtype has them, or rounded to 8 bits: fewer bytes per step of few streams, on a CPU in bf16",
-        choices=("full", "int8"),
+        "weights as --dtype has them, or the layers' rounded to 8 bits: half the memory, and fewer bytes per step of few streams; "
+        "int8 on a CPU in bf16 and on GPUs, fp8 (e4m3) on GPUs of compute capability 8.9 or later",
+        choices=("full", "int8", "fp8"),
     )
     threads: int | None = setting(
         None, "CPU threads of each worker; default: the cores divided by the workers", minimum=1, maximum=1024
@@ -42,6 +43,12 @@ class LocalSettings:
     kv_memory_mb: int | None = setting(None, "memory of each worker's KV pool", unit="MiB", minimum=1)
     max_batched_tokens: int | None = setting(
         None, "tokens that a worker computes in one step; longer prompts are computed in chunks", minimum=16
+    )
+    ttft_budget_ms: float | None = setting(
+        None,
+        "time to first token that prefill workers try to keep, by smaller steps and by letting short prompts overtake; 0: neither",
+        unit="ms",
+        minimum=0,
     )
     local_prefill_max_tokens: int | None = setting(
         None, "prompts up to this many uncached tokens go straight to a decode worker", unit="tokens", minimum=0

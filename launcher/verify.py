@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvrelay.common.cores import available_cores
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.launcher.client import TokenClient, ask_all, counter_values
 from kvrelay.launcher.errors import VerifyError
-from kvrelay.launcher.local import LocalDeployment, available_cores
+from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.prompts import Prompt, built_in_prompts, prompts_from_file, tokenizer_of
 from kvrelay.launcher.reference import generate, score

@@ -1,6 +1,6 @@
 """Connections from a prefill worker to the decode workers that gateways name: made on demand, kept while they live.
 
-A link is a control client plus, once the decode worker has said where its data socket is, a block sender. A new epoch of
+A link is a control client plus, once the decode worker has said where its data port is, a block sender. A new epoch of
 the decode worker (it restarted) gets a new sender: frames queued for the old process are never delivered to the new one.
 """
 
@@ -69,6 +69,7 @@ class LinkIdentity:
     seals_kv: bool = False
     keys: WireKeys | None = None
     shared_memory: SharedPlace | None = None  # where to look for decode workers on this host; None: nowhere
+    data_sockets: int = 1  # TCP connections for the KV blocks of one decode worker
 
 
 class _Peer:
@@ -128,6 +129,7 @@ class _Peer:
                 self._identity.card.block_nbytes,
                 welcome.data_token,
             ),
+            num_sockets=self._identity.data_sockets,
         )
         self.link = DecodeLink(self.client, self._sender, self._seals_kv)
         self._told = ""

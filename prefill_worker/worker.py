@@ -28,12 +28,14 @@ from kvrelay.wire.messages import Role
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.shared_place import SharedPlace
+from kvrelay.wire.sockets import num_network_threads
 from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.ticker import every
 from kvrelay.wire.transfers import TransferSettings, TransferTable
 
 _SWEEP_S = 5.0  # how often links are looked through for those that nobody needs
 _TICK_S = 0.05  # how long blocks may stay held after the last send that reads them
+_MAX_SOCKETS = 16_384  # ZeroMQ's own bound, 1,023, is that of some 150 decode workers with four data sockets each
 
 
 class PrefillWorker:
@@ -52,6 +54,7 @@ class PrefillWorker:
         seal_kv: bool = False,
         keys: WireKeys | None = None,
         shared_memory: SharedPlace | None = None,
+        data_sockets: int = 1,
         max_retained_share: float = 0.5,
         guides: GuideCompiler | None = None,
     ) -> None:
@@ -71,7 +74,8 @@ class PrefillWorker:
         identity = WorkerIdentity(worker_id, time.time_ns(), card, settings.max_waiting, settings.max_num_seqs)
         self.service = PrefillService(identity, self.blocks, time.monotonic)
         self._add_load_gauges(registry)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=num_network_threads(data_sockets))
+        self._context.max_sockets = _MAX_SOCKETS
         gate = None if keys is None else PeerGate(keys, frozenset({Role.GATEWAY}), wire_metrics, self._context)
         self._server = ControlServer(
             address, self.service, link_settings, metrics=wire_metrics, context=self._context, gate=gate
@@ -84,6 +88,7 @@ class PrefillWorker:
                 seals_kv=seal_kv,
                 keys=keys,
                 shared_memory=shared_memory,
+                data_sockets=data_sockets,
             ),
             self.service,
             wire_metrics,

@@ -1,9 +1,17 @@
-"""The sending side of one data link: a queue of blocks, and the thread that proves or seals them and gives them to a line.
+"""The sending side of one data link: a queue of blocks, and the threads that prove or seal them and give them to lines.
 
-A thread of its own, so that neither checksums nor seals are computed on the network thread, nor greetings waited for. It opens the
-line: through shared memory if the decode worker names a place for it (:mod:`kvrelay.wire.shared_sender`), and where there is
-none in common, which is what two hosts look like, over TCP (:mod:`kvrelay.wire.data_plane`). A line that has served is not
-exchanged: when it breaks the sender ends, and its link with it.
+Threads of its own, so that neither checksums nor seals are computed on the network thread, nor greetings waited for. The first
+opens a line through shared memory if the decode worker names a place for it (:mod:`kvrelay.wire.shared_sender`), and where there
+is none in common, which is what two hosts look like, over TCP (:mod:`kvrelay.wire.data_plane`).
+
+A TCP connection is moved by one core on each side, and hashed by one more. So there may be several, each with its thread. A thread
+waits until its line has room, and only then takes the next block: what waits, waits for the first line that is free. Blocks need
+no order, each proves itself. One more line is opened when blocks wait behind the youngest one, so links with little to do stay
+with one connection; and not before that one is connected: of two connections that come at once, a decode worker's ZeroMQ is
+likely to put both on one thread.
+
+The decode worker has one port for all lines, and need not know how many there are. A line that has served is not exchanged: when
+one breaks the sender ends, with all its lines, and its link with it.
 """
 
 from __future__ import annotations
@@ -20,14 +28,14 @@ from kvrelay.wire.data_plane import TcpLine
 from kvrelay.wire.errors import NoSharedMemoryError, PeerLostError, WireError
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import BlockSealer
-from kvrelay.wire.send_job import Line, SendJob, SendTicket, Wakeup
+from kvrelay.wire.send_job import LateBytes, Line, SendJob, SendTicket, Wakeup
 from kvrelay.wire.shared_sender import SharedLine, SharedTarget
 
 logger = logging.getLogger(__name__)
 
 
 class BlockSender:
-    """One connection to a decode worker's pool, and its thread. Called on the network thread; never blocks long."""
+    """The connections to a decode worker's pool, and their threads. Called on the network thread; never blocks long."""
 
     def __init__(
         self,
@@ -37,12 +45,14 @@ class BlockSender:
         context: zmq.Context[zmq.Socket[bytes]],
         token: str | None = None,
         shared: SharedTarget | None = None,
+        num_sockets: int = 1,
     ) -> None:
-        """``address``: of the data socket. ``token``: what the decode worker lets data connections in by; None: everybody.
+        """``address``: of the data port. ``token``: what the decode worker lets data connections in by; None: everybody.
 
-        ``shared``: where to try shared memory first; None: nowhere.
+        ``shared``: where to try shared memory first; None: nowhere. ``num_sockets``: TCP connections, at most.
         """
         self._address = address
+        self._max_lines = num_sockets
         self._token = token
         self._metrics = metrics
         self._context = context
@@ -51,11 +61,12 @@ class BlockSender:
         self._is_closed = False
         self._has_ended = False
         self._wakeup = Wakeup()
-        self._line = self._tcp_line() if shared is None else None
-        self._thread = threading.Thread(target=self._run, args=(shared,), name="block-sender", daemon=True)
-        self._thread.start()
+        self._threads: list[threading.Thread] = []
+        self._start(self._tcp_line(0) if shared is None else None, shared)
 
-    def send(self, header: BlockHeader, payload: memoryview, sealer: BlockSealer | None = None) -> SendTicket:
+    def send(
+        self, header: BlockHeader, payload: memoryview | LateBytes, sealer: BlockSealer | None = None
+    ) -> SendTicket:
         """Queue a block, sealed if there is a sealer. The payload's memory must not change until the ticket is done.
 
         Raises WireError on a sender that is closed, ValueError if ``sealer`` had this block before.
@@ -82,28 +93,38 @@ class BlockSender:
         self._is_closed = True
         self._wakeup.set()
         self._jobs.put(None)
-        self._thread.join()  # it is busy with one block at the most
+        for thread in self._threads:  # which may still grow: by a thread that ends before the one that it has started
+            thread.join()  # it is busy with one block at the most
         self._wakeup.close()
 
-    # -- the thread ------------------------------------------------------------------------------------------------
+    # -- the threads -----------------------------------------------------------------------------------------------
 
-    def _run(self, shared: SharedTarget | None) -> None:
+    def _start(self, line: Line | None = None, shared: SharedTarget | None = None) -> None:
+        """One more line and its thread. The network thread starts the first, and the youngest thread all others."""
+        number = len(self._threads)
+        thread = threading.Thread(
+            target=self._run, args=(number, line, shared), name=f"block-sender-{number}", daemon=True
+        )
+        thread.start()
+        self._threads.append(thread)  # not before: what is there can be joined
+
+    def _run(self, number: int, line: Line | None, shared: SharedTarget | None) -> None:
         job: SendJob | None = None
         try:
-            if shared is not None:
-                self._line = self._line_to(shared)
-            line = self._line
-            assert line is not None
-            while (job := self._jobs.get()) is not None and line.ship(job):
-                pass
+            if line is None:
+                line = self._tcp_line(number) if shared is None else self._line_to(shared)
+            while line.has_room() and (job := self._jobs.get()) is not None and line.ship(job):
+                if number + 1 == len(self._threads) < self._max_lines and not self._jobs.empty() and self.is_alive:
+                    self._start()
         except PeerLostError as error:
             logger.warning("%s; its link will be made anew", error)
         except Exception:
             logger.exception("a block sender dies; its link will be made anew")
         finally:
             self._has_ended = True
-            if self._line is not None:
-                self._line.close()
+            self._wakeup.set()  # the other lines' threads end, too
+            if line is not None:
+                line.close()
             if job is not None:
                 job.ticket.end_unless_followed()
             self._end_queued()
@@ -115,20 +136,28 @@ class BlockSender:
         except NoSharedMemoryError as error:
             if not self._is_closed:
                 logger.info("KV blocks for %s go over TCP, not through shared memory: %s", self._address, error)
-            return self._tcp_line()
+            return self._tcp_line(0)
+        self._max_lines = 1
         self._metrics.data_lines.labels("shared_memory").inc()
         logger.info("KV blocks for %s go through shared memory, %s", self._address, line)
         return line
 
-    def _tcp_line(self) -> Line:
+    def _tcp_line(self, number: int) -> Line:
         self._metrics.data_lines.labels("tcp").inc()
         return TcpLine(
-            self._address, metrics=self._metrics, context=self._context, wakeup=self._wakeup, token=self._token
+            self._address,
+            metrics=self._metrics,
+            context=self._context,
+            wakeup=self._wakeup,
+            token=self._token,
+            number=number,
+            num_lines=self._max_lines,
         )
 
     def _end_queued(self) -> None:
-        """Nobody will send what is in the queue. On any thread."""
+        """Nobody will send what is in the queue. On any thread. Leaves a word in it for the next thread that waits there."""
         with contextlib.suppress(queue.Empty):
             while True:
                 if (job := self._jobs.get_nowait()) is not None:
                     job.ticket.end()
+        self._jobs.put(None)

@@ -1,17 +1,20 @@
 """The data sockets: KV blocks as raw frames, from the sender's pool into the receiver's pool, over TCP.
 
-A block is one multipart message: header (:mod:`kvrelay.wire.block_frames`), payload. The sending side is a line of
-:mod:`kvrelay.wire.block_sender`. It gives ZeroMQ the pool's memory itself, or what a sealer made of it; a ticket says when the
-pool's memory is no longer read. It works on few blocks at a time: what it has just read for the checksum is still in the cache
-when the kernel copies it. The receiver is a thread: it takes the header, asks the lease table whether the block has a
-place, and gives it the payload. What has no place is dropped, so one bad frame never blocks the good ones behind it.
+A block is one multipart message: header (:mod:`kvrelay.wire.block_frames`), payload. The sending side are lines of
+:mod:`kvrelay.wire.block_sender`, one or several of a sender. A line gives ZeroMQ the pool's memory itself, or what a sealer made
+of it; a ticket says when the pool's memory is no longer read. It works on few blocks at a time: what it has just read for the
+checksum is still in the cache when the kernel copies it.
+
+The receiver is one port, and one thread or several. Each waits for its turn, takes a message off the socket, and gives the turn on.
+Then it asks the lease table whether the block has a place, and gives it the payload, while others do so with theirs. So no block
+waits in a queue between threads, and several land at a time over however many lines they came. What has no place is dropped,
+so one bad frame never blocks the good ones behind it.
 
 Between workers on one host there is a faster way beside this one: :mod:`kvrelay.wire.shared_ring`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import deque
@@ -27,12 +30,13 @@ from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import TAG_NBYTES
 from kvrelay.wire.send_job import SendJob, Wakeup
-from kvrelay.wire.sockets import bound_strangers, close_dead_connections
+from kvrelay.wire.sockets import bound_strangers, choose_data_thread, choose_data_threads, close_dead_connections
 
 logger = logging.getLogger(__name__)
 
 _SEND_AHEAD_MESSAGES = 32  # proved or sealed, and not yet in the kernel
 _READ_AHEAD_MESSAGES = 32  # per sender
+_MIN_AHEAD_MESSAGES = 4  # of one of several connections
 _DEAD_AFTER_S = 10.0  # of a connection without traffic whose other machine is gone
 
 
@@ -47,14 +51,22 @@ class TcpLine:
         context: zmq.Context[zmq.Socket[bytes]],
         wakeup: Wakeup,
         token: str | None = None,
+        number: int = 0,
+        num_lines: int = 1,
     ) -> None:
-        """``token``: what the decode worker lets data connections in by; None: it lets everybody in."""
+        """``token``: what the decode worker lets data connections in by; None: it lets everybody in.
+
+        ``number``: which of a link's ``num_lines`` it is, from 0. The first takes blocks before it is connected, the others do
+        not: what they would hold up, one that is connected can send.
+        """
         self._blocks_sent = metrics.blocks_sent.labels("tcp")
         self._bytes_sent = metrics.bytes_sent.labels("tcp")
         self._wakeup = wakeup
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, _SEND_AHEAD_MESSAGES)
+        self._socket.setsockopt(zmq.SNDHWM, _share(_SEND_AHEAD_MESSAGES, num_lines))
+        self._socket.setsockopt(zmq.IMMEDIATE, int(number > 0))
+        choose_data_thread(self._socket, context, number)
         close_dead_connections(self._socket, _DEAD_AFTER_S)
         if token is not None:
             show_token(self._socket, token)
@@ -66,14 +78,13 @@ class TcpLine:
 
     def ship(self, job: SendJob) -> bool:
         """See Line. ZeroMQ reads the payload's memory until the job's ticket is done."""
-        # Waits for room before the payload is read, not between reading and sending it.
-        if not self._has_room():
-            return False
         if not job.ticket.take():
             return True
-        header, payload = self._prepared(job)
+        if (plain := job.bytes(self._wakeup)) is None:
+            return False
+        header, payload = self._prepared(job, plain)
         while not self._sent(job, header, payload):
-            if not self._has_room():
+            if not self.has_room():
                 return False
         return True
 
@@ -81,18 +92,18 @@ class TcpLine:
         """See Line."""
         self._socket.close()
 
-    def _has_room(self) -> bool:
-        """Wait until ZeroMQ takes a message; False if the wakeup comes first."""
+    def has_room(self) -> bool:
+        """See Line: ZeroMQ takes a message."""
         # A poll costs as much as all the rest here, so it is only done to wait.
         has_room = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT
         return not self._wakeup.is_set and bool(has_room or self._wakeup.fileno() not in dict(self._poller.poll()))
 
-    def _prepared(self, job: SendJob) -> tuple[bytes, memoryview]:
+    def _prepared(self, job: SendJob, plain: memoryview) -> tuple[bytes, memoryview]:
         """Header and payload frame, proved or sealed."""
         if job.sealer is None:
-            return job.header.pack(job.payload), job.payload
-        payload = self._buffers.take(len(job.payload) + TAG_NBYTES)
-        header = job.sealer.seal(job.header, job.payload, payload)
+            return job.header.pack(plain), plain
+        payload = self._buffers.take(len(plain) + TAG_NBYTES)
+        header = job.sealer.seal(job.header, plain, payload)
         job.ticket.end()  # ZeroMQ reads the buffer, nobody the pool
         return header, payload
 
@@ -111,8 +122,13 @@ class TcpLine:
         else:
             self._buffers.give(payload, tracker)
         self._blocks_sent.inc()
-        self._bytes_sent.inc(len(job.payload))
+        self._bytes_sent.inc(job.payload.nbytes)
         return True
+
+
+def _share(num_messages: int, num_lines: int) -> int:
+    """What one of ``num_lines`` connections has of ``num_messages``."""
+    return max(num_messages // num_lines, _MIN_AHEAD_MESSAGES)
 
 
 class _SealBuffers:
@@ -135,7 +151,7 @@ class _SealBuffers:
 
 
 class BlockReceiver:
-    """The thread that receives blocks. ``start`` once, ``stop`` once."""
+    """The port that receives blocks, and its threads. ``start`` once, ``stop`` at the end."""
 
     def __init__(
         self,
@@ -145,19 +161,23 @@ class BlockReceiver:
         *,
         context: zmq.Context[zmq.Socket[bytes]],
         gate: PeerGate | None = None,
+        num_threads: int = 1,
     ) -> None:
-        """Listens from now on. ``gate``: who may connect, once it is started (not here); None: everybody."""
+        """Listens from now on. ``gate``: who may connect, once it is started (not here); None: everybody.
+
+        ``num_threads``: how many blocks are written and proved at a time, each on a thread.
+        """
         self._leases = leases
-        self._context = context
         self._block_nbytes = block_nbytes
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         # What is read ahead lies in memory beside the pool, and soon not in the cache: keep it to a few blocks. TCP holds the
         # senders back.
-        self._socket.setsockopt(zmq.RCVHWM, _READ_AHEAD_MESSAGES)
+        self._socket.setsockopt(zmq.RCVHWM, _share(_READ_AHEAD_MESSAGES, num_threads))
         self._socket.setsockopt(zmq.MAXMSGSIZE, max(block_nbytes, HEADER_NBYTES) + 1024)
         close_dead_connections(self._socket, _DEAD_AFTER_S)
         bound_strangers(self._socket)
+        choose_data_threads(self._socket, context)
         if gate is not None:
             gate.guard_data(self._socket)
         try:
@@ -169,74 +189,91 @@ class BlockReceiver:
             ) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._file = SocketFile(self.address)
-        self._wakeup_address = f"inproc://block-receiver-{id(self)}"
-        self._wakeup = context.socket(zmq.PAIR)
-        self._wakeup.bind(self._wakeup_address)
-        self._thread = threading.Thread(target=self._run, name="block-receiver", daemon=True)
+        self._wakeup = Wakeup()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        # Whose turn it is may touch the socket and the poller; the lock is also the fence that ZeroMQ asks for between threads.
+        self._turn = threading.Lock()
+        self._num_in_use = num_threads  # by how many threads the socket is
         self._is_stopped = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"block-receiver-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
         self._warnings = RareWarnings(logger)  # a flood of bad frames must not become a flood of logs
 
     def start(self) -> None:
         """Start receiving. A process that does so for long should keep freed memory (:mod:`kvrelay.common.memory`)."""
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether blocks are being received."""
-        return self._thread.is_alive()
+        """Whether blocks are being received, by as many threads as there should be."""
+        return all(thread.is_alive() for thread in self._threads)
 
     def stop(self) -> None:
-        """End the thread and close the sockets."""
+        """End the threads, each behind the block that it has, and close the socket. A second time does nothing."""
+        if self._is_stopped:
+            return
         self._is_stopped = True
-        if self._thread.ident is not None:
-            while self._thread.is_alive():
-                with contextlib.suppress(zmq.Again):  # the thread listens not yet, or not any more
-                    self._wakeup.send(b"", zmq.DONTWAIT)
-                self._thread.join(0.05)
-        else:
-            self._socket.close()
+        self._wakeup.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        self._socket.close()  # for threads that never started
         self._wakeup.close()
         self._file.remove()
 
     def _run(self) -> None:
-        wakeup = self._context.socket(zmq.PAIR)
-        wakeup.connect(self._wakeup_address)
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(wakeup, zmq.POLLIN)
         try:
-            while not self._is_stopped:
-                has_message = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-                if has_message or wakeup not in dict(poller.poll()):
-                    self._receive_one()
+            while self._receive_one():
+                pass
         finally:
-            wakeup.close()
-            self._socket.close()
+            self._wakeup.set()  # if this one has died: a port of which one thread is left would seem to be well
+            with self._turn:
+                self._num_in_use -= 1
+                if self._num_in_use == 0:
+                    self._socket.close()
 
-    def _receive_one(self) -> None:
+    def _receive_one(self) -> bool:
+        """Wait for a block and land it; False: the receiver is stopped."""
+        message = self._next()
+        if message is not None:
+            self._take(*message)
+        return message is not None
+
+    def _next(self) -> tuple[bytes, list[zmq.Frame]] | None:
+        """Wait for a turn and for a message, and take it off the socket; None: the receiver is stopped."""
+        with self._turn:
+            while not self._wakeup.is_set:
+                has_message = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+                if has_message or self._wakeup.fileno() not in dict(self._poller.poll()):
+                    return self._receive()
+        return None
+
+    def _receive(self) -> tuple[bytes, list[zmq.Frame]]:
+        """One message: its header, and what comes behind it, of which two frames are kept, one more than there should be."""
         self._socket.recv()  # the sender's routing id
-        if not self._socket.getsockopt(zmq.RCVMORE):
-            return
+        header = self._socket.recv() if self._socket.getsockopt(zmq.RCVMORE) else b""
+        payloads: list[zmq.Frame] = []
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frame = self._socket.recv(copy=False)
+            if len(payloads) < 2:
+                payloads.append(frame)
+        return header, payloads
+
+    def _take(self, frame: bytes, payloads: list[zmq.Frame]) -> None:
+        """Land a block, or refuse it."""
         try:
-            header = parse_header(self._socket.recv())
-            if not self._socket.getsockopt(zmq.RCVMORE):
+            header = parse_header(frame)
+            if not payloads:
                 raise BlockRefusedError("bad_header", "a header without a payload")
             self._leases.begin_block(header)
+            # More parts than two: not one of ours.
+            self._leases.finish_block(header, payloads[0].buffer if len(payloads) == 1 else None)
         except BlockRefusedError as error:
             if error.cause_name == "bad_header":
                 self._leases.count_bad_header()
             self._warnings.warn(f"refused a KV block: {error}", error.cause_name)
-            self._drain()
-            return
-        try:
-            frame = self._socket.recv(copy=False)
-            # More parts than two: not one of ours.
-            payload = None if self._socket.getsockopt(zmq.RCVMORE) else frame.buffer
-            self._drain()
-            self._leases.finish_block(header, payload)
-        except BlockRefusedError as error:
-            self._warnings.warn(f"refused a KV block: {error}", error.cause_name)
-
-    def _drain(self) -> None:
-        while self._socket.getsockopt(zmq.RCVMORE):
-            self._socket.recv(copy=False)

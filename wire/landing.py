@@ -27,9 +27,16 @@ def misfit(
 
 
 def land(
-    header: BlockHeader, payload: memoryview | None, view: memoryview, opener: BlockOpener | None
+    header: BlockHeader,
+    payload: memoryview | None,
+    view: memoryview,
+    opener: BlockOpener | None,
+    *,
+    is_one_of_several: bool = False,
 ) -> BlockRefusedError | None:
     """Write ``payload`` into ``view``, the pool's memory, and prove it there; returns why it is refused, if it is.
+
+    ``is_one_of_several``: other threads do the same at the same time.
 
     After a refusal ``view`` holds anything: nothing may be read from it.
     """
@@ -42,6 +49,6 @@ def land(
             return BlockRefusedError("bad_seal", f"block {header.block_index} of lease {header.lease_id}")
         return None
     # The checksum is over the memory that the model will read, not over the frame, which may be memory of the peer's.
-    if not header.lands_whole(payload, view):
+    if not header.lands_whole(payload, view, is_one_of_several=is_one_of_several):
         return BlockRefusedError("bad_checksum", f"block {header.block_index} of lease {header.lease_id}")
     return None

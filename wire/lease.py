@@ -72,6 +72,7 @@ class LeaseSettings:
     block_size: int
     ttl_s: float
     seals_kv: bool = False  # every lease gets a key, and takes sealed blocks only
+    num_receivers: int = 1  # threads that write blocks at a time
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +88,7 @@ class Lease:
     opener: BlockOpener | None  # None: blocks come plain
     state: HandoffState = HandoffState.GRANTED
     received: set[int] = field(default_factory=set)
-    writing: dict[int, memoryview] = field(default_factory=dict)  # by block index: the views that receivers are filling
+    writing: set[int] = field(default_factory=set)  # indices of the blocks that receivers are filling
     commit: Commit | None = None
     committed_s: float = 0.0
     failure: tuple[FailureCode, str] | None = None

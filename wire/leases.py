@@ -13,9 +13,9 @@ the blocks are the handler's from then on) or ``on_lease_rejected`` (its blocks 
 A block that fails one of the last three on a live lease ends the lease, and what is in pool memory is never read. The others are
 dropped and counted: they speak of leases that are over, or come twice, and must not hurt what is.
 
-Thread-safe. The network thread offers, commits, aborts and reaps; receiver threads, one for each way that blocks come by, open and
-close writes. A block has one writer at a time: what comes for it meanwhile is a duplicate. A lease ends when its last writer has
-left. The handler is called without the lock held, on any of these threads.
+Thread-safe. The network thread offers, commits, aborts and reaps; receiver threads, one or several for each way that blocks come
+by, open and close writes. A block has one writer at a time: what comes for it meanwhile is a duplicate. A lease ends when its last
+writer has left. The handler is called without the lock held, on any of these threads.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class LeaseTable:
     # -- the receiver threads --------------------------------------------------------------------------------------
 
     def begin_block(self, header: BlockHeader) -> None:
-        """Open the pool's block for the payload of ``header``; ``finish_block`` must follow. Raises BlockRefusedError."""
+        """Keep the pool's block for the payload of ``header``; ``finish_block`` must follow. Raises BlockRefusedError."""
         with self._lock:
             if header.epoch != self._settings.epoch:
                 raise self._refused("stale_epoch", f"epoch {header.epoch}; this process is {self._settings.epoch}")
@@ -201,7 +201,7 @@ class LeaseTable:
                 header, lease.offer.block_hashes, self._store.block_nbytes, is_sealed=lease.opener is not None
             )
             if refusal is None:
-                lease.writing[header.block_index] = self._store.open_write(lease.block_ids[header.block_index])
+                lease.writing.add(header.block_index)
                 return
             self._counted(refusal)
             self._doom(lease, FailureCode.INTEGRITY, str(refusal))
@@ -212,15 +212,16 @@ class LeaseTable:
         """Write what came (None: not one payload frame) into the pool's block and prove it there. Raises BlockRefusedError."""
         with self._lock:
             lease = self._leases[header.lease_id]
-            block_id, view = lease.block_ids[header.block_index], lease.writing.get(header.block_index)
-        assert view is not None, f"block {header.block_index} of lease {header.lease_id} is finished, but was not begun"
-        # Outside of the lock: nobody else may touch this block now.
-        refusal = land(header, payload, view, lease.opener)
+            block_id, is_begun = lease.block_ids[header.block_index], header.block_index in lease.writing
+        assert is_begun, f"block {header.block_index} of lease {header.lease_id} is finished, but was not begun"
+        # Outside of the lock: nobody else may touch this block now, and a view may have to be waited for.
+        view = self._store.open_write(block_id)
+        refusal = land(header, payload, view, lease.opener, is_one_of_several=self._settings.num_receivers > 1)
         if refusal is not None:
             self._counted(refusal)
         self._store.close_write(block_id)
         with self._lock:
-            del lease.writing[header.block_index]
+            lease.writing.remove(header.block_index)
             if lease.state is HandoffState.ABORTING:
                 pass  # the lease ended during the write; it is settled below
             elif refusal is not None:

@@ -34,7 +34,7 @@ def seal_mismatch(*, decode_seals: bool, prefill_seals: bool) -> str:
 
 
 class BlockSealer:
-    """The sending side of one lease. ``claim`` on one thread, ``seal`` on one thread."""
+    """The sending side of one lease. ``claim`` on one thread, ``seal`` on any, also on several at a time."""
 
     def __init__(self, key: bytes) -> None:
         """Raises ValueError if ``key`` does not have ``KEY_NBYTES``."""
@@ -57,7 +57,7 @@ class BlockSealer:
 
 
 class BlockOpener:
-    """The receiving side of one lease."""
+    """The receiving side of one lease. On any thread, also on several at a time."""
 
     def __init__(self, key: bytes) -> None:
         """Raises ValueError if ``key`` does not have ``KEY_NBYTES``."""

@@ -12,6 +12,8 @@ import zmq
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.seal import BlockSealer
 
+_LOOK_S = 0.02  # how often a wait for a block's bytes looks for the wakeup
+
 
 class SendTicket:
     """One block on its way: queued, then taken by the sender's thread and ZeroMQ, then done. Queued, it can be called off.
@@ -54,20 +56,60 @@ class SendTicket:
         self._is_over = self._is_over or self._tracker is None
 
 
+class Reader(Protocol):
+    """Who reads a block's memory, for as long as it is not done (a ticket)."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the memory may be written again."""
+
+
+class LateBytes(Protocol):
+    """A block's bytes on their way to the host's memory (:class:`kvrelay.engine.staging.StagedRead`)."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many there will be."""
+
+    def wait(self, reader: Reader, timeout_s: float) -> memoryview | None:
+        """All of them, in memory that does not change until ``reader`` is done; None if there is no memory for them in time.
+
+        Never on the network thread. Raises what the copy failed with: nothing may be sent then.
+        """
+
+
 class SendJob(msgspec.Struct, frozen=True):
-    """A block that waits to be sent. Its payload's memory does not change until the ticket is done."""
+    """A block that waits to be sent. Its payload does not change until the ticket is done."""
 
     ticket: SendTicket
     header: BlockHeader
-    payload: memoryview
+    payload: memoryview | LateBytes
     sealer: BlockSealer | None
+
+    def bytes(self, wakeup: Wakeup) -> memoryview | None:
+        """What to send, once it is there; the ticket must be taken. None if ``wakeup`` came first.
+
+        On a sender's thread, just before it reads them: meanwhile later blocks are on their way.
+        """
+        if isinstance(self.payload, memoryview):
+            return self.payload
+        while not wakeup.is_set:
+            if (view := self.payload.wait(self.ticket, _LOOK_S)) is not None:
+                return view
+        return None
 
 
 class Line(Protocol):
-    """One connection to a decode worker's pool. Only the sender's thread calls it."""
+    """One connection to a decode worker's pool. Only one thread of the sender's calls it."""
+
+    def has_room(self) -> bool:
+        """Wait until a block would leave at once; False if the wakeup comes first.
+
+        Raises PeerLostError if the other side is gone for good.
+        """
 
     def ship(self, job: SendJob) -> bool:
-        """Wait for room, take the block and send it, or leave it if it was called off.
+        """Take the block and send it, or leave it if it was called off. There is room for it.
 
         False if the wakeup came first: nothing more will be sent. Raises PeerLostError if the other side is gone for good.
         """
@@ -77,7 +119,7 @@ class Line(Protocol):
 
 
 class Wakeup:
-    """Ends the waits of one thread, for good: a descriptor that can be read from ``set`` on. ``close`` it behind the thread."""
+    """Ends the waits of threads, for good: a descriptor that can be read from ``set`` on. ``close`` it behind the threads."""
 
     def __init__(self) -> None:
         self._readable, self._writable = os.pipe()
@@ -88,7 +130,7 @@ class Wakeup:
         return self._readable
 
     def set(self) -> None:
-        """On any thread, once."""
+        """On any thread, a few times at the most."""
         self.is_set = True
         os.write(self._writable, b"\0")
 

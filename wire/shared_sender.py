@@ -86,20 +86,29 @@ class SharedLine:
             raise
         return cls(connection, ring, metrics, wakeup)
 
+    def has_room(self) -> bool:
+        """See Line: a slot is free."""
+        while not self._wakeup.is_set:
+            if self._free:
+                return True
+            if self._wakeup.fileno() not in dict(self._readable.poll()):
+                self._take_back()
+        return False
+
     def ship(self, job: SendJob) -> bool:
         """See Line. The payload's memory is not read any more when this returns."""
-        if not self._has_slot():
-            return False
         if not job.ticket.take():
             return True
+        if (payload := job.bytes(self._wakeup)) is None:
+            return False
         slot = self._free.pop()
         memory = self._ring.slots[slot]
         if job.sealer is None:
-            frame = job.header.pack_copying(job.payload, memory[: len(job.payload)])
+            frame = job.header.pack_copying(payload, memory[: len(payload)])
         else:
-            frame = job.sealer.seal(job.header, job.payload, memory[: len(job.payload) + TAG_NBYTES])
+            frame = job.sealer.seal(job.header, payload, memory[: len(payload) + TAG_NBYTES])
         self._blocks_sent.inc()
-        self._bytes_sent.inc(len(job.payload))
+        self._bytes_sent.inc(len(payload))
         job.ticket.end()
         return self._send(pack_block(slot, frame))
 
@@ -107,15 +116,6 @@ class SharedLine:
         """See Line. The receiver finishes what it has been told of; the memory is its own by then."""
         self._connection.close()
         self._ring.close()
-
-    def _has_slot(self) -> bool:
-        """Wait for a free slot; False if the wakeup comes first. Raises PeerLostError."""
-        while not self._wakeup.is_set:
-            if self._free:
-                return True
-            if self._wakeup.fileno() not in dict(self._readable.poll()):
-                self._take_back()
-        return False
 
     def _take_back(self) -> None:
         """Take the slots that one packet brings. Raises PeerLostError."""

@@ -32,7 +32,7 @@ from kvrelay.wire.messages import (
 )
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import KEY_NBYTES, BlockSealer
-from kvrelay.wire.send_job import SendTicket
+from kvrelay.wire.send_job import LateBytes, SendTicket
 
 Key = tuple[str, int]
 
@@ -47,7 +47,7 @@ class MessageSender(Protocol):
 class FrameSender(Protocol):
     """A data link (kvrelay.wire.block_sender.BlockSender)."""
 
-    def send(self, header: BlockHeader, payload: memoryview, sealer: BlockSealer | None) -> SendTicket:
+    def send(self, header: BlockHeader, payload: memoryview | LateBytes, sealer: BlockSealer | None) -> SendTicket:
         """Queue a block, sealed if there is a sealer."""
 
 
@@ -63,8 +63,8 @@ class DecodeLink:
 class ReadableStore(Protocol):
     """The pool's bytes, as a transfer sees them (see kvrelay.engine.interface.BlockStore)."""
 
-    def open_read(self, block_id: int) -> memoryview:
-        """The block's bytes."""
+    def open_read(self, block_id: int) -> memoryview | LateBytes:
+        """The block's bytes, there already or on their way."""
 
     def close_read(self, block_id: int) -> None:
         """The bytes are no longer read."""
@@ -260,7 +260,7 @@ class TransferTable:
                 lease_id=grant.lease_id,
                 epoch=grant.epoch,
                 block_index=index,
-                payload_nbytes=len(payload),
+                payload_nbytes=payload.nbytes,
                 block_hash=transfer.offer.block_hashes[index],
             )
             try:

@@ -11,7 +11,7 @@ from gpu_parts.kernel_names import Kernel
 from gpu_parts.paged import random_pool
 from gpu_parts.running import Context, Finding
 from gpu_parts.sizes import BLOCK_SIZE
-from kvrelay.kernels import add_rms_norm, apply_penalties, rms_norm, rotary_kv_write, silu_mul
+from kvrelay.kernels import NewTokens, add_rms_norm, apply_penalties, rms_norm, rotary_kv_write, silu_mul
 
 _EPS = 1e-5
 
@@ -69,7 +69,7 @@ def check_rotary(context: Context) -> Iterator[Finding]:
 
 
 def check_penalties(context: Context) -> Iterator[Finding]:
-    """Named entries change as they should, all others not at all."""
+    """Named entries change as they should, all others not at all; the device counts a token as the host would."""
     (num_rows, vocab), generator, device = context.sizes.sampling_batches[0], context.generator(), context.device
     logits = torch.randn(num_rows, vocab, device=device, generator=generator) * 4
     entries = torch.randperm(num_rows * vocab, device=device, generator=generator)[: num_rows * vocab // 50 + 5]
@@ -85,6 +85,25 @@ def check_penalties(context: Context) -> Iterator[Finding]:
     is_other = torch.ones_like(logits, dtype=torch.bool)
     is_other[rows, tokens] = False
     yield identical(Kernel.PENALTIES, "all others", logits[is_other], before[is_other])
+    # Of each row's first entry one occurrence is new: the only one, which has no entry then, or one of two.
+    order = rows.argsort(stable=True)
+    rows, tokens, counts = rows[order], tokens[order], counts[order]
+    starts = torch.searchsorted(rows, torch.arange(num_rows + 1, device=device))
+    firsts = starts[:-1][starts[1:] > starts[:-1]]
+    counts[firsts] = 1 + torch.arange(len(firsts), device=device).int() % 2  # of one occurrence, and of two
+    by_host, by_device = before.clone(), before.clone()
+    apply_penalties(by_host, rows, tokens, counts, repetition, presence, frequency)
+    new_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    num_new = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    new_tokens[rows[firsts]], num_new[rows[firsts]] = tokens[firsts], 1
+    counts[firsts] -= 1
+    is_known = torch.ones_like(rows, dtype=torch.bool)
+    is_known[firsts] = counts[firsts] > 0
+    rows, tokens, counts = rows[is_known], tokens[is_known], counts[is_known]
+    starts = torch.searchsorted(rows, torch.arange(num_rows + 1, device=device)).int()
+    new = NewTokens(new_tokens, num_new, starts)
+    apply_penalties(by_device, rows, tokens, counts, repetition, presence, frequency, new)
+    yield identical(Kernel.PENALTIES, "counted on the device", by_device, by_host)
 
 
 def _randn(context: Context, generator: torch.Generator, *sizes: int) -> torch.Tensor:

@@ -37,15 +37,24 @@ def decode_attention_bytes(shape: ModelShape, batch: int, context: int, itemsize
     return batch * (context * kv_bytes + 2 * shape.num_q_heads * shape.head_dim * shape.itemsize)
 
 
+def linear_bytes(num_rows: int, num_outs: int, num_ins: int, weight_itemsize: int) -> int:
+    """Bytes of a product: the weight, and the rows that go in and come out, in 16 bits."""
+    return num_outs * num_ins * weight_itemsize + 2 * num_rows * (num_ins + num_outs)
+
+
 def prefill_attention_flops(shape: ModelShape, new: int, cached: int) -> int:
     """Operations of one layer's causal attention: a query sees itself, what is cached and what is new before it."""
     num_pairs = new * cached + new * (new + 1) // 2
     return 4 * shape.num_q_heads * shape.head_dim * num_pairs
 
 
-def decode_step_bytes(shape: ModelShape, batch: int, context: int) -> int:
-    """Bytes of a decode step: all matrices once (of the embedding only ``batch`` rows), and everybody's keys and values."""
-    weights = (shape.num_layer_weights + shape.num_head_weights + batch * shape.hidden_size) * shape.itemsize
+def decode_step_bytes(shape: ModelShape, batch: int, context: int, layer_itemsize: int | None = None) -> int:
+    """Bytes of a decode step: all matrices once (of the embedding only ``batch`` rows), and everybody's keys and values.
+
+    ``layer_itemsize``: bytes of a weight of the layers, if not the model's.
+    """
+    weights = (shape.num_head_weights + batch * shape.hidden_size) * shape.itemsize
+    weights += shape.num_layer_weights * (layer_itemsize or shape.itemsize)
     return weights + batch * context * shape.kv_bytes_per_token
 
 

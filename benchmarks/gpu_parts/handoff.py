@@ -1,7 +1,7 @@
 """A hand-off of a long prompt's KV between two processes that share the device: each way, from pool to pool, proved.
 
 The way of a block is device, pinned memory, socket or shared memory, pinned memory, device; the copies between device and pinned
-memory bound it. Leases, transfers and both ends are kvrelay's own, driven as in :mod:`handoff_ways`.
+memory run beside the others, and bound it. Leases, transfers and both ends are kvrelay's own, driven as in :mod:`handoff_ways`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gpu_parts.rows import Against, Goal, Row, Unit
 from gpu_parts.running import Context, Fact, Finding
 from gpu_parts.sizes import BLOCK_SIZE
 from kvrelay.common.memory import keep_freed_memory
+from kvrelay.engine.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv_pool import KvPool
 from kvrelay.engine.model_config import parse_config
 
@@ -116,9 +117,11 @@ def _round_sizes(context: Context) -> RoundSizes:
 
 def _pool(context: Context, num_blocks: int) -> KvPool:
     config = parse_config(context.sizes.shape.config(), "the benchmark's model")
-    return KvPool(config, num_blocks, BLOCK_SIZE, context.dtype, context.device)
+    staging = StagingPlan(CudaCopies(context.device)) if context.device.type == "cuda" else None
+    return KvPool(config, num_blocks, BLOCK_SIZE, context.dtype, context.device, staging=staging)
 
 
 def _digest(pool: KvPool, num_blocks: int) -> str:
+    pool.order_steps()
     kept = pool.tensor[:num_blocks].cpu().view(-1).view(torch.uint8)
     return xxhash.xxh3_128_hexdigest(kept.numpy().data)

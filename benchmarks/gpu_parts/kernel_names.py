@@ -11,6 +11,7 @@ class Kernel(enum.StrEnum):
     DECODE = "decode attention"
     PREFILL = "prefill attention"
     FP8 = "attention over fp8 KV"
+    LINEAR = "linears with 8-bit weights"
     NORM = "norm"
     ROTARY = "rotary and KV write"
     ACTIVATION = "activation"

@@ -21,6 +21,7 @@ CHECKS: dict[Kernel, Section] = {
     Kernel.DECODE: Section("check-decode", "gpu_parts.check_attention:check_decode_attention", 25),
     Kernel.PREFILL: Section("check-prefill", "gpu_parts.check_attention:check_prefill_attention", 40),
     Kernel.FP8: Section("check-fp8", "gpu_parts.check_attention:check_fp8", 30),
+    Kernel.LINEAR: Section("check-linear", "gpu_parts.check_linear:check_linear", 35),
     Kernel.MODEL: Section("check-model", "gpu_parts.check_model:check_model", 45),
 }
 FIGURES: tuple[Section, ...] = (
@@ -30,6 +31,8 @@ FIGURES: tuple[Section, ...] = (
     Section("decode-attention-fp8", "gpu_parts.attention:measure_decode_fp8", 35, (Kernel.DECODE, Kernel.FP8)),
     Section("prefill-attention", "gpu_parts.attention:measure_prefill", 70, (Kernel.PREFILL,)),
     Section("sampling", "gpu_parts.sampling:measure_sampling", 20, (Kernel.SAMPLING, Kernel.PENALTIES)),
+    Section("linears", "gpu_parts.linears:measure_linears", 35, (Kernel.LINEAR,)),
+    Section("decode-step-int8", "gpu_parts.steps:measure_decode_steps_int8", 45, (*_OF_A_STEP, Kernel.LINEAR)),
     Section("handoff", "gpu_parts.handoff:measure_handoff", 45),
     Section("ttft", "gpu_parts.ttft:measure_ttft", 70, _OF_A_STEP),
     Section("batching", "gpu_parts.batching:measure_ours", 45, _OF_A_STEP),

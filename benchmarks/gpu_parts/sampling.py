@@ -36,10 +36,13 @@ def measure_sampling(context: Context) -> Iterator[Finding]:
 
         def both(
             logits: torch.Tensor = logits,
-            entries: tuple[torch.Tensor, ...] = (rows, entries, counts, *penalties),
+            of: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (rows, entries, counts),
+            penalties: list[torch.Tensor] = penalties,
             filters: tuple[torch.Tensor, ...] = (*filters, uniforms),
         ) -> torch.Tensor:
-            apply_penalties(logits, *entries)  # changes them a little more each time, which costs nothing
+            repetition, presence, frequency = penalties
+            # It changes them a little more each time, which costs nothing.
+            apply_penalties(logits, *of, repetition, presence, frequency)
             return sample(logits, *filters)
 
         yield Row(

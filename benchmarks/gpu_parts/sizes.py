@@ -40,6 +40,17 @@ class ModelShape:
         return self.hidden_size * self.vocab_size
 
     @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of a layer's fused matrices."""
+        q_size, kv_size = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "QKV": (q_size + 2 * kv_size, self.hidden_size),
+            "o": (self.hidden_size, q_size),
+            "gate-up": (2 * self.intermediate_size, self.hidden_size),
+            "down": (self.hidden_size, self.intermediate_size),
+        }
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
         return self.num_layers * self.kv_bytes_per_token_and_layer
@@ -95,6 +106,7 @@ class Sizes:
     check_window: int  # of the sliding windows among them
     check_blocks: int  # blocks of its pool; on a GPU enough that offsets exceed 32 bits
     check_rows: int  # tokens of the numerics' elementwise kernels
+    linear_rows: tuple[int, ...]  # of the products with 8-bit weights
     check_draws: int  # of the sampling's distribution
     decode_cells: tuple[tuple[int, int], ...]  # (sequences, context)
     prefill_cells: tuple[tuple[int, int], ...]  # (new tokens, cached tokens before them)
@@ -148,6 +160,7 @@ def full_sizes() -> Sizes:
         check_window=300,
         check_blocks=2560,  # of 2 ** 20 elements
         check_rows=513,
+        linear_rows=(1, 16, 64),
         check_draws=64 * 128,
         decode_cells=tuple((batch, context) for batch in (1, 16, 64, 256) for context in (1024, 4096, 32768)),
         prefill_cells=(
@@ -187,6 +200,7 @@ def dry_sizes() -> Sizes:
         check_window=7,
         check_blocks=8,
         check_rows=3,
+        linear_rows=(1, 3),
         check_draws=12,
         decode_cells=((2, 20),),
         prefill_cells=((24, 0), (8, 16)),

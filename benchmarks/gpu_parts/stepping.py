@@ -33,7 +33,13 @@ _COPIED_AT_ONCE = 512
 
 
 def load_engine(
-    context: Context, num_blocks: int, *, max_num_seqs: int, max_batched_tokens: int, decodes: bool
+    context: Context,
+    num_blocks: int,
+    *,
+    max_num_seqs: int,
+    max_batched_tokens: int,
+    decodes: bool,
+    weight_format: str = "full",
 ) -> TorchEngine:
     """The run's model on the device that is measured, as a worker with such a scheduler loads it."""
     directory = model_directory(context)
@@ -45,6 +51,7 @@ def load_engine(
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
         decodes=decodes,
+        weight_format=weight_format,
         num_threads=1,
     )
     return TorchEngine.load(options, lambda done, total: None)
@@ -140,9 +147,8 @@ class PrefillDriver:
         self._vocab_size = card.vocab_size
         self._root = root_hash(card.layout.fingerprint())
         self._blocks = BlockManager(card.num_blocks, card.layout.block_size)
-        scheduler = PrefillScheduler(
-            PrefillSchedulerSettings(max_batched_tokens=chunk), self._blocks, card.max_model_len
-        )
+        settings = PrefillSchedulerSettings(max_batched_tokens=chunk, ttft_budget_ms=0)  # every step is a whole chunk
+        scheduler = PrefillScheduler(settings, self._blocks, card.max_model_len)
         self._worker = PrefillModelWorker(engine, scheduler, _metrics(self._blocks), self._hear)
         self._random = torch.Generator().manual_seed(seed)
         self._num_added = 0

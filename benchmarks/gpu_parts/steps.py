@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
@@ -26,18 +26,38 @@ _PREFILL_GOAL = Goal("≤ 1.5x the floor", Against.FLOOR, 1.5)
 
 def measure_decode_steps(context: Context) -> Iterator[Finding]:
     """Greedy steps as the decode worker's model thread makes them, on the wall; and the share in which the device idles."""
+    yield from _decode_steps(context, context.sizes.steps, "full")
+
+
+def measure_decode_steps_int8(context: Context) -> Iterator[Finding]:
+    """The same over 8-bit weights, for the batches that are small enough for weights to be most of a step's bytes."""
+    if context.device.type != "cuda":
+        yield Row(
+            "decode step, int8 weights", Unit.SECONDS, None, note="needs a GPU: the model of a dry run is in fp32"
+        )
+        return
+    yield from _decode_steps(context, context.sizes.steps[:-1], "int8")
+
+
+def _decode_steps(context: Context, steps: Sequence[tuple[int, int]], weight_format: str) -> Iterator[Finding]:
     sizes = context.sizes
+    suffix = "" if weight_format == "full" else f", {weight_format} weights"
     growth = sizes.num_steps + 2 * _WARM_UPS + _PROFILED_STEPS
-    num_blocks = max(batch * -(-(length + growth) // BLOCK_SIZE) for batch, length in sizes.steps) + 8
-    max_num_seqs = max(batch for batch, _ in sizes.steps)
+    num_blocks = max(batch * -(-(length + growth) // BLOCK_SIZE) for batch, length in steps) + 8
+    max_num_seqs = max(batch for batch, _ in steps)
     max_batched_tokens = max(512, max_num_seqs)
     engine = load_engine(
-        context, num_blocks, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens, decodes=True
+        context,
+        num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        decodes=True,
+        weight_format=weight_format,
     )
     yield Note(f"loaded, {context.remaining_s:.0f} s left")
     fill_pool(engine, context.generator())
     yield Note(f"{num_blocks} blocks of random K/V")
-    for batch, length in sizes.steps:
+    for batch, length in steps:
         driver = DecodeDriver(
             engine, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens, seed=context.seed
         )
@@ -47,17 +67,18 @@ def measure_decode_steps(context: Context) -> Iterator[Finding]:
             driver.step()
         steps_s = [driver.step() for _ in range(sizes.num_steps)]
         step_s = statistics.median(steps_s)
-        nbytes = decode_step_bytes(sizes.shape, batch, length + _WARM_UPS + sizes.num_steps // 2)
+        layer_itemsize = None if weight_format == "full" else 1
+        nbytes = decode_step_bytes(sizes.shape, batch, length + _WARM_UPS + sizes.num_steps // 2, layer_itemsize)
         slowest = statistics.quantiles(steps_s, n=20)[-1]
         yield Row(
-            f"decode step, {batch} x {length:,}",
+            f"decode step{suffix}, {batch} x {length:,}",
             Unit.SECONDS,
             step_s,
             None if context.limits is None else context.limits.bytes_s(nbytes),
             (_STEP_GOAL,),
             note=f"greedy, on the wall; p95 {slowest * 1e3:.2f} ms; {nbytes / 1e9:.2f} GB",
         )
-        yield _gap_row(context, f"device idle between decode steps, {batch} x {length:,}", driver, step_s)
+        yield _gap_row(context, f"device idle between decode steps{suffix}, {batch} x {length:,}", driver, step_s)
         driver.clear()
     if sizes.num_steps and context.limits is not None:
         yield Note("floors: weights without the embedding, and all K/V, over the copy bandwidth")

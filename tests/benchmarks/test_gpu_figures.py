@@ -12,6 +12,7 @@ from gpu_parts.floors import (
     Limits,
     decode_attention_bytes,
     decode_step_bytes,
+    linear_bytes,
     prefill_attention_flops,
     prefill_flops,
 )
@@ -32,6 +33,13 @@ def test_the_model_has_the_shape_of_llama_3_8b() -> None:
 @pytest.mark.parametrize(("batch", "context", "floor_ms"), [(1, 1024, 3.5), (32, 1024, 4.5), (128, 4096, 19.5)])
 def test_floors_of_decode_steps_are_those_of_the_plan(batch: int, context: int, floor_ms: float) -> None:
     assert 1e3 * LIMITS.bytes_s(decode_step_bytes(LLAMA_3_8B, batch, context)) == pytest.approx(floor_ms, rel=0.02)
+
+
+def test_weights_in_8_bits_halve_what_the_layers_read() -> None:
+    full, small = (decode_step_bytes(LLAMA_3_8B, 1, 1024, itemsize) for itemsize in (None, 1))
+    assert full - small == LLAMA_3_8B.num_layer_weights
+    assert sum(outs * ins for outs, ins in LLAMA_3_8B.linears.values()) * 32 == LLAMA_3_8B.num_layer_weights
+    assert linear_bytes(3, 10, 20, 1) == 200 + 3 * (10 + 20) * 2
 
 
 def test_floor_of_prefill_is_that_of_the_plan() -> None:

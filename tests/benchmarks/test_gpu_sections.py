@@ -16,8 +16,10 @@ from gpu_parts import (
     batching,
     check_attention,
     check_elementwise,
+    check_linear,
     check_sampling,
     limits,
+    linears,
     model_dir,
     sampling,
     steps,
@@ -57,6 +59,7 @@ def found(run: Run, context: Context) -> list[Finding]:
         (check_attention.check_decode_attention, Kernel.DECODE),
         (check_attention.check_prefill_attention, Kernel.PREFILL),
         (check_attention.check_fp8, Kernel.FP8),
+        (check_linear.check_linear, Kernel.LINEAR),
     ],
 )
 def test_kernels_are_right(run: Run, kernel: Kernel, context: Context) -> None:
@@ -74,7 +77,9 @@ def test_kernels_are_right(run: Run, kernel: Kernel, context: Context) -> None:
         attention.measure_decode_fp8,
         attention.measure_prefill,
         sampling.measure_sampling,
+        linears.measure_linears,
         steps.measure_decode_steps,
+        steps.measure_decode_steps_int8,
         steps.measure_prefill_steps,
         ttft.measure_ttft,
     ],

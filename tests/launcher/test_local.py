@@ -211,7 +211,9 @@ def test_what_is_local_is_asked_by_plain_http() -> None:
 
 
 def test_a_plan_wires_the_components_together() -> None:
-    settings = LocalSettings(model="/models/tiny", prefill=2, decode=1, max_batched_tokens=256, log_level="error")
+    settings = LocalSettings(
+        model="/models/tiny", prefill=2, decode=1, max_batched_tokens=256, ttft_budget_ms=250, log_level="error"
+    )
     plan = planned(settings)
     assert list(plan.admin_urls) == ["prefill-0", "prefill-1", "decode-0", "gateway"]
     assert plan.url == plan.admin_urls["gateway"] == "http://127.0.0.1:8000"
@@ -225,6 +227,7 @@ def test_a_plan_wires_the_components_together() -> None:
     assert first.address != second.address
     assert (first.model.model, first.model.threads) == ("/models/tiny", 2)  # 8 cores, 3 workers
     assert first.scheduler.max_batched_tokens == 256
+    assert first.scheduler.ttft_budget_ms == 250
     assert prefill_0.ready_url == f"http://127.0.0.1:{first.admin_port}/health/ready"
     assert prefill_0.environment["OMP_NUM_THREADS"] == "2"
 

@@ -10,6 +10,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -110,7 +111,7 @@ def unknown_lease(sender: BlockSender, header: BlockHeader, payload: memoryview,
 
 
 def prefill_worker(
-    registry: CollectorRegistry, *, seal_kv: bool = False, place: SharedPlace | None = None
+    registry: CollectorRegistry, *, seal_kv: bool = False, place: SharedPlace | None = None, data_sockets: int = 1
 ) -> PrefillWorker:
     return PrefillWorker(
         FakeEngine(fake_card()),
@@ -122,6 +123,7 @@ def prefill_worker(
         transfer_settings=TransferSettings(verify_timeout_s=0.5),
         seal_kv=seal_kv,
         shared_memory=place,
+        data_sockets=data_sockets,
     )
 
 
@@ -132,6 +134,7 @@ def decode_worker(
     *,
     seal_kv: bool = False,
     place: SharedPlace | None = None,
+    data_sockets: int = 1,
 ) -> DecodeWorker:
     return DecodeWorker(
         FakeEngine(fake_card(model_id=model_id), gate or (lambda rows: None)),
@@ -143,6 +146,7 @@ def decode_worker(
         link_settings=LINKS,
         seal_kv=seal_kv,
         shared_memory=place,
+        data_sockets=data_sockets,
     )
 
 
@@ -189,7 +193,11 @@ async def generate(relay: Relay, name: str, tokens: list[int], max_tokens: int) 
     return output
 
 
-PLACES = {"tcp": None, "shared_memory": SharedPlace()}  # by the path that blocks take
+WAYS: dict[str, dict[str, Any]] = {  # of blocks, as workers' arguments
+    "tcp": {},
+    "tcp over 3 sockets": {"data_sockets": 3},
+    "shared_memory": {"place": SharedPlace()},
+}
 
 
 def sent_over(registry: CollectorRegistry) -> set[str]:
@@ -209,9 +217,9 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("path", PLACES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cause", LIES)
-async def test_a_lie_is_refused_counted_and_survived(cause: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lie_is_refused_counted_and_survived(cause: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     liar = Liar(LIES[cause])
 
     def send(sender: BlockSender, header: BlockHeader, payload: memoryview, sealer: Sealer) -> SendTicket:
@@ -220,11 +228,14 @@ async def test_a_lie_is_refused_counted_and_survived(cause: str, path: str, monk
     monkeypatch.setattr(BlockSender, "send", send)
     prompt = random.Random(1).choices(range(VOCAB), k=30)
     registries = [CollectorRegistry() for _ in range(3)]
-    decodes = [decode_worker(registry, place=PLACES[path]) for registry in registries[:2]]
-    async with gateway([prefill_worker(registries[2], place=PLACES[path])], decodes) as relay:
+    decodes = [decode_worker(registry, **WAYS[way]) for registry in registries[:2]]
+    prefill = prefill_worker(registries[2], **WAYS[way])
+    async with gateway([prefill], decodes) as relay:
         assert await generate(relay, "a", prompt, 12) == expected_output(prompt, 12, VOCAB)
+        senders = [peer._sender for peer in prefill._links._peers.values() if peer._sender is not None]
+        assert {sender._max_lines for sender in senders} == {WAYS[way].get("data_sockets", 1)}
     assert liar.lie is None, "the lie was never told"
-    assert sent_over(registries[2]) == {path}
+    assert sent_over(registries[2]) == {way.partition(" ")[0]}
     labels = {"cause": cause.strip()}
     refused = [registry.get_sample_value("kvrelay_refused_kv_blocks_total", labels) for registry in registries[:2]]
     assert sorted(count or 0 for count in refused) == [0, 1]
@@ -273,10 +284,10 @@ SEALED_LIES = {
 }
 
 
-@pytest.mark.parametrize("path", PLACES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cause", SEALED_LIES)
 async def test_a_sealed_lie_is_refused_counted_and_survived(
-    cause: str, path: str, monkeypatch: pytest.MonkeyPatch
+    cause: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     liar = Liar(SEALED_LIES[cause])
 
@@ -286,12 +297,11 @@ async def test_a_sealed_lie_is_refused_counted_and_survived(
     monkeypatch.setattr(BlockSender, "send", send)
     prompt = random.Random(1).choices(range(VOCAB), k=30)
     registries = [CollectorRegistry() for _ in range(3)]
-    place = PLACES[path]
-    decodes = [decode_worker(registry, seal_kv=True, place=place) for registry in registries[:2]]
-    async with gateway([prefill_worker(registries[2], seal_kv=True, place=place)], decodes) as relay:
+    decodes = [decode_worker(registry, seal_kv=True, **WAYS[way]) for registry in registries[:2]]
+    async with gateway([prefill_worker(registries[2], seal_kv=True, **WAYS[way])], decodes) as relay:
         assert await generate(relay, "a", prompt, 12) == expected_output(prompt, 12, VOCAB)
     assert liar.lie is None, "the lie was never told"
-    assert sent_over(registries[2]) == {path}
+    assert sent_over(registries[2]) == {way.partition(" ")[0]}
     labels = {"cause": cause.strip()}
     refused = [registry.get_sample_value("kvrelay_refused_kv_blocks_total", labels) for registry in registries[:2]]
     assert sorted(count or 0 for count in refused) == [0, 1]

@@ -204,6 +204,7 @@ async def test_other_policies_know_no_prefixes(policy: str) -> None:
         output, _ = await c.generate("a", prompt, 12)
         await c.settled()
         await c.generate("b", [*prompt, *output, *tokens(2, 3)], 12)
+        await c.settled()
         assert sum(c.values("kvrelay_handoffs_total", outcome="verified")) == 4  # two, counted on both sides
 
 

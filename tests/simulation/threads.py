@@ -105,7 +105,14 @@ class SimReceiver:
     """For :class:`kvrelay.wire.data_plane.BlockReceiver`: the write of a block takes a moment, in which anything may happen."""
 
     def __init__(
-        self, address: str, leases: LeaseTable, block_nbytes: int, *, context: SimContext, gate: None = None
+        self,
+        address: str,
+        leases: LeaseTable,
+        block_nbytes: int,
+        *,
+        context: SimContext,
+        gate: None = None,
+        num_threads: int = 1,
     ) -> None:
         self.address = address
         self.process = current_process()

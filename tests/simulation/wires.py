@@ -162,6 +162,9 @@ class SimContext:
 
     wires: Wires  # set by a world's subclass
 
+    def __init__(self, io_threads: int = 1) -> None:
+        """Whose threads nobody has."""
+
     def socket(self, kind: int) -> SimSocket:
         """For ``Context.socket``."""
         return SimSocket(self.wires, current_process(), kind)

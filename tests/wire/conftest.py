@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 import zmq
 
+from kvrelay.wire.sockets import num_network_threads
+
 from .links import Net
 from .rig import Rig
+
+NUM_SOCKETS = 3
 
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     """Says which test leaves a socket open, and closes it: a failed test must not hang the run."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=num_network_threads(NUM_SOCKETS))
     context.socket(zmq.PAIR).close()  # what it opens for itself is open from here on
     yield context
     left_open = [socket for socket in context._sockets if not socket.closed]
@@ -23,30 +28,38 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     assert left_open == []
 
 
-@pytest.fixture(params=["tcp", "shared_memory"])
-def path(request: pytest.FixtureRequest) -> str:
-    """How blocks go."""
-    return str(request.param)
+@pytest.fixture(params=[1, NUM_SOCKETS], ids=["1_socket", f"{NUM_SOCKETS}_sockets"])
+def num_sockets(request: pytest.FixtureRequest) -> int:
+    """Data sockets of a link, and receiving threads."""
+    return int(request.param)
+
+
+@pytest.fixture(params=["tcp", "tcp_3_sockets", "shared_memory"])
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """How blocks go, as a rig's arguments."""
+    if request.param == "tcp_3_sockets":
+        return {"path": "tcp", "num_sockets": NUM_SOCKETS}
+    return {"path": request.param}
 
 
 @pytest.fixture
-def rig(context: zmq.Context[zmq.Socket[bytes]], path: str) -> Iterator[Rig]:
-    rig = Rig(context, "tcp://127.0.0.1:0", path=path)
+def rig(context: zmq.Context[zmq.Socket[bytes]], way: dict[str, Any]) -> Iterator[Rig]:
+    rig = Rig(context, "tcp://127.0.0.1:0", **way)
     yield rig
     rig.close()
 
 
 @pytest.fixture
-def tcp_rig(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Rig]:
+def tcp_rig(context: zmq.Context[zmq.Socket[bytes]], num_sockets: int) -> Iterator[Rig]:
     """For what only a data socket can be sent."""
-    rig = Rig(context, "tcp://127.0.0.1:0")
+    rig = Rig(context, "tcp://127.0.0.1:0", num_sockets=num_sockets)
     yield rig
     rig.close()
 
 
 @pytest.fixture
-def sealed_rig(context: zmq.Context[zmq.Socket[bytes]], path: str) -> Iterator[Rig]:
-    rig = Rig(context, "tcp://127.0.0.1:0", seals_kv=True, path=path)
+def sealed_rig(context: zmq.Context[zmq.Socket[bytes]], way: dict[str, Any]) -> Iterator[Rig]:
+    rig = Rig(context, "tcp://127.0.0.1:0", seals_kv=True, **way)
     yield rig
     rig.close()
 

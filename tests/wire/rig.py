@@ -188,9 +188,11 @@ class Rig:
         *,
         seals_kv: bool = False,
         path: str = "tcp",
+        num_sockets: int = 1,
     ) -> None:
         self.seals_kv = seals_kv
         self.path = path
+        self.num_sockets = num_sockets
         self.context = context
         self.clock = Clock()
         self.registry = CollectorRegistry()
@@ -201,14 +203,21 @@ class Rig:
         self.store = CountingStore(num_blocks)
         self.lease_ends = LeaseEnds()
         self.leases = WatchedLeases(
-            LeaseSettings(epoch=EPOCH, fingerprint=FINGERPRINT, block_size=BLOCK_SIZE, ttl_s=TTL_S, seals_kv=seals_kv),
+            LeaseSettings(
+                epoch=EPOCH,
+                fingerprint=FINGERPRINT,
+                block_size=BLOCK_SIZE,
+                ttl_s=TTL_S,
+                seals_kv=seals_kv,
+                num_receivers=num_sockets,
+            ),
             LeaseBlocks(self.manager),
             self.store,
             self.lease_ends,
             self.decode_metrics,
             self.clock,
         )
-        self.receiver = BlockReceiver(address, self.leases, BLOCK_NBYTES, context=context)
+        self.receiver = BlockReceiver(address, self.leases, BLOCK_NBYTES, context=context, num_threads=num_sockets)
         self.receiver.start()
         self.shared = SharedReceiver(SharedPlace(), self.leases, BLOCK_NBYTES, self.decode_metrics)
         self.shared.start()
@@ -227,7 +236,15 @@ class Rig:
         is_shared = address is None and self.path == "shared_memory"
         shared = SharedTarget(self.shared.name, SharedPlace(), BLOCK_NBYTES) if is_shared else None
         address = address or self.receiver.address
-        self.senders.append(BlockSender(address, metrics=self.prefill_metrics, context=self.context, shared=shared))
+        self.senders.append(
+            BlockSender(
+                address,
+                metrics=self.prefill_metrics,
+                context=self.context,
+                shared=shared,
+                num_sockets=self.num_sockets,
+            )
+        )
         line = ControlLine()
         return DecodeLink(line, self.senders[-1], self.seals_kv), line
 

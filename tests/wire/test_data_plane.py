@@ -19,7 +19,7 @@ from kvrelay.wire.data_plane import BlockReceiver, TcpLine
 from kvrelay.wire.errors import WireError
 from kvrelay.wire.messages import FailureCode, Grant, Timings
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.send_job import SendTicket
+from kvrelay.wire.send_job import SendTicket, Wakeup
 
 from .rig import assert_done_soon
 
@@ -31,8 +31,8 @@ def header_for(payload: Any, index: int = 0) -> BlockHeader:
     return BlockHeader(lease_id=1, epoch=1, block_index=index, payload_nbytes=len(payload), block_hash=b"h" * 16)
 
 
-def sender_to(context: Any, address: str) -> BlockSender:
-    return BlockSender(address, metrics=WireMetrics(CollectorRegistry()), context=context)
+def sender_to(context: Any, address: str, num_sockets: int = 1) -> BlockSender:
+    return BlockSender(address, metrics=WireMetrics(CollectorRegistry()), context=context, num_sockets=num_sockets)
 
 
 @pytest.fixture
@@ -41,11 +41,11 @@ def rig(tcp_rig: Any) -> Any:
 
 
 @pytest.mark.parametrize("nbytes", [1, 512, BIG_NBYTES])
-def test_the_ticket_is_done_when_the_block_is_out(context: Any, nbytes: int) -> None:
+def test_the_ticket_is_done_when_the_block_is_out(context: Any, num_sockets: int, nbytes: int) -> None:
     with context.socket(zmq.ROUTER) as peer:
         peer.linger = 0
         port = peer.bind_to_random_port("tcp://127.0.0.1")
-        sender = sender_to(context, f"tcp://127.0.0.1:{port}")
+        sender = sender_to(context, f"tcp://127.0.0.1:{port}", num_sockets)
         payload = memoryview(bytearray(b"k" * nbytes))
         ticket = sender.send(header_for(payload), payload)
         assert peer.poll(WAIT_S * 1000)
@@ -58,8 +58,10 @@ def test_the_ticket_is_done_when_the_block_is_out(context: Any, nbytes: int) -> 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:9", "ipc:///tmp/kvrelay-nobody-listens-here"])
 @pytest.mark.parametrize("nbytes", [1, BIG_NBYTES])
-def test_closing_fences_off_a_peer_that_never_existed(context: Any, address: str, nbytes: int) -> None:
-    sender = sender_to(context, address)
+def test_closing_fences_off_a_peer_that_never_existed(
+    context: Any, num_sockets: int, address: str, nbytes: int
+) -> None:
+    sender = sender_to(context, address, num_sockets)
     payload = memoryview(bytearray(nbytes))
     tickets = [sender.send(header_for(payload), payload) for _ in range(20)]
     assert not any(ticket.is_done for ticket in tickets)
@@ -68,14 +70,14 @@ def test_closing_fences_off_a_peer_that_never_existed(context: Any, address: str
         assert_done_soon(ticket)
 
 
-def test_closing_fences_off_a_peer_that_does_not_read(context: Any) -> None:
+def test_closing_fences_off_a_peer_that_does_not_read(context: Any, num_sockets: int) -> None:
     """The connection stands, its buffers are full, a block is half sent."""
     with context.socket(zmq.ROUTER) as peer:
         peer.linger = 0
         peer.rcvhwm = 1
         peer.rcvbuf = 2**16
         port = peer.bind_to_random_port("tcp://127.0.0.1")
-        sender = sender_to(context, f"tcp://127.0.0.1:{port}")
+        sender = sender_to(context, f"tcp://127.0.0.1:{port}", num_sockets)
         payload = memoryview(bytearray(BIG_NBYTES))
         tickets = [sender.send(header_for(payload), payload) for _ in range(50)]
         assert peer.poll(WAIT_S * 1000)  # traffic flows
@@ -85,16 +87,33 @@ def test_closing_fences_off_a_peer_that_does_not_read(context: Any) -> None:
             assert_done_soon(ticket)
 
 
-def test_closing_fences_off_a_peer_that_is_no_zeromq(context: Any) -> None:
+def test_closing_fences_off_a_peer_that_is_no_zeromq(context: Any, num_sockets: int) -> None:
     """It accepts and says nothing: the ZMTP handshake never ends."""
     with sockets.create_server(("127.0.0.1", 0)) as mute:
-        sender = sender_to(context, f"tcp://127.0.0.1:{mute.getsockname()[1]}")
+        sender = sender_to(context, f"tcp://127.0.0.1:{mute.getsockname()[1]}", num_sockets)
         connection, _ = mute.accept()
         with connection:
             payload = memoryview(bytearray(512))
             ticket = sender.send(header_for(payload), payload)
             sender.close()
             assert_done_soon(ticket)
+
+
+def test_only_the_first_line_takes_blocks_before_it_is_connected(context: Any) -> None:
+    """What another one would hold up meanwhile, a line that is connected can send."""
+    wakeup = Wakeup()
+    for number, has_room in enumerate([True, False, False]):
+        line = TcpLine(
+            "tcp://127.0.0.1:9",
+            metrics=WireMetrics(CollectorRegistry()),
+            context=context,
+            wakeup=wakeup,
+            number=number,
+            num_lines=3,
+        )
+        assert bool(int(line._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT) is has_room
+        line.close()
+    wakeup.close()
 
 
 def test_a_closed_sender_says_so(context: Any) -> None:
@@ -178,49 +197,45 @@ def test_an_endpoint_without_a_file_has_nothing_to_remove(endpoint: str) -> None
     SocketFile(endpoint).remove()
 
 
-class BreaksOnce:
-    """A socket that says it has room, and whose connection breaks before it is used."""
+def break_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """The next line that sends says before that it has room, and its connection breaks before it is used."""
+    errors = [error]
+    send = zmq.Socket.send
 
-    def __init__(self, socket: Any, error: Exception) -> None:
-        self._socket = socket
-        self._error: Exception | None = error
+    def fail_first(socket: Any, *arguments: Any, **options: Any) -> Any:
+        if socket.type == zmq.DEALER and errors:
+            raise errors.pop()
+        return send(socket, *arguments, **options)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._socket, name)
-
-    def send(self, *arguments: Any, **options: Any) -> Any:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        return self._socket.send(*arguments, **options)
+    monkeypatch.setattr(zmq.Socket, "send", fail_first)
 
 
-def break_once(sender: BlockSender, error: Exception) -> None:
-    line = sender._line
-    assert isinstance(line, TcpLine)
-    line._socket = BreaksOnce(line._socket, error)  # type: ignore[assignment]
-
-
-def test_a_connection_that_breaks_between_asking_and_sending_costs_no_block(context: Any) -> None:
+def test_a_connection_that_breaks_between_asking_and_sending_costs_no_block(
+    context: Any, num_sockets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with context.socket(zmq.ROUTER) as peer:
         peer.linger = 0
         port = peer.bind_to_random_port("tcp://127.0.0.1")
-        sender = sender_to(context, f"tcp://127.0.0.1:{port}")
-        break_once(sender, zmq.Again())
+        sender = sender_to(context, f"tcp://127.0.0.1:{port}", num_sockets)
+        break_once(monkeypatch, zmq.Again())
         payloads = [memoryview(bytes([number]) * 100) for number in range(3)]
         tickets = [sender.send(header_for(payload, index), payload) for index, payload in enumerate(payloads)]
-        for payload in payloads:
+        came: list[bytes] = []
+        for _ in payloads:
             assert peer.poll(WAIT_S * 1000)
-            assert peer.recv_multipart()[2] == payload
+            came.append(peer.recv_multipart()[2])
+        assert sorted(came) == sorted(map(bytes, payloads))
         for ticket in tickets:
             assert_done_soon(ticket)
         sender.close()
 
 
-def test_a_thread_that_dies_leaves_no_block_held(context: Any) -> None:
+def test_a_thread_that_dies_leaves_no_block_held(
+    context: Any, num_sockets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else its prefill worker would hold them for ever, and offer every further request to the same dead end."""
-    sender = sender_to(context, "tcp://127.0.0.1:9")
-    break_once(sender, OSError("broken"))
+    sender = sender_to(context, "tcp://127.0.0.1:9", num_sockets)
+    break_once(monkeypatch, OSError("broken"))
     payload = memoryview(bytes(100))
     tickets: list[SendTicket] = []
     while sender.is_alive:

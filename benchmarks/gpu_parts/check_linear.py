@@ -1,0 +1,47 @@
+"""Products with 8-bit weights against float64, in every tile of rows, and the slabs that many rows are multiplied with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from gpu_parts.comparing import compared
+from gpu_parts.kernel_names import Kernel
+from gpu_parts.linears import compute_dtype, random_linear
+from gpu_parts.running import Context, Finding
+from kvrelay.engine.linear_cuda import RoundedLinear
+from kvrelay.engine.rounding import Rounding
+from kvrelay.kernels.kv_scales import require_e4m3
+from kvrelay.kernels.weight_only_linear import dequantise_weight
+
+_ROWS = (1, 16, 17, 33, 64, 129)
+_MANY_ROWS = 300  # more than the kernel takes
+
+
+def check_linear(context: Context) -> Iterator[Finding]:
+    """As the engine multiplies: rounded weights, splits for this device, a bias."""
+    require_e4m3(context.device, "the check of fp8 weights needs", "run it there")
+    generator, dtype = context.generator(), compute_dtype(context)
+    shapes = context.sizes.shape.linears
+    for rounding in Rounding:
+        # The one whose inputs are cut into splits on a GPU, and the one with the longest sums.
+        for name in ("QKV", "down"):
+            weight = random_linear(context, generator, *shapes[name], rounding)
+            bias = torch.randn(weight.shape[0], device=context.device, generator=generator).to(dtype)
+            linear = RoundedLinear(weight, bias, _num_multiprocessors(context))
+            exact = weight.values.double() * weight.scale.double()[:, None]
+            rows = _ROWS[:3] if context.is_dry else (*_ROWS, _MANY_ROWS)
+            x = torch.randn(max(rows), weight.shape[1], device=context.device, generator=generator).to(dtype)
+            expected = x.double() @ exact.T + bias.double()
+            for num_rows in rows:
+                case = f"{rounding.value} {name}, {num_rows} rows"
+                yield from compared(Kernel.LINEAR, case, linear(x[:num_rows]), expected[:num_rows])
+        slab = dequantise_weight(weight.values, weight.scale, dtype)
+        yield from compared(Kernel.LINEAR, f"{rounding.value} slab", slab, exact)
+
+
+def _num_multiprocessors(context: Context) -> int:
+    if context.device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(context.device).multi_processor_count)

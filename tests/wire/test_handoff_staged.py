@@ -1,0 +1,199 @@
+"""Hand-offs between pools that the host reaches through a few slots only, over copies that are as late as they may be."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvrelay.engine.copies import StagingPlan
+from kvrelay.engine.staging import StagedRead, Staging
+from kvrelay.wire.block_frames import parse_header
+from kvrelay.wire.messages import FailureCode
+from kvrelay.wire.seal import TAG_NBYTES, BlockSealer
+from tests.engine.late_device import LateDevice
+
+from . import rig as rigs
+from .handoffs import commit_of
+from .rig import BLOCK_NBYTES, WAIT_S, Rig, content_of, until
+
+NUM_SLOTS = 4
+NUM_TOKENS = 100  # 25 blocks and more than six times the slots
+
+
+class StagedStore:
+    """For :class:`tests.wire.rig.CountingStore`, over a late device."""
+
+    def __init__(self, num_blocks: int, device: LateDevice | None = None) -> None:
+        self.num_blocks, self.block_nbytes = num_blocks, BLOCK_NBYTES
+        self.device = device or LateDevice(random.Random(num_blocks))
+        self.memory = torch.zeros(num_blocks, BLOCK_NBYTES, dtype=torch.uint8)
+        self.staging = Staging(self.memory, StagingPlan(self.device, NUM_SLOTS * BLOCK_NBYTES))
+        self.reads: Counter[int] = Counter()
+        self.writes: Counter[int] = Counter()
+
+    def block(self, block_id: int) -> memoryview:
+        return self.memory[block_id].numpy().data
+
+    def open_read(self, block_id: int) -> StagedRead:
+        self.reads[block_id] += 1
+        return self.staging.open_read(block_id)
+
+    def close_read(self, block_id: int) -> None:
+        self.reads[block_id] -= 1
+        self.staging.close_read(block_id)
+
+    def open_write(self, block_id: int) -> memoryview:
+        view = self.staging.open_write(block_id)
+        self.writes[block_id] += 1
+        return view
+
+    def close_write(self, block_id: int) -> None:
+        self.writes[block_id] -= 1
+        self.staging.close_write(block_id)
+
+
+class Holder:
+    """Somebody who reads blocks, and is not done."""
+
+    is_done = False
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "sealed"])
+def staged_rig(
+    request: pytest.FixtureRequest, context: Any, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
+    with monkeypatch.context() as patched:
+        patched.setattr(rigs, "CountingStore", StagedStore)
+        rig = Rig(context, "tcp://127.0.0.1:0", 80, seals_kv=request.param, **way)
+    yield rig
+    rig.close()
+    for store in (rig.store, rig.source):
+        assert len(store.staging._free) == NUM_SLOTS
+
+
+def assert_arrived(rig: Any, lease: Any) -> None:
+    """As a step that is launched now sees it."""
+    rig.store.staging.order_steps()
+    for block_id, block_hash in zip(lease.block_ids, lease.offer.block_hashes, strict=False):
+        assert bytes(rig.store.block(block_id)) == content_of(block_hash)
+
+
+def hold_all(rig: Any) -> tuple[Holder, list[int]]:
+    """Somebody else reads as many blocks as there are slots."""
+    holder, block_ids = Holder(), list(range(70, 70 + NUM_SLOTS))
+    for block_id in block_ids:
+        assert rig.source.open_read(block_id).wait(holder, WAIT_S) is not None
+    return holder, block_ids
+
+
+def test_a_long_prompt_passes_through_few_slots(staged_rig: Any) -> None:
+    rig = staged_rig
+    told = rig.lease_ends.on_lease_verified
+
+    def verified(lease: Any) -> None:
+        # Else a step could be launched, and a block's copy behind it.
+        assert not +rig.store.writes, "a lease is verified before its last block is on its way"
+        told(lease)
+
+    rig.lease_ends.on_lease_verified = verified
+    for request_id in ("first", "second"):
+        key, _ = rig.granted(NUM_TOKENS, request_id)
+        rig.transfers.blocks_ready(key, 7)
+        rig.commit(key)
+        rig.pump()
+        assert_arrived(rig, rig.verdict())
+        rig.settle()
+        assert rig.transfer_ends.released[-1] == key
+
+
+def test_a_sender_waits_for_a_slot_and_goes_on_when_one_is_free(staged_rig: Any) -> None:
+    rig = staged_rig
+    holder, block_ids = hold_all(rig)
+    key, _ = rig.granted(NUM_TOKENS)
+    rig.commit(key)
+    rig.pump()
+    until(lambda: rig.source.staging._num_waiting, "a sender that waits")
+    assert rig.leases.seen.empty(), "a block was sent from nowhere"
+    holder.is_done = True
+    assert_arrived(rig, rig.verdict())
+    for block_id in block_ids:
+        rig.source.close_read(block_id)
+    rig.settle()
+
+
+def test_a_link_that_is_lost_ends_a_sender_that_waits_for_a_slot(staged_rig: Any) -> None:
+    rig = staged_rig
+    _, block_ids = hold_all(rig)
+    key, _ = rig.granted(NUM_TOKENS)
+    rig.commit(key)
+    until(lambda: rig.source.staging._num_waiting, "a sender that waits")
+    rig.senders[0].close()  # joins its threads
+    rig.transfers.on_link_lost(rig.link)
+    rig.settle()
+    assert [code for _, code, _ in rig.transfer_ends.failed] == [FailureCode.PEER_LOST]
+    assert rig.transfer_ends.released == [key]
+    for block_id in block_ids:
+        rig.source.close_read(block_id)
+    rig.leases.abort_peer("p")
+
+
+def test_an_aborted_transfer_gives_its_slots_back(staged_rig: Any) -> None:
+    rig = staged_rig
+    _, block_ids = hold_all(rig)
+    key, _ = rig.granted(NUM_TOKENS, "aborted")
+    rig.commit(key)
+    rig.pump()
+    rig.transfers.abort(key, "test")
+    for block_id in block_ids:
+        rig.source.close_read(block_id)
+    rig.settle()
+    assert rig.transfer_ends.released == [key]
+    rig.pump()
+    rig.rejection()
+    key, _ = rig.granted(NUM_TOKENS, "next")
+    rig.commit(key)
+    rig.pump()
+    assert_arrived(rig, rig.verdict())
+    rig.settle()
+
+
+def test_a_block_that_cannot_be_copied_into_the_pool_is_not_received(staged_rig: Any) -> None:
+    rig = staged_rig
+    offer = rig.offer_of(list(range(3)))
+    grant = rig.leases.offer("p", offer)
+    content = memoryview(content_of(offer.block_hashes[0]))
+    header = rig.header(grant, offer, 0)
+    frame, payload = header.pack(content), content
+    if rig.seals_kv:
+        sealed = bytearray(BLOCK_NBYTES + TAG_NBYTES)
+        frame, payload = BlockSealer(grant.seal_key).seal(header, content, memoryview(sealed)), memoryview(sealed)
+    header = parse_header(frame)
+    rig.leases.begin_block(header)
+    rig.store.device._is_broken = True
+    with pytest.raises(RuntimeError, match="broken"):
+        rig.leases.finish_block(header, payload)
+    rig.leases.commit("p", commit_of(offer, grant))
+    assert rig.lease_ends.verified.empty()
+
+
+def test_a_failed_copy_is_not_sent_and_ends_the_link(staged_rig: Any) -> None:
+    rig = staged_rig
+    rig.source.device._fails_at = 3
+    key, _ = rig.granted(NUM_TOKENS)
+    rig.commit(key)
+    rig.pump()
+    until(lambda: not rig.senders[0].is_alive, "a sender that goes on over a broken device")
+    rig.senders[0].close()
+    rig.transfers.on_link_lost(rig.link)
+    rig.settle()
+    assert rig.transfer_ends.released == [key]
+    rig.leases.abort_peer("p")
+    outcomes = [rig.leases.seen.get_nowait() for _ in range(rig.leases.seen.qsize())]
+    assert set(outcomes) <= {"ok"}, "what the copy left was sent"
+    assert len(outcomes) < 3
+    assert rig.lease_ends.verified.empty()
