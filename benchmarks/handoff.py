@@ -45,7 +45,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from handoff_ways import ANSWER_S, Sizes, receive, send
+from handoff_pools import Sizes
+from handoff_ways import ANSWER_S, receive, send
 
 STRIPED = {"verified", "sealed", "sealed-token"}  # have data sockets, one or several
 WAYS = ["frames", "frames-kept", "landed", "verified", "sealed", "sealed-token", "shared", "shared-sealed", "curve"]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
 import queue
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import cast
 
-import xxhash
 import zmq
+from handoff_pools import Pool, Sizes, WholePool
 from prometheus_client import CollectorRegistry
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -27,7 +25,6 @@ from kvrelay.wire.lease import LeaseSettings, VerifiedLease
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import Commit, FailureCode, Grant, Message, Offer, Timings, Verified
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.settings import DataSettings
 from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.shared_receiver import SharedReceiver
 from kvrelay.wire.shared_sender import SharedTarget
@@ -45,69 +42,10 @@ TOKEN = "a token"
 ANSWER_S = 60.0  # a side that says nothing for so long has failed
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What is moved in a round."""
-
-    block_nbytes: int
-    num_blocks: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a round."""
-        return self.block_nbytes * self.num_blocks
-
-
-def split_way(way: str) -> tuple[str, int | None]:
-    """The way's name and its number of data sockets: ``verified@2`` has two, ``verified`` as many as workers have by default."""
+def split_way(way: str) -> tuple[str, int]:
+    """The way's name and its number of data sockets: ``verified@2`` has two, ``verified`` one."""
     name, _, sockets = way.partition("@")
-    return name, int(sockets) if sockets else None
-
-
-class Pool:
-    """A pool's bytes, as tables on both sides see them."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        self.block_nbytes = sizes.block_nbytes
-        memory = mmap.mmap(-1, sizes.nbytes)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes = memoryview(memory)
-        self.bytes[:] = bytes(sizes.nbytes)  # faulted in before anything is timed
-
-    def open_read(self, block_id: int) -> memoryview:
-        """The block's bytes."""
-        return self.bytes[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
-
-    def close_read(self, block_id: int) -> None:
-        """Nothing to do in host memory."""
-
-    def open_write(self, block_id: int) -> memoryview:
-        """The block's bytes."""
-        return self.open_read(block_id)
-
-    def close_write(self, block_id: int) -> None:
-        """Nothing to do in host memory."""
-
-    def digest(self) -> str:
-        """Of all bytes."""
-        return xxhash.xxh3_128_hexdigest(self.bytes)
-
-
-class WholePool:
-    """Reservations that give every lease the whole pool: one hand-off at a time, nothing cached."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._block_ids = list(range(num_blocks))
-
-    def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int]:
-        """The whole pool."""
-        return self._block_ids, 0
-
-    def release(self, lease_key: str) -> None:
-        """Nothing to do."""
-
-    def publish(self, lease_key: str, index: int, block_hash: bytes) -> None:
-        """Nothing to do."""
+    return name, int(sockets or 1)
 
 
 # -- the receiving process ---------------------------------------------------------------------------------------------
@@ -160,10 +98,9 @@ class KvrelayReceiver:
         seals_kv: bool,
         asks_for_token: bool = False,
         is_shared: bool = False,
-        data_sockets: int | None = None,
+        data_sockets: int = 1,
     ) -> None:
-        """``data_sockets``: threads that take blocks; None: as many as a worker has here by default."""
-        data_sockets = DataSettings(data_sockets).num_sockets
+        """``data_sockets``: threads that take blocks."""
         self._ends, self._peer, self._codec = LeaseEnds(), peer, Codec()
         settings = LeaseSettings(
             EPOCH, FINGERPRINT, BLOCK_SIZE, ttl_s=ANSWER_S, seals_kv=seals_kv, num_receivers=data_sockets
@@ -315,10 +252,9 @@ class KvrelaySender:
         seals_kv: bool,
         token: str | None = None,
         is_shared: bool = False,
-        data_sockets: int | None = None,
+        data_sockets: int = 1,
     ) -> None:
-        """``data_sockets``: TCP connections; None: as many as a worker has here by default."""
-        data_sockets = DataSettings(data_sockets).num_sockets
+        """``data_sockets``: TCP connections."""
         self._sizes, self._control = sizes, PipeControl(peer)
         metrics = WireMetrics(CollectorRegistry())
         # Without shared memory it would go over TCP, to nobody: that ends with an error, not with a figure.

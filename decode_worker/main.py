@@ -49,7 +49,7 @@ def serve(settings: DecodeSettings) -> int:
             seal_kv=settings.security.seals_kv,
             keys=keys,
             shared_memory=shared_memory,
-            data_sockets=settings.data.num_sockets,
+            data_sockets=settings.data.data_sockets,
             max_retained_share=settings.kv.max_retained_share,
             guides=load_guides(settings.model, settings.fake, engine.card.vocab_size),
         )

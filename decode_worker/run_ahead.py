@@ -10,8 +10,9 @@ tokens waits for them: guides, watermarks, bad words of several tokens, processo
 the logits on the host, typical sampling: the step would not be launched before the tokens in front of it are there.
 
 Who waits for room that is not there holds nobody up: it could not join the next step anyway, as long as nobody leaves. Where
-somebody does leave with the step under way, the next one waits to see if there is room now. A stop token is seen when the next step
-is launched already; then the one behind that waits. So such a sequence joins one step later than if no step ran ahead.
+somebody does leave with the step under way and a prompt waits for blocks, the next step waits to see if there are enough now. A
+stop token is seen when the next step is launched already; then the one behind that waits. So a sequence joins one step later than
+if no step ran ahead, and so does one that waits for a place in the batch.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ class DecodeScheduler:
         self._root_hash = root_hash
         self._max_model_len = max_model_len
         self._groups: dict[Key, BeamGroup] = {}  # whose leaders wait or run
-        self._found_none: tuple[Sequence, int] | None = None  # whose prompt found no blocks, and among how many
+        # Whose prompt found no blocks, among how many, and the first of its hashes that was not cached.
+        self._found_none: tuple[Sequence, int, list[bytes]] | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
@@ -249,18 +250,18 @@ class DecodeScheduler:
                 if not self.running and self._youngest_holder() is not None:
                     self._preempt_youngest(plan)
                     continue
-                self._found_none = (sequence, self._blocks.num_allocatable)
                 break
             budget -= self._admit(sequence, plan, budget)
 
     def _may_find_blocks(self, sequence: Sequence) -> bool:
-        """Whether there may be blocks for a prompt: not if there were none when it last looked, and have not become more since."""
+        """Whether there may be blocks for a prompt: not if there were none when it last looked, and neither have become more
+        since nor is more of it cached."""
         if self._found_none is None or self._found_none[0] is not sequence:
             return True
+        _, num_before, missing = self._found_none
         num_blocks = self._blocks.num_allocatable
-        has_more = num_blocks > self._found_none[1]
-        self._found_none = (sequence, min(num_blocks, self._found_none[1]))
-        return has_more
+        self._found_none = (sequence, min(num_blocks, num_before), missing)
+        return num_blocks > num_before or self._blocks.num_cached_prefix(missing) > 0
 
     def _num_free_places(self) -> int:
         """A beam search takes all its places from the start, whether it has so many beams yet or not."""
@@ -287,6 +288,8 @@ class DecodeScheduler:
         num_blocks = self._blocks.num_blocks_for(sequence.num_tokens)
         allocation = self._blocks.allocate(_owner(sequence), num_blocks, hashes)
         if allocation is None:
+            missing = hashes[self._blocks.num_cached_prefix(hashes) :][:1]
+            self._found_none = (sequence, self._blocks.num_allocatable, missing)
             return False
         sequence.block_hashes = hashes[: allocation.num_cached]
         sequence.block_table = allocation.block_ids

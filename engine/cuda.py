@@ -19,6 +19,7 @@ from kvrelay.engine.model_config import ModelConfig
 from kvrelay.engine.native import triton_driver
 from kvrelay.engine.ops_cuda import CudaOps, StepInputs
 from kvrelay.engine.rounding import Rounding
+from kvrelay.engine.sampled import UnderWay
 from kvrelay.engine.sampler import sample
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.weights import ModelWeights
@@ -35,6 +36,7 @@ def cuda_model(
     ops = cuda_ops(config, pool, max_model_len, options)
     compute_dtype = weights.embed.dtype
     model = DecoderModel(config, weights, ops)
+    compile_sampling(torch.zeros(1, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device), ops)
     if not (options.decodes and options.cuda_graphs):
         return model, ops, None
     try:
@@ -114,6 +116,17 @@ def run_largest_step(
     num_rows = min(options.max_num_seqs, length)
     sample(model.logits(hidden[:num_rows]), [sequence] * num_rows, ops, {}).read()
     return pool.tensor.nbytes
+
+
+@torch.inference_mode()
+def compile_sampling(logits: torch.Tensor, ops: CudaOps) -> None:
+    """Sample from ``logits`` ``[1, vocab]`` with penalties, with and without a token under way, which are kernels of their own:
+    compiled when a stream first asks for them, they would stall all."""
+    sampling = SamplingParams(max_tokens=2, repetition_penalty=1.1, top_p=0.9)
+    sequence = Sequence("compile", 1, [0, 0], 1, sampling, 0.0)
+    token_ids = torch.zeros(1, dtype=torch.int64, device=logits.device)
+    for under_way in (None, UnderWay([1], token_ids)):
+        sample(logits, [sequence], ops, {}, under_way).read()
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvrelay.common.late_bytes import LateBytes
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.sequence import Sequence
@@ -60,28 +61,6 @@ class DoneStep:
     def wait(self) -> list[SampledToken | None]:
         """See LaunchedStep."""
         return self.tokens
-
-
-class Reader(Protocol):
-    """Who reads a block's bytes."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the memory may be written again."""
-
-
-class LateBytes(Protocol):
-    """A block's bytes on their way to the host's memory. Implemented by :class:`kvrelay.engine.staging.StagedRead`."""
-
-    @property
-    def nbytes(self) -> int:
-        """How many there will be: those of a block."""
-
-    def wait(self, reader: Reader, timeout_s: float) -> memoryview | None:
-        """The bytes, stable until ``reader`` is done, or the read is closed; None if there is no memory for them in time.
-
-        On the thread that reads them, before the read is closed. Raises RuntimeError if the copy failed.
-        """
 
 
 class BlockStore(Protocol):

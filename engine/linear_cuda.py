@@ -12,7 +12,13 @@ from __future__ import annotations
 import torch
 
 from kvrelay.engine.rounding import RoundedWeight
-from kvrelay.kernels.weight_only_linear import MAX_ROWS, dequantise_weight, linear_splits, weight_only_linear
+from kvrelay.kernels.weight_only_linear import (
+    MAX_ROWS,
+    ROW_TILES,
+    dequantise_weight,
+    linear_splits,
+    weight_only_linear,
+)
 
 _SLAB_OUTS = (
     8192  # output channels of a slab at most: bounds the scratch memory, and is enough work for every multiprocessor
@@ -30,6 +36,12 @@ class RoundedLinear:
         self._num_splits = linear_splits(num_multiprocessors, num_outs, num_ins)
         num_slabs = -(-num_outs // _SLAB_OUTS)
         self._slab_outs = -(-num_outs // num_slabs)
+
+    def compile(self) -> None:
+        """Multiply once with each number of rows that has a kernel of its own: compiled later, it would stall running streams."""
+        weight = self._weight
+        for num_rows in (*ROW_TILES, MAX_ROWS + 1):
+            self(torch.zeros(num_rows, weight.shape[1], dtype=weight.dtype, device=weight.values.device))
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Linear."""

@@ -166,6 +166,7 @@ class CudaOps:
         cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
         self._tables = (cos.to(pool.device), sin.to(pool.device))
         self._num_multiprocessors = _num_multiprocessors(pool.device)
+        self._compiled: set[tuple[int, int, bool]] = set()  # rounded matrices' shapes, and whether they have no bias
         max_splits = splits_for_device(self._num_multiprocessors, config.num_kv_heads)
         self._workspace = DecodeWorkspace.allocate(
             max_num_seqs, config.num_q_heads, config.head_dim, max_splits, pool.device
@@ -174,7 +175,12 @@ class CudaOps:
     def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         """See Ops. cuBLAS reads ``[out, in]`` as it is; a rounded weight needs bf16 or fp16 activations."""
         if isinstance(weight, RoundedWeight):
-            return RoundedLinear(weight, bias, self._num_multiprocessors)
+            linear = RoundedLinear(weight, bias, self._num_multiprocessors)
+            kind = (*weight.shape, bias is None)
+            if weight.values.is_cuda and kind not in self._compiled:
+                self._compiled.add(kind)
+                linear.compile()
+            return linear
         return lambda hidden: F.linear(hidden, weight, bias)
 
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
@@ -213,14 +219,14 @@ class CudaOps:
         """See SamplerOps."""
         rows, tokens, counts, repetition, presence, frequency, num_under_way, row_starts = self._uploader.upload(
             (
-                np.array(penalties.entry_rows, dtype=np.int64),
+                penalties.entry_rows(),
                 np.array(penalties.entry_tokens, dtype=np.int64),
                 np.array(penalties.entry_counts, dtype=np.int32),
                 penalties.repetition,
                 penalties.presence,
                 penalties.frequency,
                 penalties.num_under_way,
-                penalties.row_starts(),
+                penalties.row_starts,
             )
         )
         new = None if last_tokens is None else NewTokens(last_tokens, num_under_way, row_starts)

@@ -34,7 +34,7 @@ class Penalties:
     presence: Floats
     frequency: Floats
     num_under_way: Ints  # of the row's tokens, that no entry counts and the host does not know: 0 or 1
-    entry_rows: list[int]
+    row_starts: Ints  # [num_rows + 1] where each row's entries begin
     entry_tokens: list[int]
     entry_counts: list[int]  # occurrences in the output
 
@@ -42,17 +42,17 @@ class Penalties:
     def of(cls, sequences: Seq[Sequence], num_ahead: Seq[int] | None = None) -> Penalties:
         """From the sequences' parameters and tokens; ``num_ahead``: how many of each are under way, None: none."""
         params = [sequence.sampling for sequence in sequences]
-        entry_rows: list[int] = []
+        row_starts = [0]
         entry_tokens: list[int] = []
         entry_counts: list[int] = []
-        for row, sequence in enumerate(sequences):
+        for sequence in sequences:
             if sequence.sampling.needs_penalties:
-                counts = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
-                if sequence.sampling.repetition_penalty != 1.0:
-                    counts.update(dict.fromkeys(sequence.token_ids[: sequence.num_prompt_tokens], 0))
-                entry_rows += [row] * len(counts)
+                has_prompt = sequence.sampling.repetition_penalty != 1.0
+                counts = dict.fromkeys(sequence.token_ids[: sequence.num_prompt_tokens] if has_prompt else (), 0)
+                counts |= Counter(sequence.token_ids[sequence.num_prompt_tokens :])
                 entry_tokens += counts.keys()
                 entry_counts += counts.values()
+            row_starts.append(len(entry_tokens))
         return cls(
             repetition=np.array(
                 [max(row.repetition_penalty, _MIN_REPETITION_PENALTY) for row in params], dtype=np.float32
@@ -66,7 +66,7 @@ class Penalties:
                 ],
                 dtype=np.int32,
             ),
-            entry_rows=entry_rows,
+            row_starts=np.array(row_starts, dtype=np.int32),
             entry_tokens=entry_tokens,
             entry_counts=entry_counts,
         )
@@ -74,16 +74,16 @@ class Penalties:
     @property
     def change_nothing(self) -> bool:
         """Whether no token of any row costs anything."""
-        return not self.entry_rows and not self.has_under_way
+        return not self.entry_tokens and not self.has_under_way
 
     @property
     def has_under_way(self) -> bool:
         """Whether a token must be counted that the host does not know."""
         return bool(self.num_under_way.any())
 
-    def row_starts(self) -> Ints:
-        """Where each row's entries begin, ``[num_rows + 1]``."""
-        return np.searchsorted(self.entry_rows, np.arange(len(self.repetition) + 1)).astype(np.int32)
+    def entry_rows(self) -> npt.NDArray[np.int64]:
+        """Which row each entry belongs to, ``[num_entries]``."""
+        return np.repeat(np.arange(len(self.repetition)), np.diff(self.row_starts))
 
 
 def penalize(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None = None) -> None:
@@ -92,7 +92,7 @@ def penalize(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tens
     Repetition as Hugging Face's processor does it (a positive logit is divided, a negative one multiplied), then
     frequency per occurrence and presence once, as OpenAI's API defines them. ``last_tokens`` as in SamplerOps.
     """
-    entry_rows = np.array(penalties.entry_rows, dtype=np.int64)
+    entry_rows = penalties.entry_rows()
     entry_tokens = np.array(penalties.entry_tokens, dtype=np.int64)
     entry_counts = np.array(penalties.entry_counts, dtype=np.int64)
     if last_tokens is not None:

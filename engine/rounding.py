@@ -68,12 +68,12 @@ class RoundedWeight:
     def copy_(self, weight: torch.Tensor) -> None:
         """Round ``weight`` ``[out, in]``, of any float dtype and device, into this memory."""
         for part, source in self._parts(weight):
-            wide = source.to(part.values.device).to(self.dtype).float()
+            wide = source.to(part.values.device).to(self.dtype).to(torch.float32, copy=True)
             # A number instead of this tensor would be multiplied with as its reciprocal on a GPU: another rounding than a CPU's.
             largest = torch.full((), self.rounding.largest, device=wide.device)
             # Rounded to bf16, as the CPU's product takes it, before the weights are divided by it: its rounding costs nothing then.
             scale = (wide.abs().amax(dim=1) / largest).clamp_(min=_MIN_SCALE).bfloat16().float()
-            quotients = wide / scale[:, None]
+            quotients = wide.div_(scale[:, None])
             if self.rounding is Rounding.INT8:
                 quotients.round_()
             part.values.copy_(quotients.clamp_(-self.rounding.largest, self.rounding.largest))

@@ -27,24 +27,16 @@ import threading
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.late_bytes import Reader
 from kvrelay.engine.copies import Copied, CopyDevice, StagingPlan
 
 _DEFAULT_NBYTES = 2**28
 _MIN_SLOTS = 4  # two receivers' threads, or two senders', and one for each to go on with
 _LOOK_S = 0.001  # readers do not say when they are done
-
-
-class Reader(Protocol):
-    """Who reads a block's bytes."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the memory may be written again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,8 +170,8 @@ class TorchEngine:
         """Which tokens of the rows that sample came from the step in front."""
         if batch.fed_from is None:
             return None
-        if len(batch.sampling_rows) < len(token_ids):
-            token_ids = token_ids[self._last_tokens(batch)]
+        # Whoever is fed by the step in front has one token in this one, and samples behind it; see DecodeScheduler.ahead.
+        assert len(batch.sampling_rows) == len(token_ids), "a step ahead computes one token of each row"
         return UnderWay([batch.rows[index].num_ahead for index in batch.sampling_rows], token_ids)
 
     def _last_tokens(self, batch: Batch) -> torch.Tensor:

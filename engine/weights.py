@@ -64,9 +64,9 @@ def load_weights(
     """Load a checkpoint onto ``device``. ``progress`` hears (bytes done, bytes in all).
 
     ``rounding``: of the layers' projections, None for none; each tensor is rounded as it comes, so they are never there in full.
-    At most the parameters and the checkpoint's largest tensor, in the file's dtype, are on the device at a time; what torch keeps
-    of the latter for later tensors is its own. Raises ModelError naming the file or tensor on a missing shard, a truncated file,
-    a missing tensor or a wrong shape, and on a GPU too small for the model.
+    At most the parameters, the checkpoint's largest tensor, in the file's dtype, and what rounding 2**24 elements takes in fp32
+    (some 130 MiB) are on the device at a time; what torch keeps of that for later tensors is its own. Raises ModelError naming the
+    file or tensor on a missing shard, a truncated file, a missing tensor or a wrong shape, and on a GPU too small for the model.
     """
     try:
         return _load(directory, config, dtype, device, progress, rounding)

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Soon(Generic[T]):
-    """Something that ``make`` makes once: when the running loop gets to it, or in :meth:`get`, whichever comes first.
+    """Something that ``make`` makes once: behind what is due on the running loop, and what that calls up, or in :meth:`get`.
 
     A request's way to a worker is short if what its answer needs is made while the worker computes. What ``make`` raises
     comes out of :meth:`get`.
@@ -20,7 +20,8 @@ class Soon(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._made: list[T] = []  # one at most
-        asyncio.get_running_loop().call_soon(self._prepare)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, self._prepare)  # a request for several answers begins with a task for each
 
     def get(self) -> T:
         """It; the same every time."""

@@ -30,8 +30,8 @@ class Responder:
 
     async def respond(self, request: Request, job: Job) -> Response:
         """The response. What fails before its status line is raised, as ApiError or ClientLeftError, here or when it is sent."""
+        answer = Soon(job.make_format)
         if job.is_stream:
-            answer = Soon(job.make_format)
             return EventStream(
                 lambda stream: self._events(job, answer, stream), lambda error: answer.get().failed(error)
             )
@@ -39,7 +39,7 @@ class Responder:
         deltas: list[list[TextDelta]] = [[] for _ in job.generations]
         async with EndAtDisconnect(request.receive):
             await self._generator.run_all(job.generations, usages, lambda index, delta: deltas[index].append(delta))
-        body = job.make_format().whole(job.choices(deltas), total(usages))
+        body = answer.get().whole(job.choices(deltas), total(usages))
         return JSONResponse({**body, **job.extras()} if isinstance(body, dict) else body)
 
     async def _events(self, job: Job, written: Soon[Format], stream: EventStream) -> bytes:

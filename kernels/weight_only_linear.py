@@ -25,6 +25,7 @@ from kvrelay.kernels.checks import FP8_DTYPE, require_dtype, require_shape, requ
 # Rows up to which `weight_only_linear` is the faster way (an estimate, see docs/kernels.md); more are its caller's to slice or to
 # multiply otherwise.
 MAX_ROWS = 256
+ROW_TILES = (16, 32, 64, MAX_ROWS)  # up to so many rows are multiplied by a kernel of their own
 
 _COMPUTE_DTYPES = (torch.float16, torch.bfloat16)
 _WEIGHT_DTYPES = (torch.int8, FP8_DTYPE)
@@ -49,11 +50,11 @@ class _Tile:
 
 def _tile(num_tokens: int) -> _Tile:
     """By rows: activations come from the L2 for every tile of output channels, so more rows want wider tiles."""
-    if num_tokens <= 16:
+    if num_tokens <= ROW_TILES[0]:
         return _Tile(16, 64, 128, stages=5, warps=4)
-    if num_tokens <= 32:
+    if num_tokens <= ROW_TILES[1]:
         return _Tile(32, _WIDE_OUTS, 128, stages=3, warps=4)
-    if num_tokens <= 64:
+    if num_tokens <= ROW_TILES[2]:
         return _Tile(64, _WIDE_OUTS, 128, stages=3, warps=8)
     return _Tile(128, _WIDE_OUTS, 64, stages=3, warps=8)
 

@@ -30,8 +30,8 @@ class LocalSettings:
     dtype: str = setting("auto", "number format of weights and KV", choices=("auto", "bfloat16", "float16", "float32"))
     weight_format: str = setting(
         "full",
-        "weights as --dtype has them, or the layers' rounded to 8 bits: half the memory, and fewer bytes per step of few streams; "
-        "int8 on a CPU in bf16 and on GPUs, fp8 (e4m3) on GPUs of compute capability 8.9 or later",
+        "weights as --dtype has them, or the layers' rounded to 8 bits: fewer bytes per step of few streams, on a GPU half "
+        "the memory; int8 on a CPU in bf16 and on GPUs, fp8 (e4m3) on GPUs of compute capability 8.9 or later",
         choices=("full", "int8", "fp8"),
     )
     threads: int | None = setting(

@@ -7,6 +7,7 @@ the decode worker (it restarted) gets a new sender: frames queued for the old pr
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from dataclasses import dataclass
@@ -78,12 +79,14 @@ class _Peer:
     def __init__(
         self,
         address: str,
+        number: int,
         identity: LinkIdentity,
         handler: LinkHandler,
         metrics: WireMetrics,
         context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
         self.address = address
+        self._number = number  # nobody else's
         self.link: DecodeLink | None = None
         self.unfit: tuple[FailureCode, str] | None = None  # why this process there takes no blocks of ours, ever
         self.asked_s = 0.0  # when a request last named this address
@@ -130,6 +133,7 @@ class _Peer:
                 welcome.data_token,
             ),
             num_sockets=self._identity.data_sockets,
+            first_thread=self._number,
         )
         self.link = DecodeLink(self.client, self._sender, self._seals_kv)
         self._told = ""
@@ -195,6 +199,7 @@ class DecodeLinks:
         self._metrics = metrics
         self._context = context
         self._peers: dict[str, _Peer] = {}
+        self._numbers = itertools.count()
         self._stopping: set[asyncio.Task[None]] = set()
 
     def link_to(self, address: str) -> DecodeLink | None:
@@ -204,7 +209,8 @@ class DecodeLinks:
             self.reset(address, "its block sender has died")
             peer = None
         if peer is None:
-            peer = _Peer(address, self._identity, self._handler, self._metrics, self._context)
+            number = next(self._numbers)
+            peer = _Peer(address, number, self._identity, self._handler, self._metrics, self._context)
             self._peers[address] = peer
             peer.client.start()
         peer.asked_s = time.monotonic()

@@ -10,8 +10,9 @@ no order, each proves itself. One more line is opened when blocks wait behind th
 with one connection; and not before that one is connected: of two connections that come at once, a decode worker's ZeroMQ is
 likely to put both on one thread.
 
-The decode worker has one port for all lines, and need not know how many there are. A line that has served is not exchanged: when
-one breaks the sender ends, with all its lines, and its link with it.
+The decode worker has one port for all lines, and need not know how many there are. When a line fails the sender ends, with all its
+lines, and its link with it. That a TCP connection broke is not a line's failure: ZeroMQ makes it anew, and what was lost with it is
+missed when the lease is committed; its request is tried again.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import threading
 
 import zmq
 
+from kvrelay.common.late_bytes import LateBytes
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.data_plane import TcpLine
 from kvrelay.wire.errors import NoSharedMemoryError, PeerLostError, WireError
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import BlockSealer
-from kvrelay.wire.send_job import LateBytes, Line, SendJob, SendTicket, Wakeup
+from kvrelay.wire.send_job import Line, SendJob, SendTicket, Wakeup
 from kvrelay.wire.shared_sender import SharedLine, SharedTarget
 
 logger = logging.getLogger(__name__)
@@ -46,13 +48,16 @@ class BlockSender:
         token: str | None = None,
         shared: SharedTarget | None = None,
         num_sockets: int = 1,
+        first_thread: int = 0,
     ) -> None:
         """``address``: of the data port. ``token``: what the decode worker lets data connections in by; None: everybody.
 
         ``shared``: where to try shared memory first; None: nowhere. ``num_sockets``: TCP connections, at most.
+        ``first_thread``: a number of the sender's own, by which its lines are spread over ZeroMQ's threads beside other senders'.
         """
         self._address = address
         self._max_lines = num_sockets
+        self._first_thread = first_thread
         self._token = token
         self._metrics = metrics
         self._context = context
@@ -105,14 +110,27 @@ class BlockSender:
         thread = threading.Thread(
             target=self._run, args=(number, line, shared), name=f"block-sender-{number}", daemon=True
         )
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if number == 0:
+                raise
+            self._go_on_with(number, error)
+            return
         self._threads.append(thread)  # not before: what is there can be joined
 
     def _run(self, number: int, line: Line | None, shared: SharedTarget | None) -> None:
+        if number > 0:
+            try:
+                line = self._tcp_line(number)
+            except (zmq.ZMQError, OSError) as error:
+                self._go_on_with(number, error)
+                return
         job: SendJob | None = None
         try:
             if line is None:
-                line = self._tcp_line(number) if shared is None else self._line_to(shared)
+                assert shared is not None
+                line = self._line_to(shared)
             while line.has_room() and (job := self._jobs.get()) is not None and line.ship(job):
                 if number + 1 == len(self._threads) < self._max_lines and not self._jobs.empty() and self.is_alive:
                     self._start()
@@ -129,6 +147,13 @@ class BlockSender:
                 job.ticket.end_unless_followed()
             self._end_queued()
 
+    def _go_on_with(self, num_lines: int, error: Exception) -> None:
+        """One more line cannot be had: those that there are serve as well."""
+        self._max_lines = num_lines
+        logger.warning(
+            "KV blocks for %s go over %d connections, no more can be opened: %s", self._address, num_lines, error
+        )
+
     def _line_to(self, shared: SharedTarget) -> Line:
         """Shared memory if it can be, else TCP. What it is is logged once for each link."""
         try:
@@ -143,16 +168,17 @@ class BlockSender:
         return line
 
     def _tcp_line(self, number: int) -> Line:
-        self._metrics.data_lines.labels("tcp").inc()
-        return TcpLine(
+        line = TcpLine(
             self._address,
             metrics=self._metrics,
             context=self._context,
             wakeup=self._wakeup,
             token=self._token,
-            number=number,
+            thread=self._first_thread + number,
             num_lines=self._max_lines,
         )
+        self._metrics.data_lines.labels("tcp").inc()
+        return line
 
     def _end_queued(self) -> None:
         """Nobody will send what is in the queue. On any thread. Leaves a word in it for the next thread that waits there."""

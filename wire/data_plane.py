@@ -51,13 +51,13 @@ class TcpLine:
         context: zmq.Context[zmq.Socket[bytes]],
         wakeup: Wakeup,
         token: str | None = None,
-        number: int = 0,
+        thread: int = 0,
         num_lines: int = 1,
     ) -> None:
         """``token``: what the decode worker lets data connections in by; None: it lets everybody in.
 
-        ``number``: which of a link's ``num_lines`` it is, from 0. The first takes blocks before it is connected, the others do
-        not: what they would hold up, one that is connected can send.
+        ``thread``: a number, which of ZeroMQ's threads to use. One of several lines of a link takes no blocks before it is
+        connected: what it would hold up, one that is connected can send.
         """
         self._blocks_sent = metrics.blocks_sent.labels("tcp")
         self._bytes_sent = metrics.bytes_sent.labels("tcp")
@@ -65,8 +65,8 @@ class TcpLine:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _share(_SEND_AHEAD_MESSAGES, num_lines))
-        self._socket.setsockopt(zmq.IMMEDIATE, int(number > 0))
-        choose_data_thread(self._socket, context, number)
+        self._socket.setsockopt(zmq.IMMEDIATE, int(num_lines > 1))
+        choose_data_thread(self._socket, context, thread)
         close_dead_connections(self._socket, _DEAD_AFTER_S)
         if token is not None:
             show_token(self._socket, token)
@@ -81,7 +81,7 @@ class TcpLine:
         if not job.ticket.take():
             return True
         if (plain := job.bytes(self._wakeup)) is None:
-            return False
+            return not self._wakeup.is_set
         header, payload = self._prepared(job, plain)
         while not self._sent(job, header, payload):
             if not self.has_room():

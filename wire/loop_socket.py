@@ -108,7 +108,10 @@ class LoopSocket:
             self._look_soon()
 
     def _has_more(self) -> bool:
-        return bool(int(self._socket.get(_EVENTS)) & _POLLIN)
+        try:
+            return bool(int(self._socket.get(_EVENTS)) & _POLLIN)
+        except zmq.ZMQError:
+            return True  # the next look finds out, and ends
 
     def _end(self) -> None:
         if self._is_alive:

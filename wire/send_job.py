@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from kvrelay.common.late_bytes import LateBytes
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.seal import BlockSealer
 
@@ -25,6 +26,7 @@ class SendTicket:
         self._lock = threading.Lock()
         self._is_taken = False
         self._is_over = False
+        self.is_unwanted = False  # called off while somebody waits to read the memory
         self._tracker: zmq.MessageTracker | None = None
 
     @property
@@ -39,8 +41,9 @@ class SendTicket:
             return self._is_taken
 
     def call_off(self) -> None:
-        """Nobody wants the block any more: done at once, unless it is taken already."""
+        """Nobody wants the block any more: done at once, unless it is taken already; then soon, if nobody reads it yet."""
         with self._lock:
+            self.is_unwanted = True
             self._is_over = self._is_over or not self._is_taken
 
     def follow(self, tracker: zmq.MessageTracker) -> None:
@@ -56,28 +59,6 @@ class SendTicket:
         self._is_over = self._is_over or self._tracker is None
 
 
-class Reader(Protocol):
-    """Who reads a block's memory, for as long as it is not done (a ticket)."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the memory may be written again."""
-
-
-class LateBytes(Protocol):
-    """A block's bytes on their way to the host's memory (:class:`kvrelay.engine.staging.StagedRead`)."""
-
-    @property
-    def nbytes(self) -> int:
-        """How many there will be."""
-
-    def wait(self, reader: Reader, timeout_s: float) -> memoryview | None:
-        """All of them, in memory that does not change until ``reader`` is done; None if there is no memory for them in time.
-
-        Never on the network thread. Raises what the copy failed with: nothing may be sent then.
-        """
-
-
 class SendJob(msgspec.Struct, frozen=True):
     """A block that waits to be sent. Its payload does not change until the ticket is done."""
 
@@ -87,13 +68,16 @@ class SendJob(msgspec.Struct, frozen=True):
     sealer: BlockSealer | None
 
     def bytes(self, wakeup: Wakeup) -> memoryview | None:
-        """What to send, once it is there; the ticket must be taken. None if ``wakeup`` came first.
+        """What to send, once it is there; the ticket must be taken. None if ``wakeup`` came first, or the block was called off.
 
         On a sender's thread, just before it reads them: meanwhile later blocks are on their way.
         """
         if isinstance(self.payload, memoryview):
             return self.payload
         while not wakeup.is_set:
+            if self.ticket.is_unwanted:
+                self.ticket.end()
+                return None
             if (view := self.payload.wait(self.ticket, _LOOK_S)) is not None:
                 return view
         return None

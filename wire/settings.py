@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvrelay.common.cores import available_cores
 from kvrelay.common.settings import setting
-
-_CORES_PER_SOCKET = (
-    4  # a socket that is full keeps two busy, its thread and ZeroMQ's; half of a machine is for the model and HTTP
-)
-_MAX_DEFAULT_SOCKETS = 4  # of 2 to 4 GB/s each: enough for the 6 to 7 GB/s of KV that a fast GPU computes
 
 KEYS_HELP = (
     "directory of keys (kvrelay keys makes them): links to workers are encrypted, both ends prove their role, and KV blocks "
@@ -70,20 +64,10 @@ class SameHostSettings:
 class DataSettings:
     """Over how many connections, and with how many threads, KV blocks go between two workers over TCP."""
 
-    data_sockets: int | None = setting(
-        None,
+    data_sockets: int = setting(
+        1,
         "prefill worker: TCP connections that KV blocks for a decode worker are spread over, opened as needed, a thread for "
-        "each; decode worker: threads that take blocks; default: a quarter of the cores, 1 to 4",
+        "each; decode worker: threads that take blocks",
         minimum=1,
         maximum=16,
     )
-
-    @property
-    def num_sockets(self) -> int:
-        """What was said, or what suits this machine."""
-        return self.data_sockets or default_data_sockets(available_cores())
-
-
-def default_data_sockets(num_cores: int) -> int:
-    """How many data sockets suit a machine. With less than eight cores it is one: a second would take them from the model."""
-    return max(1, min(num_cores // _CORES_PER_SOCKET, _MAX_DEFAULT_SOCKETS))

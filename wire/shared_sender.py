@@ -100,7 +100,7 @@ class SharedLine:
         if not job.ticket.take():
             return True
         if (payload := job.bytes(self._wakeup)) is None:
-            return False
+            return not self._wakeup.is_set
         slot = self._free.pop()
         memory = self._ring.slots[slot]
         if job.sealer is None:

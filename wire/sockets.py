@@ -41,7 +41,7 @@ def choose_control_thread(socket: zmq.Socket[bytes]) -> None:
 
 
 def choose_data_thread(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], number: int) -> None:
-    """Put the ``number``-th data socket of a link (from 0) on a thread of its own, as far as there are any, before it connects."""
+    """Put a data socket on a thread that moves blocks, before it connects: sockets with neighbouring numbers on different ones."""
     num_others = context.get(zmq.IO_THREADS) - 1
     socket.setsockopt(zmq.AFFINITY, 1 << (1 + number % num_others if num_others else 0))
 

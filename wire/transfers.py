@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvrelay.common.late_bytes import LateBytes
 from kvrelay.common.sampling import SampledToken
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.errors import WireError
@@ -32,7 +33,7 @@ from kvrelay.wire.messages import (
 )
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import KEY_NBYTES, BlockSealer
-from kvrelay.wire.send_job import LateBytes, SendTicket
+from kvrelay.wire.send_job import SendTicket
 
 Key = tuple[str, int]
 

@@ -8,11 +8,9 @@ import torch
 
 from gpu_parts.comparing import compared
 from gpu_parts.kernel_names import Kernel
-from gpu_parts.linears import compute_dtype, random_linear
+from gpu_parts.linears import compute_dtype, random_linear, roundings
 from gpu_parts.running import Context, Finding
 from kvrelay.engine.linear_cuda import RoundedLinear
-from kvrelay.engine.rounding import Rounding
-from kvrelay.kernels.kv_scales import require_e4m3
 from kvrelay.kernels.weight_only_linear import dequantise_weight
 
 _ROWS = (1, 16, 17, 33, 64, 129)
@@ -21,10 +19,9 @@ _MANY_ROWS = 300  # more than the kernel takes
 
 def check_linear(context: Context) -> Iterator[Finding]:
     """As the engine multiplies: rounded weights, splits for this device, a bias."""
-    require_e4m3(context.device, "the check of fp8 weights needs", "run it there")
     generator, dtype = context.generator(), compute_dtype(context)
     shapes = context.sizes.shape.linears
-    for rounding in Rounding:
+    for rounding in roundings(context.device):
         # The one whose inputs are cut into splits on a GPU, and the one with the longest sums.
         for name in ("QKV", "down"):
             weight = random_linear(context, generator, *shapes[name], rounding)

@@ -13,8 +13,9 @@ from typing import cast
 
 import torch
 import xxhash
-from handoff_ways import KvrelayReceiver, KvrelaySender, Pool
-from handoff_ways import Sizes as RoundSizes
+from handoff_pools import Pool
+from handoff_pools import Sizes as RoundSizes
+from handoff_ways import KvrelayReceiver, KvrelaySender
 
 from gpu_parts.processes import Side
 from gpu_parts.rows import Against, Goal, Row, Unit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from gpu_parts.floors import linear_bytes
 from gpu_parts.rows import Against, Goal, Peer, Row, Unit
 from gpu_parts.running import Context, Finding
 from kvrelay.engine.rounding import RoundedWeight, Rounding, rounded
+from kvrelay.kernels.kv_scales import require_e4m3
 from kvrelay.kernels.weight_only_linear import linear_splits, weight_only_linear
 
 _STD = 0.02
@@ -25,7 +26,7 @@ def measure_linears(context: Context) -> Iterator[Finding]:
     if context.device.type == "cuda":
         num_programs = torch.cuda.get_device_properties(context.device).multi_processor_count
     for name, shape in context.sizes.shape.linears.items():
-        weights = {rounding: random_linear(context, generator, *shape, rounding) for rounding in Rounding}
+        weights = {one: random_linear(context, generator, *shape, one) for one in roundings(context.device)}
         full = weights[Rounding.INT8].dequantised().to(dtype)
         num_splits = linear_splits(num_programs, *shape)
         for num_rows in context.sizes.linear_rows:
@@ -49,6 +50,15 @@ def measure_linears(context: Context) -> Iterator[Finding]:
                     f"{nbytes / seconds / 1e9:.0f} GB/s, cuBLAS {linear_bytes(num_rows, *shape, 2) / full_s / 1e9:.0f}; "
                     f"{num_splits} splits",
                 )
+
+
+def roundings(device: torch.device) -> Sequence[Rounding]:
+    """Those that the device has: all, or int8 only."""
+    try:
+        require_e4m3(device)
+    except ValueError:
+        return (Rounding.INT8,)
+    return tuple(Rounding)
 
 
 def compute_dtype(context: Context) -> torch.dtype:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
+from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.sampling import BeamSearch, SamplingParams, Watermark
 from kvrelay.decode_worker.model_worker import Add, Remove
 from kvrelay.decode_worker.run_ahead import samples_without_its_last_token, sequences_that_go_on
+from kvrelay.engine.block_manager import Owner, OwnerKind
 from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence
@@ -299,3 +302,27 @@ def test_a_row_ahead_that_no_step_feeds_is_found() -> None:
         engine.launch([row]).wait()
     with pytest.raises(AssertionError, match="no step before it sampled"):
         engine.launch([replace(row)], behind=engine.launch([])).wait()
+
+
+def test_a_prompt_whose_prefix_is_cached_meanwhile_is_looked_at_again() -> None:
+    """A lease's blocks are published, and it keeps them: no block is free that was not, but the prompt needs fewer now."""
+    rig = fake_rig(16, runs_ahead=True)
+    block_size = rig.blocks.block_size
+    prompt = [index % VOCAB for index in range(10 * block_size - 2)]
+    rig.add("stream", [4, 5, 6], SamplingParams(max_tokens=40, temperature=0.0))
+    lease = Owner(OwnerKind.LEASE, "of the same prefix")
+    assert rig.blocks.allocate(lease, 9) is not None
+    rig.add("waits", prompt, GREEDY, handed_over=False)
+    for _ in range(3):
+        rig.step()
+    assert rig.engine.depths[-1] == 1, "who waits for blocks should hold nobody up"
+    hashes = chain_hashes(root_hash(rig.engine.card.layout.fingerprint()), prompt[: 9 * block_size], block_size)
+    for index, block_hash in enumerate(hashes):
+        rig.blocks.publish(lease, index, block_hash)
+    waiting = [sequence for sequence in rig.scheduler.waiting if sequence.key[0] == "waits"]
+    for _ in range(3):
+        if rig.scheduler.waiting != waiting:
+            break
+        with suppress(AssertionError):  # the fake engine finds no K/V in blocks that nobody wrote; admitted it was
+            rig.step()
+    assert not rig.scheduler.waiting

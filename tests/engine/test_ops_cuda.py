@@ -85,7 +85,7 @@ import torch
 
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine import torch_engine, uploads
-from kvrelay.engine.cuda import decode_graphs, run_largest_step
+from kvrelay.engine.cuda import compile_sampling, decode_graphs, run_largest_step
 from kvrelay.engine.engine_options import EngineOptions
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.kv_pool import KvPool
@@ -145,6 +145,7 @@ def outputs(with_graphs):
             2 * engine.card.block_nbytes
         )
         assert len(weights.layers) == config.num_layers
+        compile_sampling(torch.zeros(1, config.vocab_size), engine._ops)  # runs as it is on a GPU
         engine._graphs = decode_graphs(
             config, engine._model, engine._ops, engine._pool, 96, options, torch.float32, Recorder()
         )

@@ -194,6 +194,7 @@ def test_a_failed_copy_is_not_sent_and_ends_the_link(staged_rig: Any) -> None:
     assert rig.transfer_ends.released == [key]
     rig.leases.abort_peer("p")
     outcomes = [rig.leases.seen.get_nowait() for _ in range(rig.leases.seen.qsize())]
-    assert set(outcomes) <= {"ok"}, "what the copy left was sent"
+    # What was right before may have come behind the lease's end.
+    assert set(outcomes) <= {"ok", "unknown_lease"}, "what the copy left was sent"
     assert len(outcomes) < 3
     assert rig.lease_ends.verified.empty()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
+from kvrelay.common.late_bytes import Reader
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.errors import PeerLostError, WireError
@@ -106,8 +108,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Stage]]:
     stages: list[Stage] = []
     lines: list[PlayedLine] = []
 
-    def open_line(address: str, *, wakeup: Wakeup, number: int, num_lines: int, **_: Any) -> PlayedLine:
-        lines.append(PlayedLine(wakeup, number))
+    def open_line(address: str, *, wakeup: Wakeup, thread: int, num_lines: int, **_: Any) -> PlayedLine:
+        lines.append(PlayedLine(wakeup, thread))
         return lines[-1]
 
     def make(num_sockets: int) -> Stage:
@@ -243,3 +245,48 @@ def test_blocks_that_come_while_a_line_breaks_are_done(stage: Callable[[int], St
                 break
         for ticket in tickets:
             assert_done_soon(ticket)
+
+
+def test_a_further_line_that_cannot_be_had_is_done_without(
+    stage: Callable[[int], Stage], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = stage(NUM_SOCKETS)
+
+    def no_descriptor(address: str, **_: Any) -> PlayedLine:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr("kvrelay.wire.block_sender.TcpLine", no_descriptor)
+    tickets = one.send(5)
+    one.next_round(0)
+    for _ in tickets:
+        one.ship_one(0)
+    assert all(ticket.is_done for ticket in tickets)
+    assert one.sender.is_alive
+    until(lambda: "go over 1 connections, no more can be opened" in caplog.text, "the log's word")
+    assert caplog.text.count("no more can be opened") == 1
+
+
+def test_a_block_that_waits_for_memory_can_be_called_off() -> None:
+    """And nothing of it is read: nobody knows when there will be any."""
+
+    class Never:
+        nbytes = 8
+        asked = threading.Event()
+
+        def wait(self, reader: Reader, timeout_s: float) -> memoryview | None:
+            self.asked.set()
+            return None
+
+    payload, wakeup = Never(), Wakeup()
+    job = SendJob(SendTicket(), BlockHeader(1, 1, 0, 8, b"h" * 16), payload, None)
+    assert job.ticket.take()
+    got: list[memoryview | None] = []
+    thread = threading.Thread(target=lambda: got.append(job.bytes(wakeup)))
+    thread.start()
+    assert payload.asked.wait(WAIT_S)
+    job.ticket.call_off()
+    thread.join(WAIT_S)
+    assert got == [None]
+    assert job.ticket.is_done
+    assert not wakeup.is_set
+    wakeup.close()

@@ -7,12 +7,11 @@ import asyncio
 import pytest
 import zmq
 
-from kvrelay.common.cores import available_cores
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import build
 from kvrelay.decode_worker.settings import DecodeSettings
 from kvrelay.prefill_worker.settings import PrefillSettings
-from kvrelay.wire.settings import DataSettings, LinkSettings, default_data_sockets
+from kvrelay.wire.settings import DataSettings, LinkSettings
 from kvrelay.wire.sockets import (
     choose_data_thread,
     choose_data_threads,
@@ -87,16 +86,10 @@ def test_blocks_and_control_messages_are_moved_by_different_threads(
         socket.bind("tcp://127.0.0.1:0")  # the threads exist
 
 
-@pytest.mark.parametrize(("num_cores", "expected"), [(1, 1), (2, 1), (7, 1), (8, 2), (12, 3), (16, 4), (128, 4)])
-def test_the_default_number_of_data_sockets_follows_the_cores(num_cores: int, expected: int) -> None:
-    assert default_data_sockets(num_cores) == expected
-
-
 @pytest.mark.parametrize("settings", [PrefillSettings, DecodeSettings])
 def test_the_number_of_data_sockets_is_a_setting_of_workers(settings: type) -> None:
-    assert build(settings, {"model": "demo", "data_sockets": "3"}).data.num_sockets == 3
-    assert build(settings, {"model": "demo"}).data.num_sockets == default_data_sockets(available_cores())
-    assert DataSettings().data_sockets is None
+    assert build(settings, {"model": "demo", "data_sockets": "3"}).data.data_sockets == 3
+    assert build(settings, {"model": "demo"}).data == DataSettings(data_sockets=1)
     for value in ("0", "17"):
         with pytest.raises(SettingsError, match="--data-sockets is"):
             build(settings, {"model": "demo", "data_sockets": value})

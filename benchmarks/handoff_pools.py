@@ -1,0 +1,68 @@
+"""The pools between which :mod:`handoff` moves blocks, without an engine: memory, and one hand-off at a time."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is moved in a round."""
+
+    block_nbytes: int
+    num_blocks: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a round."""
+        return self.block_nbytes * self.num_blocks
+
+
+class Pool:
+    """A pool's bytes, as tables on both sides see them."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.block_nbytes = sizes.block_nbytes
+        memory = mmap.mmap(-1, sizes.nbytes)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = memoryview(memory)
+        self.bytes[:] = bytes(sizes.nbytes)  # faulted in before anything is timed
+
+    def open_read(self, block_id: int) -> memoryview:
+        """The block's bytes."""
+        return self.bytes[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
+
+    def close_read(self, block_id: int) -> None:
+        """Nothing to do in host memory."""
+
+    def open_write(self, block_id: int) -> memoryview:
+        """The block's bytes."""
+        return self.open_read(block_id)
+
+    def close_write(self, block_id: int) -> None:
+        """Nothing to do in host memory."""
+
+    def digest(self) -> str:
+        """Of all bytes."""
+        return xxhash.xxh3_128_hexdigest(self.bytes)
+
+
+class WholePool:
+    """Reservations that give every lease the whole pool: one hand-off at a time, nothing cached."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._block_ids = list(range(num_blocks))
+
+    def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int]:
+        """The whole pool."""
+        return self._block_ids, 0
+
+    def release(self, lease_key: str) -> None:
+        """Nothing to do."""
+
+    def publish(self, lease_key: str, index: int, block_hash: bytes) -> None:
+        """Nothing to do."""
