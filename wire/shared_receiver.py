@@ -3,8 +3,8 @@
 A sender connects, shows its ring (:mod:`kvrelay.wire.shared_packets`), and is told yes or no. From then on each of its packets
 names a slot and has a block's header; the block is written from the slot into the pool and proved there, by the lease table, as
 any other. One thread and not one for each sender: a copy out of the ring keeps Python's lock anyway, and a sender that says
-nothing costs a descriptor, no thread. Nobody is waited for. Who connects and does not greet is dropped after a while, or earlier, when many do
-so at a time; a sender whose packets are not ours is dropped at once, and one that is gone with its process.
+nothing costs a descriptor, no thread. Nobody is waited for. Who connects and does not greet is dropped after a while, or earlier,
+when many do so at a time; a sender whose packets are not ours is dropped at once, and one that is gone with its process.
 
 Only processes of the same user, and root's, may connect. With keys a sender must also show the token of the data socket.
 """
