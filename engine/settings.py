@@ -12,7 +12,12 @@ class ModelSettings:
     """The model and where it runs."""
 
     model: str = setting("demo", "model directory, Hugging Face id, or 'demo'")
-    dtype: str = setting("auto", "number format of weights and KV", choices=("auto", "bfloat16", "float16", "float32"))
+    dtype: str = setting(
+        "auto",
+        "number format of weights and KV; auto is the checkpoint's, or float32 on a CPU that is slower in that; the same on all "
+        "workers",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
     device: str = setting(
         "auto", "where the model runs; auto takes CUDA if there is a GPU", choices=("auto", "cpu", "cuda")
     )

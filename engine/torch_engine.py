@@ -15,7 +15,7 @@ from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.batch import Batch, build_batch
 from kvrelay.engine.copies import CudaCopies, StagingPlan
 from kvrelay.engine.cpu import cpu_ops
-from kvrelay.engine.engine_options import EngineOptions, device_of, kv_dtype_of, num_blocks_of, rounding_of
+from kvrelay.engine.engine_options import EngineOptions, device_of, dtype_of, kv_dtype_of, num_blocks_of, rounding_of
 from kvrelay.engine.interface import BlockStore, DoneStep, LaunchedStep, StepRow
 from kvrelay.engine.kv_pool import KvPool
 from kvrelay.engine.model import DecoderModel
@@ -53,8 +53,7 @@ class TorchEngine:
         """Load weights and allocate the pool. Raises ModelError naming what does not fit and the way out."""
         config = load_config(options.model_dir)
         device = device_of(options.device)
-        dtype_name = config.dtype if options.dtype == "auto" else options.dtype
-        dtype: torch.dtype = getattr(torch, dtype_name)
+        dtype = dtype_of(options.dtype, config.dtype, device)
         kv_dtype = kv_dtype_of(options.kv_dtype, dtype, device)
         rounding = rounding_of(options.weight_format, device, dtype)
         torch.set_num_threads(options.num_threads)

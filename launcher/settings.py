@@ -27,7 +27,12 @@ class LocalSettings:
     device: str = setting(
         "auto", "where the model runs; auto takes CUDA if there is a GPU", choices=("auto", "cpu", "cuda")
     )
-    dtype: str = setting("auto", "number format of weights and KV", choices=("auto", "bfloat16", "float16", "float32"))
+    dtype: str = setting(
+        "auto",
+        "number format of weights and KV; auto is the checkpoint's, or float32 on a CPU that is slower in that; the same on all "
+        "workers",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
     weight_format: str = setting(
         "full",
         "weights as --dtype has them, or the layers' rounded to 8 bits: fewer bytes per step of few streams, on a GPU half "

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine import engine_options
 from kvrelay.engine.cuda import require_weight_format
-from kvrelay.engine.engine_options import EngineOptions, device_of, kv_dtype_of, num_blocks_of, rounding_of
+from kvrelay.engine.engine_options import EngineOptions, device_of, dtype_of, kv_dtype_of, num_blocks_of, rounding_of
 from kvrelay.engine.rounding import Rounding
 
 BLOCK_NBYTES = 1000
@@ -50,6 +51,16 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     with pytest.raises(ModelError, match="--device is cuda, but torch finds no GPU"):
         device_of("cuda")
     assert device_of("auto").type == "cpu"
+
+
+def test_a_cpu_that_lacks_the_checkpoints_type_computes_in_another_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for has_bf16, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(engine_options, "has_packed_linear", lambda dtype, has=has_bf16: has)
+        assert dtype_of("auto", "bfloat16", cpu) is expected
+        assert dtype_of("auto", "bfloat16", cuda) is torch.bfloat16
+        assert dtype_of("bfloat16", "float32", cpu) is torch.bfloat16
+        assert dtype_of("float16", "float32", cuda) is torch.float16
 
 
 def test_weights_are_rounded_where_there_are_kernels_for_it() -> None:
