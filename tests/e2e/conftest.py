@@ -20,6 +20,14 @@ def model_directory() -> Path:
     return resolve_model("demo")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def patience() -> Iterator[None]:
+    """No deployment gives a request up for want of room: dozens at a time may take a slow machine minutes."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("KVRELAY_ROOM_TIMEOUT_S", "240")
+        yield
+
+
 @pytest.fixture(scope="session")
 def deployment(model_directory: Path) -> Iterator[LocalDeployment]:
     """Gateway, one prefill worker, one decode worker; every prompt takes the relay."""
