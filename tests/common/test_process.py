@@ -66,11 +66,11 @@ async def until(client: httpx.AsyncClient, status: int) -> Any:
         try:
             response = await client.get("/health/ready")
         except httpx.TransportError:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # polls for a state: the port is open
             continue
         if response.status_code == status:
             return response.json()
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # polls for a state: the status that is waited for
 
 
 @pytest.mark.timeout(60)

@@ -243,7 +243,7 @@ async def test_a_drain_waits_for_what_compiles() -> None:
     rig = GuidedRig()
     rig.ask(guided("a", 77))
     drain = asyncio.ensure_future(rig.service.drain())
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the drain begins
     assert not drain.done()
     rig.guides.answer()
     rig.finish()

@@ -7,7 +7,6 @@ import math
 import msgspec
 import pytest
 
-from kvrelay.prefill_worker.speed import Speed
 from kvrelay.wire.messages import FailureCode, Tokens
 
 from .test_service import Rig, submit
@@ -60,18 +59,3 @@ def test_the_offer_says_what_is_left() -> None:
     rig.now_s += 2.0
     rig.finish()
     assert [(one.request_id, one.timeout_s) for one in offers] == [("a", 3.0), ("b", None)]
-
-
-def test_speed_is_tokens_by_seconds_of_computing() -> None:
-    speed = Speed()
-    assert speed.tokens_per_s == 0.0
-    for _ in range(100):
-        speed.observe(512, 0.5)
-    assert speed.tokens_per_s == pytest.approx(1024)
-    for _ in range(100):
-        speed.observe(512, 1.0)
-    assert speed.tokens_per_s == pytest.approx(512, rel=0.01)
-    speed.observe(512, 60.0)
-    assert speed.tokens_per_s == pytest.approx(512 / 60)
-    speed.observe(0, 0.0)  # a report without a step
-    assert speed.tokens_per_s == pytest.approx(512 / 60)

@@ -84,12 +84,16 @@ def test_prompts_in_small_steps_take_longer() -> None:
     assert cost.seconds(1000, 500) == pytest.approx(0.12)
 
 
-def test_the_speed_is_that_of_the_latest_seconds() -> None:
+def test_speed_is_tokens_by_seconds_of_computing() -> None:
     speed = Speed()
-    assert speed.tokens_per_s == 0
+    assert speed.tokens_per_s == 0.0
     for _ in range(100):
-        speed.observe(100, 0.1)
-    assert speed.tokens_per_s == pytest.approx(1000)
+        speed.observe(512, 0.5)
+    assert speed.tokens_per_s == pytest.approx(1024)
     for _ in range(100):
-        speed.observe(100, 1.0)
-    assert speed.tokens_per_s == pytest.approx(100, rel=0.01)
+        speed.observe(512, 1.0)
+    assert speed.tokens_per_s == pytest.approx(512, rel=0.01)
+    speed.observe(512, 60.0)
+    assert speed.tokens_per_s == pytest.approx(512 / 60)
+    speed.observe(0, 0.0)  # a report without a step
+    assert speed.tokens_per_s == pytest.approx(512 / 60)
