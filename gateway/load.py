@@ -6,7 +6,6 @@ report; what this gateway does is known at every moment. Pure state; the caller 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvrelay.wire.messages import Status
@@ -25,13 +24,20 @@ class _Attempt:
     is_computed: bool = False  # its prompt is: the first token has come
     is_reported: bool = False  # the last report counts it
 
+    @property
+    def num_uncomputed(self) -> int:
+        """Of its prompt's tokens."""
+        return 0 if self.is_computed else self.num_tokens - self.num_cached
+
 
 class Load:
-    """One worker's."""
+    """One worker's. Sums are kept, not made: they are asked for with each request, of each worker, whatever runs there."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._attempts: dict[Key, _Attempt] = {}
+        self._num_uncomputed = 0  # tokens of prompts of our own attempts
+        self._num_unreported_blocks = 0  # of our own attempts that the last report does not count
         self._num_others = 0
         self._tokens_of_others = 0
         self._reported_free_blocks: int | None = None
@@ -39,32 +45,39 @@ class Load:
 
     def open(self, key: Key, num_tokens: int, now_s: float, *, is_sent: bool, num_cached: int = 0) -> None:
         """An attempt begins. ``is_sent``: to this worker, which else hears of it from another one (and we with ``on_token``)."""
-        self._attempts[key] = _Attempt(num_tokens, now_s if is_sent else None, num_cached)
+        self._attempts[key] = attempt = _Attempt(num_tokens, now_s if is_sent else None, num_cached)
+        self._num_uncomputed += attempt.num_uncomputed
+        self._num_unreported_blocks += self._blocks_for(num_tokens)
 
     def on_first_token(self, key: Key, now_s: float) -> None:
         """The attempt's prompt is computed: whoever takes part in it knows of it by now."""
         if (attempt := self._attempts.get(key)) is not None:
+            self._num_uncomputed -= attempt.num_uncomputed
             attempt.is_computed = True
             if attempt.known_s is None:
                 attempt.known_s = now_s
 
     def close(self, key: Key, num_tokens: int) -> None:
         """An attempt is over, which held ``num_tokens`` at its end."""
-        if (attempt := self._attempts.pop(key, None)) is not None and attempt.is_reported:
+        if (attempt := self._attempts.pop(key, None)) is None:
+            return
+        self._num_uncomputed -= attempt.num_uncomputed
+        if attempt.is_reported:
             self._num_given_back += self._blocks_for(num_tokens)
+        else:
+            self._num_unreported_blocks -= self._blocks_for(attempt.num_tokens)
 
     def on_status(self, status: Status, now_s: float) -> None:
         """The worker reports."""
         for attempt in self._attempts.values():
             attempt.is_reported = attempt.known_s is not None and attempt.known_s < now_s - _ON_THE_WAY_S
-        reported = self._of_reported()
+        reported = [attempt for attempt in self._attempts.values() if attempt.is_reported]
         self._num_others = max(0, status.num_running + status.num_waiting - len(reported))
-        self._tokens_of_others = max(0, status.num_waiting_tokens - _uncomputed(reported))
+        self._tokens_of_others = max(0, status.num_waiting_tokens - sum(one.num_uncomputed for one in reported))
         self._reported_free_blocks = status.num_free_blocks
         self._num_given_back = 0
-
-    def _of_reported(self) -> list[_Attempt]:
-        return [attempt for attempt in self._attempts.values() if attempt.is_reported]
+        unreported = [attempt for attempt in self._attempts.values() if not attempt.is_reported]
+        self._num_unreported_blocks = sum(self._blocks_for(one.num_tokens) for one in unreported)
 
     @property
     def num_requests(self) -> int:
@@ -74,17 +87,12 @@ class Load:
     @property
     def num_waiting_tokens(self) -> int:
         """Of prompts that are not computed yet."""
-        return self._tokens_of_others + _uncomputed(self._attempts.values())
+        return self._tokens_of_others + self._num_uncomputed
 
     def num_free_blocks(self, num_blocks: int) -> int:
         """Of ``num_blocks`` in all; none is taken before the first report, but by our own attempts. May be negative."""
         reported = num_blocks if self._reported_free_blocks is None else self._reported_free_blocks
-        unreported = sum(self._blocks_for(one.num_tokens) for one in self._attempts.values() if not one.is_reported)
-        return min(num_blocks, reported + self._num_given_back) - unreported
+        return min(num_blocks, reported + self._num_given_back) - self._num_unreported_blocks
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
-
-
-def _uncomputed(attempts: Iterable[_Attempt]) -> int:
-    return sum(attempt.num_tokens - attempt.num_cached for attempt in attempts if not attempt.is_computed)

@@ -124,6 +124,19 @@ def request_ids(deployment: LocalDeployment, worker: str) -> list[str]:
     return list(state["requests"])
 
 
+async def in_hand(deployment: LocalDeployment) -> dict[str, list[str]]:
+    """What each decode worker has."""
+    return {worker: await asyncio.to_thread(request_ids, deployment, worker) for worker in DECODES}
+
+
+async def until_in_hand(deployment: LocalDeployment, stream: Stream, running: asyncio.Task[None]) -> None:
+    """Until a decode worker has it, or it has ended."""
+    while not running.done() and not any(
+        key.startswith(stream.request_id) for keys in (await in_hand(deployment)).values() for key in keys
+    ):
+        await asyncio.sleep(0.005)  # polls for a state; the test's timeout bounds it
+
+
 async def test_after_preemption(small: LocalDeployment, alone: dict[str, Told]) -> None:
     """Each worker has two older, longer answers in hand, which take what younger ones hold: the youngest gives way.
 
@@ -132,11 +145,14 @@ async def test_after_preemption(small: LocalDeployment, alone: dict[str, Told]) 
     # After answers of one token the gateway takes all for short, and lets in more than there is room for.
     await ask_alone(small.url, {str(seed): Wish("Hi", {"max_tokens": 1}) for seed in range(3)})
     fields = {"max_tokens": 100, "ignore_eos": True}
-    older = [Stream(f"older-{start}", Wish(f"{start} bottles of beer", fields)) for start in range(4)]
     async with http(small) as client:
-        running = [asyncio.create_task(stream.run(client)) for stream in older]
-        await asyncio.gather(*(stream.is_under_way.wait() for stream in older))
-        assert [len(await asyncio.to_thread(request_ids, small, worker)) for worker in DECODES] == [2, 2]
+        running: list[asyncio.Task[None]] = []
+        # Where each goes depends on what the workers have reported meanwhile: more come until both have two.
+        while min(len(ids) for ids in (await in_hand(small)).values()) < 2:
+            assert len(running) < 12, "all go to one worker, or end before others begin"
+            stream = Stream(f"older-{len(running)}", Wish(f"{len(running)} bottles of beer", fields))
+            running.append(asyncio.create_task(stream.run(client)))
+            await until_in_hand(small, stream, running[-1])
         answers = await ask_together(small.url, WISHES)
         await asyncio.gather(*running)
     for name, answer in answers.items():
