@@ -60,8 +60,8 @@ def device_of(name: str) -> torch.device:
 def dtype_of(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
     """The type that ``name`` means for a checkpoint of type ``checkpoint``.
 
-    "auto" is the checkpoint's; but float32 on a CPU that has no instructions for it, where prompts would take several times as long,
-    and single tokens no less.
+    "auto" is the checkpoint's; but float32 on a CPU that has no instructions for it, where prompts would take several times as
+    long, and single tokens no less.
     """
     if name != "auto":
         return _torch_dtype(name)

@@ -104,7 +104,7 @@ class XGrammarCompiler:
             answer = process.compile(guide)
             compiled: Compiled
             if answer.error:
-                compiled = GuideRefusal(_detail(guide, answer.error))
+                compiled = GuideRefusal(_detail(answer.error))
             elif answer.regular:
                 compiled = RegularGuide.from_bytes(answer.regular, self._vocab_size)
             else:
@@ -140,7 +140,7 @@ class XGrammarCompiler:
                     return GuideRefusal(f"the output so far does not match the guide at its token {position}: {error}")
         except Exception as error:
             logger.exception("a guide's state could not be made")
-            return GuideRefusal(f"the guide cannot be followed: {error}"[:_MAX_DETAIL], is_invalid=False)
+            return GuideRefusal(_detail(str(error)), is_invalid=False)
         return state
 
 
@@ -169,6 +169,6 @@ class _Cache:
             self._num_bytes -= self._entries.popitem(last=False)[1][1]
 
 
-def _detail(guide: Guide, error: str) -> str:
-    detail = f"the guide ({guide.kind}) cannot be followed: {error}"
-    return detail if len(detail) <= _MAX_DETAIL else detail[: _MAX_DETAIL - 1] + "…"
+def _detail(error: str) -> str:
+    """The reason alone: whoever tells it knows which field cannot be followed."""
+    return error if len(error) <= _MAX_DETAIL else error[: _MAX_DETAIL - 1] + "…"
