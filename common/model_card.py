@@ -10,18 +10,27 @@ import hashlib
 
 import msgspec
 
+# Of fields whose name does not say what to do.
+_WAYS_OUT = {
+    "kv_scales": " (other K/V scales, '' if they are 1: all workers need the same checkpoint and the same kv_scales.safetensors)"
+}
 
-class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the bytes of a KV block depend on besides its tokens."""
+
+class KvLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything the bytes of a KV block depend on besides its tokens.
+
+    A field with a default is left out where it has it, so that fingerprints stay what they were before there was that field.
+    """
 
     model_id: str  # what the operator called the model
     weights_digest: str  # hex digest over the checkpoint's config and tensor files
-    kv_dtype: str  # "bfloat16", "float16", "float32"
+    kv_dtype: str  # "bfloat16", "float16", "float32", "float8_e4m3fn"
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int  # tokens per block
     rope: str  # canonical JSON of the rope settings
+    kv_scales: str = ""  # hex digest of an fp8 pool's scales; "": all are 1, or there are none
 
     def fingerprint(self) -> bytes:
         """16 bytes, equal exactly for equal layouts."""
@@ -30,7 +39,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     def differences(self, other: KvLayout) -> list[str]:
         """The fields in which two layouts differ, as ``name: mine / theirs``; empty if the fingerprints are equal."""
         return [
-            f"{name}: {getattr(self, name)!r} / {getattr(other, name)!r}"
+            f"{name}: {getattr(self, name)!r} / {getattr(other, name)!r}{_WAYS_OUT.get(name, '')}"
             for name in self.__struct_fields__
             if getattr(self, name) != getattr(other, name)
         ]

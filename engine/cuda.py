@@ -14,6 +14,7 @@ from kvrelay.engine.decode_graphs import CudaRecorder, DecodeGraphs, Recorder
 from kvrelay.engine.engine_options import EngineOptions
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.kv_pool import KvPool
+from kvrelay.engine.kv_scales import unit_kv_scales
 from kvrelay.engine.model import DecoderModel
 from kvrelay.engine.model_config import ModelConfig
 from kvrelay.engine.native import triton_driver
@@ -29,11 +30,19 @@ logger = logging.getLogger(__name__)
 
 
 def cuda_model(
-    config: ModelConfig, weights: ModelWeights, pool: KvPool, max_model_len: int, options: EngineOptions
+    config: ModelConfig,
+    weights: ModelWeights,
+    pool: KvPool,
+    max_model_len: int,
+    options: EngineOptions,
+    kv_scales: torch.Tensor | None,
 ) -> tuple[DecoderModel, CudaOps, DecodeGraphs | None]:
-    """The model over ``pool``, which has a spare block. Takes ``weights`` over. Capturing graphs takes seconds."""
+    """The model over ``pool``, which has a spare block. Takes ``weights`` over. Capturing graphs takes seconds.
+
+    ``kv_scales``: see :func:`cuda_ops`.
+    """
     triton_driver.use_prebuilt()
-    ops = cuda_ops(config, pool, max_model_len, options)
+    ops = cuda_ops(config, pool, max_model_len, options, kv_scales)
     compute_dtype = weights.embed.dtype
     model = DecoderModel(config, weights, ops)
     compile_sampling(torch.zeros(1, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device), ops)
@@ -49,20 +58,20 @@ def cuda_model(
     return model, ops, graphs
 
 
-def cuda_ops(config: ModelConfig, pool: KvPool, max_model_len: int, options: EngineOptions) -> CudaOps:
+def cuda_ops(
+    config: ModelConfig, pool: KvPool, max_model_len: int, options: EngineOptions, kv_scales: torch.Tensor | None
+) -> CudaOps:
     """Operations over ``pool``. Raises ModelError if this GPU has none for its type.
 
-    An fp8 pool's scales are 1, on all workers: a key or value beyond e4m3's 448 is cut to that. The kernels take scales for each
-    head, but nobody has calibrated any.
+    ``kv_scales``: of an fp8 pool, on any device (:mod:`kvrelay.engine.kv_scales`), else None.
     """
-    scales: torch.Tensor | None = None
     if pool.tensor.dtype == torch.float8_e4m3fn:
         try:
             require_e4m3(pool.tensor.device)
         except ValueError as error:
             raise ModelError(f"--kv-dtype is fp8, but {error}: leave it at auto") from error
-        scales = torch.ones(config.num_layers, 2, config.num_kv_heads, device=pool.tensor.device)
-    return CudaOps(config, pool.tensor, max_model_len, options.max_num_seqs, kv_scales=scales)
+    on_device = None if kv_scales is None else kv_scales.to(pool.tensor.device)
+    return CudaOps(config, pool.tensor, max_model_len, options.max_num_seqs, kv_scales=on_device)
 
 
 def require_weight_format(rounding: Rounding | None, device: torch.device) -> None:
@@ -106,7 +115,8 @@ def run_largest_step(
     length = min(options.max_batched_tokens, options.max_model_len or config.max_position_embeddings)
     num_blocks = -(-length // options.block_size)
     pool = KvPool(config, num_blocks, options.block_size, kv_dtype, device)
-    ops = cuda_ops(config, pool, length, options)
+    kv_scales = unit_kv_scales(config) if kv_dtype == torch.float8_e4m3fn else None
+    ops = cuda_ops(config, pool, length, options, kv_scales)
     # The model empties the list of layers that it is given, and multiplies with the very same matrices.
     model = DecoderModel(config, replace(weights, layers=list(weights.layers)), ops)
     sampling = SamplingParams(max_tokens=1, top_p=0.9, num_logprobs=0)

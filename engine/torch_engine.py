@@ -18,6 +18,7 @@ from kvrelay.engine.cpu import cpu_ops
 from kvrelay.engine.engine_options import EngineOptions, device_of, dtype_of, kv_dtype_of, num_blocks_of, rounding_of
 from kvrelay.engine.interface import BlockStore, DoneStep, LaunchedStep, StepRow
 from kvrelay.engine.kv_pool import KvPool
+from kvrelay.engine.kv_scales import kv_scales_digest, load_kv_scales
 from kvrelay.engine.model import DecoderModel
 from kvrelay.engine.model_config import load_config
 from kvrelay.engine.ops import Ops, StepGraphs
@@ -25,7 +26,7 @@ from kvrelay.engine.prompt_logprobs import add_prompt_logprobs
 from kvrelay.engine.sampled import Sampled, UnderWay
 from kvrelay.engine.sampler import sample
 from kvrelay.engine.torch_step import TorchStep
-from kvrelay.engine.weights import load_weights, weights_digest
+from kvrelay.engine.weights import checkpoint_files, load_weights, weights_digest
 
 
 class TorchEngine:
@@ -61,6 +62,9 @@ class TorchEngine:
             from kvrelay.engine.cuda import require_weight_format  # noqa: PLC0415 - a CPU worker may lack Triton
 
             require_weight_format(rounding, device)
+        kv_scales: torch.Tensor | None = None
+        if kv_dtype == torch.float8_e4m3fn:
+            kv_scales = load_kv_scales(options.model_dir, checkpoint_files(options.model_dir), config)
         weights = load_weights(options.model_dir, config, dtype, device, progress, rounding)
         block_nbytes = 2 * config.num_layers * config.kv_size * options.block_size * kv_dtype.itemsize
         measure: Callable[[], int] | None = None
@@ -89,7 +93,13 @@ class TorchEngine:
             ) from error
         digest = weights_digest(options.model_dir) + ("" if rounding is None else f"-{rounding.value}")
         card = ModelCard(
-            layout=config.layout(options.model_id, digest, str(kv_dtype).removeprefix("torch."), options.block_size),
+            layout=config.layout(
+                options.model_id,
+                digest,
+                str(kv_dtype).removeprefix("torch."),
+                options.block_size,
+                kv_scales="" if kv_scales is None else kv_scales_digest(kv_scales),
+            ),
             vocab_size=config.vocab_size,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
@@ -100,7 +110,7 @@ class TorchEngine:
         if device.type == "cpu":
             ops = cpu_ops(options, config, pool.tensor, max_model_len, has_int8_weights=rounding is not None)
             return cls(card, DecoderModel(config, weights, ops), ops, pool, options, None)
-        model, cuda_ops, graphs = cuda_model(config, weights, pool, max_model_len, options)
+        model, cuda_ops, graphs = cuda_model(config, weights, pool, max_model_len, options, kv_scales)
         return cls(card, model, cuda_ops, pool, options, graphs)
 
     @property

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.kv_scales import is_attention_scale
 from kvrelay.engine.model_config import ModelConfig
 from kvrelay.engine.rounding import RoundedWeight, Rounding, Weight
 
@@ -174,7 +175,7 @@ def _check_unused(path: Path, name: str, config: ModelConfig) -> None:
     """Raise ModelError for a tensor we have no use for, unless the model is the same without it."""
     is_tied_head = name == "lm_head.weight" and config.has_tied_embeddings
     is_rotary_buffer = name.endswith(".rotary_emb.inv_freq")  # of old checkpoints, follows from the config
-    if not (is_tied_head or is_rotary_buffer):
+    if not (is_tied_head or is_rotary_buffer or is_attention_scale(name)):
         raise ModelError(
             f"{path}: tensor {name} is unknown to {config.architecture} with this config.json; it would be ignored"
         )

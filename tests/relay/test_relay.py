@@ -8,7 +8,9 @@ import threading
 from collections.abc import Sequence
 
 import pytest
+from msgspec import structs
 
+from kvrelay.common.model_card import ModelCard
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.block_manager import Owner, OwnerKind
 from kvrelay.engine.fake import expected_output, fake_card
@@ -126,6 +128,28 @@ async def test_layouts_that_do_not_fit_are_refused_with_both_sides() -> None:
         assert isinstance(outcome, Failed)
         assert outcome.code is FailureCode.LAYOUT_MISMATCH
         assert "'other' / 'fake'" in outcome.detail
+        await r.settled()
+
+
+@pytest.mark.parametrize("mine", ["", "3fa85f6457174562"])
+async def test_workers_with_other_kv_scales_do_not_exchange_blocks(mine: str) -> None:
+    def card(kv_scales: str) -> ModelCard:
+        made = fake_card()
+        layout = structs.replace(made.layout, kv_dtype="float8_e4m3fn", kv_scales=kv_scales)
+        return structs.replace(made, layout=layout)
+
+    theirs = "b3fc2c963f66afa6"
+    async with relay(decode_card=card(mine), prefill_card=card(theirs)) as r:
+        r.submit("a", prompt(5, 10), 8)
+        outcome = (await r.outcome("a"))["a"]
+        assert isinstance(outcome, Failed)
+        assert outcome.code is FailureCode.LAYOUT_MISMATCH
+        assert f"(decode / prefill): kv_scales: {mine!r} / {theirs!r} (other K/V scales" in outcome.detail
+        assert "same kv_scales.safetensors" in outcome.detail
+        await r.settled()
+    async with relay(decode_card=card(theirs), prefill_card=card(theirs)) as r:
+        r.submit("a", prompt(5, 10), 8)
+        assert (await r.outcome("a"))["a"] == expected_output(prompt(5, 10), 8, VOCAB)
         await r.settled()
 
 
