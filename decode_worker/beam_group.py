@@ -105,6 +105,7 @@ class BeamGroup:
             block_hashes=[],
             sampling=parent.sampling.after_prefill(),
             prompt_logprobs=[],
+            token_counts=None,
         )
 
 

@@ -220,8 +220,8 @@ class CudaOps:
         rows, tokens, counts, repetition, presence, frequency, num_under_way, row_starts = self._uploader.upload(
             (
                 penalties.entry_rows(),
-                np.array(penalties.entry_tokens, dtype=np.int64),
-                np.array(penalties.entry_counts, dtype=np.int32),
+                penalties.entry_tokens,
+                penalties.entry_counts,
                 penalties.repetition,
                 penalties.presence,
                 penalties.frequency,

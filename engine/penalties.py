@@ -5,7 +5,6 @@ A token that the host does not know yet, since the step in front samples it, is 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.token_counts import TokenCounts
 
 # A smaller one, which a client may ask for, would turn logits into infinities and the row into NaN.
 _MIN_REPETITION_PENALTY = 1e-6
@@ -35,24 +35,22 @@ class Penalties:
     frequency: Floats
     num_under_way: Ints  # of the row's tokens, that no entry counts and the host does not know: 0 or 1
     row_starts: Ints  # [num_rows + 1] where each row's entries begin
-    entry_tokens: list[int]
-    entry_counts: list[int]  # occurrences in the output
+    entry_tokens: npt.NDArray[np.int64]
+    entry_counts: Ints  # occurrences in the output
 
     @classmethod
     def of(cls, sequences: Seq[Sequence], num_ahead: Seq[int] | None = None) -> Penalties:
-        """From the sequences' parameters and tokens; ``num_ahead``: how many of each are under way, None: none."""
+        """From the sequences' parameters and tokens, whose counts it brings up to date.
+
+        ``num_ahead``: how many tokens of each are under way, None: none.
+        """
         params = [sequence.sampling for sequence in sequences]
         row_starts = [0]
-        entry_tokens: list[int] = []
-        entry_counts: list[int] = []
+        counts: list[TokenCounts] = []
         for sequence in sequences:
             if sequence.sampling.needs_penalties:
-                has_prompt = sequence.sampling.repetition_penalty != 1.0
-                counts = dict.fromkeys(sequence.token_ids[: sequence.num_prompt_tokens] if has_prompt else (), 0)
-                counts |= Counter(sequence.token_ids[sequence.num_prompt_tokens :])
-                entry_tokens += counts.keys()
-                entry_counts += counts.values()
-            row_starts.append(len(entry_tokens))
+                counts.append(_counts_of(sequence))
+            row_starts.append(row_starts[-1] + (len(counts[-1].tokens) if sequence.sampling.needs_penalties else 0))
         return cls(
             repetition=np.array(
                 [max(row.repetition_penalty, _MIN_REPETITION_PENALTY) for row in params], dtype=np.float32
@@ -67,14 +65,14 @@ class Penalties:
                 dtype=np.int32,
             ),
             row_starts=np.array(row_starts, dtype=np.int32),
-            entry_tokens=entry_tokens,
-            entry_counts=entry_counts,
+            entry_tokens=np.concatenate([np.empty(0, np.int64), *(one.tokens for one in counts)]),
+            entry_counts=np.concatenate([np.empty(0, np.int32), *(one.counts for one in counts)]),
         )
 
     @property
     def change_nothing(self) -> bool:
         """Whether no token of any row costs anything."""
-        return not self.entry_tokens and not self.has_under_way
+        return not len(self.entry_tokens) and not self.has_under_way
 
     @property
     def has_under_way(self) -> bool:
@@ -86,6 +84,15 @@ class Penalties:
         return np.repeat(np.arange(len(self.repetition)), np.diff(self.row_starts))
 
 
+def _counts_of(sequence: Sequence) -> TokenCounts:
+    if sequence.token_counts is None:
+        counts_prompt = sequence.sampling.repetition_penalty != 1.0
+        sequence.token_counts = TokenCounts(sequence.token_ids, sequence.num_prompt_tokens, counts_prompt=counts_prompt)
+    else:
+        sequence.token_counts.update(sequence.token_ids)
+    return sequence.token_counts
+
+
 def penalize(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None = None) -> None:
     """Apply penalties to ``logits`` ``[num_rows, vocab]`` in place, entry by entry, on the CPU.
 
@@ -93,17 +100,16 @@ def penalize(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tens
     frequency per occurrence and presence once, as OpenAI's API defines them. ``last_tokens`` as in SamplerOps.
     """
     entry_rows = penalties.entry_rows()
-    entry_tokens = np.array(penalties.entry_tokens, dtype=np.int64)
-    entry_counts = np.array(penalties.entry_counts, dtype=np.int64)
+    entry_tokens, entry_counts = penalties.entry_tokens, penalties.entry_counts
     if last_tokens is not None:
         under_way, last = penalties.num_under_way > 0, last_tokens.numpy()
         is_last = under_way[entry_rows] & (entry_tokens == last[entry_rows])
-        entry_counts += is_last
+        entry_counts = entry_counts + is_last
         under_way[entry_rows[is_last]] = False
         others = np.flatnonzero(under_way)
         entry_rows = np.concatenate((entry_rows, others))
         entry_tokens = np.concatenate((entry_tokens, last[others]))
-        entry_counts = np.concatenate((entry_counts, np.ones_like(others)))
+        entry_counts = np.concatenate((entry_counts, np.ones_like(others, dtype=np.int32)))
     index = torch.from_numpy(entry_rows), torch.from_numpy(entry_tokens)
     counts = torch.from_numpy(entry_counts).float()
     values = logits[index]

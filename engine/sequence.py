@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from kvrelay.engine.token_counts import TokenCounts
+
 
 class SequenceStatus(enum.Enum):
     """Where a sequence stands with its scheduler."""
@@ -77,6 +79,7 @@ class Sequence:
     num_preemptions: int = 0
     prompt_logprobs: list[SampledToken] = field(default_factory=list)  # filled by the engine, if sampling asks for it
     guide: GuideState | None = None  # where the output stands in its grammar
+    token_counts: TokenCounts | None = None  # of penalties, once they were asked for
     beam: int = 0  # which of a beam search's sequences; they share the key
     retention: Retention | None = None  # how long its request wants its blocks to stay cached
 
