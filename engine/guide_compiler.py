@@ -140,7 +140,7 @@ class XGrammarCompiler:
                     return GuideRefusal(f"the output so far does not match the guide at its token {position}: {error}")
         except Exception as error:
             logger.exception("a guide's state could not be made")
-            return GuideRefusal(_detail(str(error)), is_invalid=False)
+            return GuideRefusal(_detail(f"the guide cannot be followed: {error}"), is_invalid=False)
         return state
 
 

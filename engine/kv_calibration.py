@@ -2,17 +2,18 @@
 
 The model runs over a pool in its own type, on the CPU or a GPU, and what it left there is looked at: keys as they are stored,
 behind their rotation. e4m3 is a floating-point type, so room above the largest costs no digits, but of numbers that are some
-thousands of times smaller (its normal ones are 1/64 to 448), while a number beyond the range is cut.
+thousand times smaller (its normal ones are 1/64 to 448), while a number beyond the range is cut. So there is much room.
 
-Scales are powers of two. Division by one is exact, and what is rounded is rounded as with a scale of 1: calibration cannot make a
-model worse that was well served before. With other scales each number is rounded anew, for better or worse: the error of a small
-random model's logits then was 0.66 to 1.63 times that with 1, the same on average.
+Scales are powers of two. Division by one is exact, and a number that is a normal one with and without is rounded to the same. With
+other scales each number is rounded anew, for better or worse: the error of a small random model's logits then was 0.66 to 1.63
+times that with 1, the same on average.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 import torch
 
@@ -26,12 +27,13 @@ from kvrelay.engine.kv_pool import KvPool
 from kvrelay.engine.kv_scales import FP8_MAX
 from kvrelay.engine.model import DecoderModel
 from kvrelay.engine.model_config import load_config
-from kvrelay.engine.ops import Ops
+from kvrelay.engine.ops import Ops, StepContext
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.weights import Progress, load_weights
 
-# Text that comes later has larger keys than any seen. Twice costs one of the 15 powers of two that e4m3's normal numbers span.
-MARGIN = 2.0
+# Text that comes later has larger keys than any seen, at worst those of one odd token. This costs three of the 15 powers of two
+# that e4m3's normal numbers span.
+MARGIN = 8.0
 _MIN_EXPONENT = -126  # of normal numbers in fp32
 
 
@@ -40,8 +42,8 @@ def largest_kv(options: EngineOptions, prompts: Seq[Seq[int]], progress: Progres
     """The largest magnitudes ``[num_layers, 2, num_kv_heads]`` fp32, on the CPU, of keys and values of ``prompts``.
 
     ``prompts``: token ids, each at least one and at most the model's ``max_position_embeddings``. ``progress`` hears (tokens done,
-    tokens in all). A pool for the longest prompt is taken, in the model's type. Raises ModelError if the model cannot be loaded, or
-    makes what is no finite number.
+    tokens in all). A pool for the longest prompt is taken, in the model's type. Raises ModelError if the model cannot be loaded,
+    does not fit the memory, or makes what is no finite number.
     """
     config = load_config(options.model_dir)
     device = device_of(options.device)
@@ -69,7 +71,7 @@ def largest_kv(options: EngineOptions, prompts: Seq[Seq[int]], progress: Progres
         while sequence.num_uncomputed_tokens:
             count = min(options.max_batched_tokens, sequence.num_uncomputed_tokens)
             batch = build_batch([StepRow(sequence, count)], size)
-            model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
+            model.forward(ops.upload((batch.token_ids,))[0], _Checked(ops.begin_step(batch), options.model_dir))
             sequence.num_computed_tokens += count
             done += count
             progress(done, total)
@@ -77,12 +79,30 @@ def largest_kv(options: EngineOptions, prompts: Seq[Seq[int]], progress: Progres
         for layer in range(config.num_layers):
             of_layer = pool.tensor[:num_blocks, layer].abs().amax(dim=(0, 3, 4)).float().cpu()
             largest[layer] = torch.maximum(largest[layer], of_layer)
-    for layer, of_layer in enumerate(largest):
-        if not bool(of_layer.isfinite().all()):
-            raise ModelError(
-                f"{options.model_dir}: keys or values of layer {layer} are no finite numbers in {dtype}: fetch a sound checkpoint"
-            )
     return largest
+
+
+class _Checked:
+    """A step's operations, and a look at keys and values before they are stored: on the CPU as 0 if they are no numbers.
+
+    Implements :class:`kvrelay.engine.ops.StepContext`.
+    """
+
+    def __init__(self, step: StepContext, model_dir: Path) -> None:
+        self._step = step
+        self._model_dir = model_dir
+
+    def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+        """See StepContext. Raises ModelError."""
+        if not bool(key.isfinite().all() & value.isfinite().all()):
+            raise ModelError(
+                f"{self._model_dir}: keys or values of layer {layer} are no finite numbers in {key.dtype}: fetch a sound checkpoint"
+            )
+        return self._step.rotary_kv_write(query, key, value, layer)
+
+    def attention(self, query: torch.Tensor, layer: int) -> torch.Tensor:
+        """See StepContext."""
+        return self._step.attention(query, layer)
 
 
 def scales_for(largest: torch.Tensor) -> torch.Tensor:

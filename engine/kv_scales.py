@@ -113,10 +113,9 @@ def _scales_in(files: Sequence[Path], config: ModelConfig, way_out: str) -> torc
             raise ModelError(f"{path}: {name} is of layer {layer}; the model has {config.num_layers}: {way_out}")
         values = _checked(path, name, tensor, config.num_kv_heads, way_out)
         for kind in _KINDS[name.rpartition(".")[2]]:
-            other = given.setdefault((layer, kind), name)
-            if other != name:
+            if (other := given.get((layer, kind))) is not None:
                 raise ModelError(f"{path}: {name} and {other} are scales of the same {'kv'[kind]}: {way_out}")
-            scales[layer, kind] = values
+            given[layer, kind], scales[layer, kind] = name, values
     if not given:
         return None
     for layer in range(config.num_layers):

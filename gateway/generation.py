@@ -197,7 +197,7 @@ class _Text:
             is_first = gap_s is None
             self._metrics.tokens.on_tokens(len(delta.tokens), gap_s)
         if parts or is_first:
-            # Histograms take longer than all else that a token meets here, and its client waits for the first one.
+            # Histograms take longer than all else that a token meets here, and a stream's client waits for the first one.
             asyncio.get_running_loop().call_soon(self._count_start, parts, is_first)
 
     def _count_start(self, parts: Mapping[str, float], is_first: bool) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import torch
 
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.engine.engine_options import EngineOptions
@@ -66,7 +67,12 @@ def calibrate(model: str, prompts: Path | None, output: Path | None, device: str
     options = EngineOptions(directory, directory.name, device=device, num_threads=os.cpu_count() or 1)
     total = sum(map(len, token_ids))
     with click.progressbar(length=total, label=f"keys and values of {total} tokens", file=sys.stderr) as bar:
-        largest = largest_kv(options, token_ids, lambda done, _: bar.update(done - bar.pos))
+        try:
+            largest = largest_kv(options, token_ids, lambda done, _: bar.update(done - bar.pos))
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise ModelError(
+                f"model and prompts do not fit the memory ({error}): take shorter --prompts, --device cpu, or a GPU that is free"
+            ) from error
     try:
         save_kv_scales(target, scales_for(largest))
     except OSError as error:
@@ -89,7 +95,8 @@ def _built_in(
     except ChatTemplateError:
         pass  # a model without one, or with one that has its own idea of a chat
     else:
-        yield tokenizer.encode(text, add_special_tokens=False)[:max_len]
+        if chat := tokenizer.encode(text, add_special_tokens=False)[:max_len]:
+            yield chat
     begin = encode("")  # what stands before every text: where models put their largest keys
     for seed in range(_NUM_RANDOM):
         chooser = random.Random(seed)  # noqa: S311 - the same tokens at every run are wanted

@@ -1,4 +1,4 @@
-"""The prompts of ``kvrelay verify``: lists of token ids, the same at every run."""
+"""The prompts of ``kvrelay verify`` and ``calibrate-kv``: lists of token ids, the same at every run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def prompts_from_file(path: Path, encode: Encode, max_tokens: int) -> list[Promp
         if not 1 <= len(token_ids) <= max_tokens:
             raise SettingsError(
                 f"--prompts: line {number} of {path} has {len(token_ids)} tokens; "
-                f"it must have 1 to {max_tokens}, so that the output fits the model's length"
+                f"it must have 1 to {max_tokens}, what the model's length leaves for a prompt"
             )
         prompts.append(Prompt(f"line {number}", tuple(token_ids)))
     if not prompts:

@@ -145,16 +145,15 @@ async def test_after_preemption(small: LocalDeployment, alone: dict[str, Told]) 
     # After answers of one token the gateway takes all for short, and lets in more than there is room for.
     await ask_alone(small.url, {str(seed): Wish("Hi", {"max_tokens": 1}) for seed in range(3)})
     fields = {"max_tokens": 100, "ignore_eos": True}
-    async with http(small) as client:
-        running: list[asyncio.Task[None]] = []
+    async with http(small) as client, asyncio.TaskGroup() as running:
+        num_older = 0
         # Where each goes depends on what the workers have reported meanwhile: more come until both have two.
         while min(len(ids) for ids in (await in_hand(small)).values()) < 2:
-            assert len(running) < 12, "all go to one worker, or end before others begin"
-            stream = Stream(f"older-{len(running)}", Wish(f"{len(running)} bottles of beer", fields))
-            running.append(asyncio.create_task(stream.run(client)))
-            await until_in_hand(small, stream, running[-1])
+            assert num_older < 12, "all go to one worker, or end before others begin"
+            stream = Stream(f"older-{num_older}", Wish(f"{num_older} bottles of beer", fields))
+            await until_in_hand(small, stream, running.create_task(stream.run(client)))
+            num_older += 1
         answers = await ask_together(small.url, WISHES)
-        await asyncio.gather(*running)
     for name, answer in answers.items():
         assert [(one["text"], one["token_ids"]) for one in answer.choices] == alone[name], name
     for worker in DECODES:

@@ -65,12 +65,18 @@ def test_scales_are_powers_of_two_with_room_and_never_0() -> None:
     assert (room[largest > 1e-30] <= 2 * MARGIN).all()
 
 
-def test_a_broken_model_has_no_scales(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # The CPU's operations store 0 for what is no number, a GPU's store it.
-    monkeypatch.setattr(torch.Tensor, "nan_to_num_", lambda tensor, *_: tensor)
-    monkeypatch.setattr(torch.nn.functional, "embedding", lambda ids, table: torch.full((len(ids), 48), torch.inf))
-    with pytest.raises(ModelError, match=r"of layer 0 are no finite numbers"):
-        largest_kv(options(llama[0], cpu_kernels="torch"), [tokens(1, 5)], lambda done, total: None)
+@pytest.mark.parametrize("broken", ["layers.0.mlp.down_proj", "layers.1.self_attn.k_proj", "layers.2.self_attn.v_proj"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_broken_model_has_no_scales(broken: str, value: float, tmp_path: Path) -> None:
+    """The CPU's operations store 0 for what is no number; a NaN that the last layers make reaches nobody's keys, and no matter."""
+    save_model(tmp_path, transformers.LlamaConfig(**SIZES))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"model.{broken}.weight"][0, 0] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+    layer = int(broken.split(".")[1]) + ("mlp" in broken)
+    with pytest.raises(ModelError, match=rf"of layer {layer} are no finite numbers in torch.float32"):
+        largest_kv(options(tmp_path, dtype="float32"), [tokens(1, 5)], lambda done, total: None)
 
 
 # What keys and values are multiplied by; queries and attention's output are divided by it, so that the model stays what it is.

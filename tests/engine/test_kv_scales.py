@@ -147,6 +147,9 @@ def test_sets_that_are_not_whole_are_refused(model: Path) -> None:
     save_file({**tensors, "model.layers.2.self_attn.kv_scale": torch.tensor(1.0)}, path)
     with pytest.raises(ModelError, match=r"layers\.2\.self_attn\..*k.*_scale are scales of the same k"):
         scales_of(model)
+    save_file(tensors, path)
+    with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.k_scale and .* are scales of the same k"):
+        load_kv_scales(model, [path, path], load_config(model))  # as in two shards
     del tensors["model.layers.2.self_attn.v_scale"]
     save_file(tensors, path)
     with pytest.raises(ModelError, match=r"layers\.2\.self_attn\.v_scale is missing, where others are there"):

@@ -86,32 +86,29 @@ def test_what_is_cached_need_not_be_computed_but_needs_its_blocks() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_kept_is_what_would_be_counted(seed: int) -> None:
-    """Over any story: before the first report and behind it, what our own attempts still need, and hold."""
-    chance, load, now_s = random.Random(seed), Load(BLOCK), 0.0
-    uncomputed: dict[tuple[str, int], int] = {}
-    blocks: dict[tuple[str, int], int] = {}
+    """Over any story: what our own attempts still need, and hold beyond what the worker reports."""
+    chance, load, now_s, free = random.Random(seed), Load(BLOCK), 0.0, 2000
     for number in range(300):
         now_s += chance.choice((0.0, 0.01, 0.1))
-        key = chance.choice(list(blocks)) if blocks else ("r0", 1)
+        key = chance.choice([*load._attempts, ("nobody", 1)])
         match chance.randrange(5):
             case 0 | 1:
-                key, num_tokens = (f"r{number}", 1), chance.randrange(1, 200)
+                num_tokens = chance.randrange(1, 200)
                 num_cached = chance.randrange(num_tokens)
-                load.open(key, num_tokens, now_s, is_sent=chance.random() < 0.5, num_cached=num_cached)
-                uncomputed[key], blocks[key] = num_tokens - num_cached, -(-num_tokens // BLOCK)
+                load.open((f"r{number}", 1), num_tokens, now_s, is_sent=chance.random() < 0.5, num_cached=num_cached)
             case 2:
                 load.on_first_token(key, now_s)
-                uncomputed.update({key: 0} if key in blocks else {})
             case 3:
                 load.close(key, 7)
-                uncomputed.pop(key, None)
-                blocks.pop(key, None)
-            case _ if seed % 2:  # a worker that counts nothing: what was sent lately is taken off, all else is believed
-                load.on_status(status(free=1000), now_s)
-        assert (load.num_requests, load.num_waiting_tokens) == (len(blocks), sum(uncomputed.values()))
-        if not seed % 2:
-            assert load.num_free_blocks(1000) == 1000 - sum(blocks.values())
-    for key in list(blocks):
+            case _:
+                free = chance.randrange(1000)
+                load.on_status(status(free=free), now_s)
+        attempts = load._attempts.values()
+        uncomputed = [one.num_tokens - one.num_cached for one in attempts if not one.is_computed]
+        unreported = [-(-one.num_tokens // BLOCK) for one in attempts if not one.is_reported]
+        assert (load.num_requests, load.num_waiting_tokens) == (len(attempts), sum(uncomputed))
+        assert load.num_free_blocks(2000) == free + load._num_given_back - sum(unreported)
+    for key in list(load._attempts):
         load.close(key, 7)
     load.on_status(status(free=1000), now_s)
     assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(1000)) == (0, 0, 1000)

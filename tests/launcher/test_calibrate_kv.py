@@ -79,3 +79,21 @@ def test_what_cannot_be_done_is_said_before_the_work(
     save_file({**load_file(path), **own}, path)
     assert cli.run(["calibrate-kv", str(model)]) == 1
     assert "has K/V scales of its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("template", ["", "{% for message in messages %}{% endfor %}"])
+def test_a_template_that_says_nothing_is_no_text(model: Path, template: str) -> None:
+    (model / "chat_template.jinja").write_text(template)
+    assert cli.run(["calibrate-kv", str(model), "--device", "cpu"]) == 0
+    assert scales_of(model).shape == (3, 2, 2)
+
+
+def test_without_the_memory_it_says_so(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    monkeypatch.setattr("kvrelay.engine.kv_calibration.KvPool", full)
+    assert cli.run(["calibrate-kv", str(model), "--device", "cpu"]) == 1
+    assert "do not fit the memory (tried to allocate 20 GiB): take shorter --prompts" in capsys.readouterr().err
