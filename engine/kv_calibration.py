@@ -5,8 +5,7 @@ behind their rotation. e4m3 is a floating-point type, so room above the largest 
 thousand times smaller (its normal ones are 1/64 to 448), while a number beyond the range is cut. So there is much room.
 
 Scales are powers of two. Division by one is exact, and a number that is a normal one with and without is rounded to the same. With
-other scales each number is rounded anew, for better or worse: the error of a small random model's logits then was 0.66 to 1.63
-times that with 1, the same on average.
+other scales each number would be rounded anew, for better or worse.
 """
 
 from __future__ import annotations

@@ -48,9 +48,11 @@ class Penalties:
         row_starts = [0]
         counts: list[TokenCounts] = []
         for sequence in sequences:
+            num_entries = 0
             if sequence.sampling.needs_penalties:
                 counts.append(_counts_of(sequence))
-            row_starts.append(row_starts[-1] + (len(counts[-1].tokens) if sequence.sampling.needs_penalties else 0))
+                num_entries = len(counts[-1].tokens)
+            row_starts.append(row_starts[-1] + num_entries)
         return cls(
             repetition=np.array(
                 [max(row.repetition_penalty, _MIN_REPETITION_PENALTY) for row in params], dtype=np.float32
