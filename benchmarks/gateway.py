@@ -7,7 +7,9 @@
 token of every running request, every ``--step-ms``) and the client. A token's time is from its message's departure until the
 client has it; the first token's also holds the way of the request, from the client's sending until the worker has it. The same
 is measured without a gateway, with a client that speaks to the worker over its control link. What the gateway adds is a
-token's time with it, less the median without it.
+token's time with it, less the median without it. Beside it stands what the least process adds that could stand there
+(``least_gateway.py``): sockets, wake-ups and codecs, which no gateway of this kind can do without. The three are measured one after
+the other, ``--repeats`` times; the medians count, and ratios are those within one repeat.
 
 *Throughput* is real processes: one gateway, one decode worker with the fake engine, ``kvrelay bench`` with 200 streams that
 ask for more than can be had. CPU time by component tells what limits it. With ``--workers 1 --workers 2`` the gateway is measured
@@ -183,11 +185,14 @@ class DirectClient:
 
 
 @contextmanager
-def gateway_process(worker_address: str, directory: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """A gateway with one decode worker; its URL and process."""
+def gateway_process(worker_address: str, directory: Path | None) -> Iterator[tuple[str, psutil.Process]]:
+    """A gateway with one decode worker, or without a model the least one; its URL and process."""
     (port,) = free_ports(1)
-    arguments = ["--model", str(directory), "--port", str(port), "--decode-workers", worker_address]
-    command = [sys.executable, "-P", "-m", "kvrelay.launcher", "gateway", "--log-level", "warning", *arguments]
+    arguments = ["--port", str(port), "--decode-workers", worker_address]
+    command = [sys.executable, str(Path(__file__).with_name("least_gateway.py")), *arguments]
+    if directory is not None:
+        program = ["-P", "-m", "kvrelay.launcher", "gateway", "--log-level", "warning"]
+        command = [sys.executable, *program, "--model", str(directory), *arguments]
     process = subprocess.Popen(command)
     try:
         yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
@@ -261,8 +266,8 @@ async def measure_direct(load: Load) -> dict[str, list[float]]:
     return times
 
 
-async def measure_gateway(directory: Path, load: Load) -> dict[str, list[float]]:
-    """Over HTTP, through a gateway."""
+async def measure_gateway(directory: Path | None, load: Load) -> dict[str, list[float]]:
+    """Over HTTP, through a gateway; without a model through the least one."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     worker = PacedWorker(load.step_s, context)
     async with playing(worker) as worker_address:
@@ -281,8 +286,9 @@ async def measure_gateway(directory: Path, load: Load) -> dict[str, list[float]]
                 times = await measure_times(worker, load, ask)
             finally:
                 await http.close()
-            memory_mb = process.memory_info().rss / 2**20
-            print(f"gateway memory after {load.streams * (load.rounds + 1)} requests: {memory_mb:.0f} MB")
+            if directory is not None:
+                memory_mb = process.memory_info().rss / 2**20
+                print(f"gateway memory after {load.streams * (load.rounds + 1)} requests: {memory_mb:.0f} MB")
     context.term()
     return times
 
@@ -313,6 +319,7 @@ async def _ready(url: str) -> None:
 @click.option("--streams", default=8, show_default=True, help="Streams at a time while added time is measured.")
 @click.option("--rounds", default=15, show_default=True, help="Requests of each of them.")
 @click.option("--step-ms", default=20.0, show_default=True, help="Pace of the played worker.")
+@click.option("--repeats", default=3, show_default=True, help="How often added time is measured.")
 @click.option("--load-streams", default=200, show_default=True, help="Streams at a time while throughput is measured.")
 @click.option("--load-step-ms", default=5.0, show_default=True, help="Pace of the fake worker then.")
 @click.option("--load-seconds", default=20.0, show_default=True, help="How long.")
@@ -326,6 +333,7 @@ def main(
     streams: int,
     rounds: int,
     step_ms: float,
+    repeats: int,
     load_streams: int,
     load_step_ms: float,
     load_seconds: float,
@@ -337,27 +345,42 @@ def main(
     """Run it."""
     figures: dict[str, float] = {}
     if not only_throughput:
-        figures |= added_time(Load(streams, rounds, tokens=64, step_s=step_ms * 1e-3))
+        figures |= added_time(Load(streams, rounds, tokens=64, step_s=step_ms * 1e-3), repeats)
     figures |= throughput(load_streams, load_seconds, load_step_ms, workers, load_rounds)
     if output is not None:
         output.write_text(json.dumps(figures, indent=1))
 
 
-def added_time(pace: Load) -> dict[str, float]:
+def added_time(pace: Load, repeats: int) -> dict[str, float]:
     """Measure and print it."""
-    direct = uvloop.run(measure_direct(pace))
-    through = uvloop.run(measure_gateway(resolve_model("demo", needs_weights=False), pace))
-    figures: dict[str, float] = {}
-    for name, values in through.items():
-        without_ms = statistics.median(direct[name]) * 1e3
-        ordered = sorted(value * 1e3 - without_ms for value in values)
-        found = {q: percentile(ordered, share) for q, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
-        figures |= {f"{name} {q} ms": value for q, value in found.items()} | {f"{name} direct ms": without_ms}
-        shown = ", ".join(f"{q} {value:.2f}" for q, value in found.items())
+    measured: dict[str, list[float]] = {}
+    directory = resolve_model("demo", needs_weights=False)
+    for _ in range(repeats):
+        direct = uvloop.run(measure_direct(pace))
+        least = uvloop.run(measure_gateway(None, pace))
+        through = uvloop.run(measure_gateway(directory, pace))
+        for name in direct:
+            for figure, value in _added(name, direct[name], least[name], through[name]).items():
+                measured.setdefault(figure, []).append(value)
+    figures = {figure: statistics.median(values) for figure, values in measured.items()}
+    for name in ("first token", "later tokens"):
+        shown = ", ".join(f"{q} {figures[f'{name} {q} ms']:.2f}" for q in ("p50", "p99", "max"))
         print(
-            f"added to {name} ({pace.streams} streams, {len(ordered)} tokens): {shown} ms; without gateway {without_ms:.2f} ms"
+            f"added to {name} ({pace.streams} streams, median of {repeats}): {shown} ms; without gateway "
+            f"{figures[f'{name} direct ms']:.2f} ms; the least gateway adds p50 {figures[f'{name} least p50 ms']:.2f} ms, "
+            f"ours {figures[f'{name} p50 to least']:.2f} times that"
         )
     return figures
+
+
+def _added(name: str, direct: list[float], least: list[float], through: list[float]) -> dict[str, float]:
+    """The figures of one kind of token, of one repeat."""
+    without_ms = statistics.median(direct) * 1e3
+    least_ms = statistics.median(least) * 1e3 - without_ms
+    ordered = sorted(value * 1e3 - without_ms for value in through)
+    figures = {f"{name} {q} ms": percentile(ordered, share) for q, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
+    figures |= {f"{name} direct ms": without_ms, f"{name} least p50 ms": least_ms}
+    return figures | {f"{name} p50 to least": figures[f"{name} p50 ms"] / least_ms}
 
 
 if __name__ == "__main__":

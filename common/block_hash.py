@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 HASH_NBYTES = 16
 
@@ -36,15 +36,20 @@ def chain_hashes(
     ``known`` are the hashes of the leading full blocks if the caller has them already; they are kept as they are
     and the chain goes on behind them.
     """
-    hashes = list(known)
-    parent = hashes[-1] if hashes else root
+    return [
+        *known,
+        *hashes_behind(known[-1] if known else root, token_ids[len(known) * block_size :], block_size, extra),
+    ]
+
+
+def hashes_behind(parent: bytes, token_ids: Sequence[int], block_size: int, extra: bytes = b"") -> Iterator[bytes]:
+    """Hashes of all blocks of ``token_ids`` behind the block, or the root, with hash ``parent``; each when it is asked for."""
     # One call of the hash per block and one array in all: half the time of a block at a time.
-    tokens, between = array("I", token_ids[len(hashes) * block_size :]), _extra_keys(extra)
+    tokens, between = array("I", token_ids), _extra_keys(extra)
     data, block_nbytes = tokens.tobytes(), block_size * tokens.itemsize
     for start in range(0, len(data), block_nbytes):
         parent = _digest(parent + between + data[start : start + block_nbytes])
-        hashes.append(parent)
-    return hashes
+        yield parent
 
 
 def _extra_keys(extra: bytes) -> bytes:

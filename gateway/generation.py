@@ -8,39 +8,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
-from kvrelay.common.retention import Retention
-from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.output_text import OutputText, StopReason, TextOptions
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
-from kvrelay.gateway.prompt_share import PromptShare
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.soon import Soon
-from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.wire.messages import Beam
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What to generate, complete and validated."""
+class Generation(GenerationRequest, frozen=True, kw_only=True):
+    """What to generate, complete and validated, and what of it its client sees."""
 
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    text: TextOptions = field(default_factory=TextOptions)
-    timings: RequestTimings = field(default_factory=RequestTimings)  # filled while it runs
-    timeout_s: float | None = None  # the client's own
-    share: PromptShare | None = None  # with the prompt's other choices
+    text: TextOptions = msgspec.field(default_factory=TextOptions)
     is_silent: bool = False  # no output is wanted: the one token that is generated is left out
-    priority: int = 0  # in the line for a place; the smaller, the earlier
-    retention: Retention | None = None  # how long its KV should stay cached
-    guide_param: str | None = None  # the client's field that ``sampling.guide`` was made from
 
     @property
     def is_first(self) -> bool:
@@ -115,20 +102,9 @@ class Generator:
         give the generation up. A stop string ends the text in front of it, and the request. A beam search gives one delta for
         each of its results.
         """
-        request = GenerationRequest(
-            generation.request_id,
-            generation.prompt_token_ids,
-            generation.sampling,
-            generation.timings,
-            generation.timeout_s,
-            generation.share,
-            generation.priority,
-            generation.retention,
-            generation.guide_param,
-        )
         if generation.is_first:
             self._metrics.tokens.on_prompt(len(generation.prompt_token_ids))
-        await self._relay.run(request, _Text(generation, usage, take, self.tokenizer, self._metrics).take)
+        await self._relay.run(generation, _Text(generation, usage, take, self.tokenizer, self._metrics).take)
 
 
 class _Text:

@@ -128,8 +128,12 @@ class HttpServer(uvicorn.Server):
         self._listeners = ()
         if self._door is not None:
             self._door.on_closed()
-        for task in self._opening:
-            task.cancel()
+        if self._certificate is not None:  # handshakes may take long
+            for task in self._opening:
+                task.cancel()
+        # Without TLS they are open in a moment. Cancelled in that, uvloop closes a connection without a word to its protocol,
+        # and whoever waits for it to end would wait for ``drain_s``.
+        await asyncio.gather(*self._opening, return_exceptions=True)
         await super().shutdown(sockets)
 
     def _watch(self, listener: socket.socket) -> None:

@@ -9,9 +9,9 @@ import asyncio
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from kvrelay.common.model_card import ModelCard
@@ -34,8 +34,7 @@ _LONG_TEXT = 4_000  # characters (about 1 ms) from which encoding goes to a thre
 _NO_NAMES = ("tgi", "dummy")  # what Hugging Face's clients send when nobody named a model
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True, gc=False):
     """What is known of a request beside what it asks for. Over HTTP, :func:`arrival_of` tells it."""
 
     request_id: str  # nobody else's: workers go by ids

@@ -55,8 +55,7 @@ class Format(Protocol):
         """The body of an answer that is not streamed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """One HTTP request, ready to run.
 
     ``generations`` holds for each prompt, one behind the other, as many as are generated of it; the ``num_returned`` best of

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.gateway.detokenizer import Detokenizer
@@ -13,8 +14,7 @@ from kvrelay.gateway.tokenizer import Tokenizer
 StopReason = str | int | None  # the stop string, or the client's stop token; None for a model's own end
 
 
-@dataclass(frozen=True, slots=True)
-class TextOptions:
+class TextOptions(msgspec.Struct, frozen=True, gc=False):
     """What a client wants to see of its output."""
 
     stops: tuple[str, ...] = ()

@@ -13,9 +13,10 @@ sockets, no clock. Not thread-safe: lives on the gateway's asyncio loop.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import hashes_behind, root_hash
 from kvrelay.gateway.routing import WorkerView
 
 Holder = tuple[str, int]  # a worker's address and epoch
@@ -49,10 +50,11 @@ class PrefixMap:
         while len(blocks) > self._max_blocks:
             blocks.popitem(last=False)
 
-    def find(self, hashes: Sequence[bytes]) -> dict[Holder, int]:
-        """How many leading blocks of the chain each worker has."""
+    def find(self, hashes: Iterable[bytes]) -> dict[Holder, int]:
+        """How many leading blocks of the chain each worker has. Of ``hashes`` no more is taken than somebody has, and one."""
         found: dict[Holder, int] = {}
         unbroken: tuple[Holder, ...] = ()
+        num_blocks = 0
         for index, block_hash in enumerate(hashes):
             holders = self._holders.get(block_hash, ())
             if index == 0:
@@ -62,7 +64,8 @@ class PrefixMap:
                 unbroken = tuple(one for one in unbroken if one in holders)
             if not unbroken:
                 return found
-        return found | dict.fromkeys(unbroken, len(hashes))
+            num_blocks = index + 1
+        return found | dict.fromkeys(unbroken, num_blocks)
 
     def forget(self, hashes: Iterable[bytes], holder: Holder) -> None:
         """The worker does not have the blocks of this chain."""
@@ -75,7 +78,10 @@ class PrefixMap:
 
 
 class RequestPrefix:
-    """One request's tokens, seen as blocks: each is hashed once, however often the request is routed."""
+    """One request's tokens, seen as blocks: each is hashed once, however often the request is routed.
+
+    To route it no more is hashed than is known, as its client waits; the rest when a worker has computed it.
+    """
 
     def __init__(self, prefixes: PrefixMap | None, prompt_token_ids: Sequence[int]) -> None:
         """Without ``prefixes`` nothing is hashed, and nothing known."""
@@ -99,7 +105,7 @@ class RequestPrefix:
             if found is None or view.fingerprint != self._fingerprint:
                 # The last token is always computed anew: its logits are what is sampled from.
                 num_reusable = (len(self._prompt) + len(output) - 1) // view.block_size
-                found = self._prefixes.find(self._full_blocks(output, view)[:num_reusable])
+                found = self._prefixes.find(islice(self._full_blocks(output, view), num_reusable))
             if num_blocks := found.get((view.address, view.epoch), 0):
                 cached[view.address] = num_blocks * view.block_size
         return cached
@@ -109,13 +115,13 @@ class RequestPrefix:
         holder = (view.address, view.epoch)
         if self._prefixes is not None and holder not in self._holders:
             self._holders.add(holder)
-            self._prefixes.record(self._full_blocks(output, view), holder)
+            self._prefixes.record(list(self._full_blocks(output, view)), holder)
 
     def on_end(self, output: Sequence[int], view: WorkerView) -> None:
         """An attempt is over; if the worker had what came before, it has prompt and ``output``."""
         holder = (view.address, view.epoch)
         if self._prefixes is not None and holder in self._holders:
-            self._prefixes.record(self._full_blocks(output, view), holder)
+            self._prefixes.record(list(self._full_blocks(output, view)), holder)
 
     def on_miss(self, view: WorkerView) -> None:
         """The worker did not have what it was thought to have: this request asks for nobody's any more."""
@@ -123,11 +129,15 @@ class RequestPrefix:
         if self._prefixes is not None:
             self._prefixes.forget(self._hashes, (view.address, view.epoch))
 
-    def _full_blocks(self, output: Sequence[int], view: WorkerView) -> list[bytes]:
+    def _full_blocks(self, output: Sequence[int], view: WorkerView) -> Iterator[bytes]:
+        """Their hashes; who has not been asked for before is hashed when it is."""
         if view.fingerprint != self._fingerprint:
             self._fingerprint, self._root, self._hashes = view.fingerprint, root_hash(view.fingerprint), []
         num_full = (len(self._prompt) + len(output)) // view.block_size
-        if num_full > len(self._hashes):
-            token_ids = [*self._prompt, *output][: num_full * view.block_size]
-            self._hashes = chain_hashes(self._root, token_ids, view.block_size, known=self._hashes)
-        return self._hashes[:num_full]
+        yield from self._hashes[:num_full]
+        if (num_known := len(self._hashes)) < num_full:
+            token_ids = [*self._prompt, *output][num_known * view.block_size : num_full * view.block_size]
+            parent = self._hashes[-1] if self._hashes else self._root
+            for block_hash in hashes_behind(parent, token_ids, view.block_size):
+                self._hashes.append(block_hash)
+                yield block_hash

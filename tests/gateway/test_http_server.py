@@ -51,6 +51,19 @@ async def test_many_connections_that_say_nothing_hinder_nobody() -> None:
         await until(lambda: not port.server.server_state.connections)
 
 
+@pytest.mark.parametrize("num_turns", range(5))
+async def test_a_connection_that_is_just_being_made_does_not_hold_up_the_end(num_turns: int) -> None:
+    """``num_turns``: of the loop, from its being accepted to the end."""
+    async with serving(Recorder()) as port, asyncio.timeout(20):
+        with socket.create_connection(("127.0.0.1", port.number)):
+            while not port.server._opening:
+                await asyncio.sleep(0)
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            await port.server.shutdown()
+            assert not port.server.server_state.connections
+
+
 class CountingDoor:
     """One of several processes; ``counts`` is what they know of each other. ``others_wait``: what it thinks of them, always."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import chain_hashes, hashes_behind, root_hash
 from kvrelay.gateway import prefixes as prefixes_module
 from kvrelay.gateway.prefixes import PrefixMap, RequestPrefix
 
@@ -118,16 +120,21 @@ def test_after_a_miss_the_request_trusts_nobody_and_others_do_not_run_into_it() 
     assert RequestPrefix(known, prompt).cached_tokens([], [view("d")]) == {"d": 2 * BLOCK}
 
 
-def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_hashed = 0
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """All blocks that requests hash."""
+    found: list[bytes] = []
 
-    def counted(root: bytes, tokens: list[int], block_size: int, *, known: list[bytes]) -> list[bytes]:
-        nonlocal num_hashed
-        hashes = chain_hashes(root, tokens, block_size, known=known)
-        num_hashed += len(hashes) - len(known)
-        return hashes
+    def counted(parent: bytes, tokens: list[int], block_size: int) -> Iterator[bytes]:
+        for block_hash in hashes_behind(parent, tokens, block_size):
+            found.append(block_hash)
+            yield block_hash
 
-    monkeypatch.setattr(prefixes_module, "chain_hashes", counted)
+    monkeypatch.setattr(prefixes_module, "hashes_behind", counted)
+    return found
+
+
+def test_each_block_is_hashed_once(hashed: list[bytes]) -> None:
     known = PrefixMap(100)
     request = RequestPrefix(known, range(100))
     for _ in range(3):  # it waits in the line
@@ -135,7 +142,21 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     request.on_cached([], view("p"))
     request.on_cached([], view("d"))
     request.on_end(list(range(60)), view("d"))
-    assert num_hashed == 160 // BLOCK
+    assert hashed == chain_hashes(root_hash(b"f"), [*range(100), *range(60)], BLOCK)
+
+
+def test_routing_hashes_no_more_than_somebody_has_and_one_block(hashed: list[bytes]) -> None:
+    known = PrefixMap(100)
+    new = RequestPrefix(known, range(100))
+    assert new.cached_tokens([], [view("p"), view("d")]) == {}
+    assert len(hashed) == 1
+    new.on_cached([], view("p"))
+    hashed.clear()
+    shares_two = RequestPrefix(known, [*range(2 * BLOCK), *range(500, 600)])
+    assert shares_two.cached_tokens([], [view("p"), view("d")]) == {"p": 2 * BLOCK}
+    assert len(hashed) == 3
+    assert shares_two.cached_tokens([7], [view("p")]) == {"p": 2 * BLOCK}
+    assert len(hashed) == 3
 
 
 def test_without_a_map_nothing_is_hashed_or_known() -> None:

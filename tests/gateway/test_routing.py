@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
+import msgspec
 import pytest
 
 from kvrelay.gateway.routing import (
@@ -29,7 +29,7 @@ def view(address: str, **changes: object) -> WorkerView:
         num_blocks=100,
         block_size=16,
     )
-    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+    return msgspec.structs.replace(base, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", POLICIES.values())
@@ -58,7 +58,7 @@ def test_round_robin_takes_everybody_in_turn() -> None:
 def test_the_prefill_worker_with_the_least_to_compute_is_taken() -> None:
     busy, idle = view("p1", num_waiting_tokens=1000), view("p2", num_waiting_tokens=10)
     assert least_loaded([busy, idle], [view("d")], 10, 0) == Route("p2", "d")
-    sent = dataclasses.replace(idle, num_waiting_tokens=2010)
+    sent = msgspec.structs.replace(idle, num_waiting_tokens=2010)
     assert least_loaded([busy, sent], [view("d")], 10, 0) == Route("p1", "d")
 
 
@@ -66,7 +66,7 @@ def test_the_decode_worker_with_room_and_the_least_in_use_is_taken() -> None:
     full = view("d1", num_free_blocks=1)
     half, most = view("d2", num_free_blocks=50), view("d3", num_free_blocks=40)
     assert least_loaded([], [full, half, most], 160, 0) == Route(None, "d2")
-    sent = dataclasses.replace(half, num_free_blocks=5)
+    sent = msgspec.structs.replace(half, num_free_blocks=5)
     assert least_loaded([], [full, sent, most], 160, 0) == Route(None, "d3")
     assert least_loaded([], [full], 160, 0) == Route(None, "d1")  # it will say itself when there is room
 
@@ -77,7 +77,7 @@ def test_a_burst_spreads_over_equal_workers() -> None:
         route = least_loaded([], list(decodes.values()), 16, turn)
         assert route is not None
         chosen = decodes[route.decode]
-        decodes[route.decode] = dataclasses.replace(
+        decodes[route.decode] = msgspec.structs.replace(
             chosen, num_requests=chosen.num_requests + 1, num_free_blocks=chosen.num_free_blocks - 1
         )
     assert [one.num_requests for one in decodes.values()] == [3, 3, 3]
@@ -191,7 +191,7 @@ def test_a_shared_prompt_does_not_fill_one_worker() -> None:
         route = prefix([view("p")], list(views.values()), 641, turn, CachedPrefix(holders))
         assert route is not None
         one = views[route.decode]
-        views[route.decode] = dataclasses.replace(one, num_free_blocks=one.num_free_blocks - 10)
+        views[route.decode] = msgspec.structs.replace(one, num_free_blocks=one.num_free_blocks - 10)
         holders[route.decode] = 512
         in_use = [one.num_blocks - one.num_free_blocks for one in views.values()]
         assert max(in_use) <= 1.25 * (min(in_use) + 4 * 32) + 10
