@@ -1,7 +1,8 @@
 """What runs on the decode worker's model thread: schedule → run → postprocess, fed by commands.
 
-With an engine that runs ahead, step N+1 is scheduled and launched before step N's tokens are fetched, whenever that does not
-depend on them (:mod:`kvrelay.decode_worker.run_ahead`); sending, scheduling and building batches then cost the device no time.
+With an engine that runs ahead, step N+1 is scheduled and launched before step N's tokens are fetched, whenever who is in it does
+not depend on them (:mod:`kvrelay.decode_worker.run_ahead`); sending, scheduling and building batches then cost the device no time.
+If it cannot be sampled without them, it is told to sample once step N is postprocessed, before step N+2 is launched.
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ class DecodeModelWorker:
         self._finish(self._launched.pop(0).plan, outputs)
         if not self._launched:
             self._remove()
+        elif (behind := self._launched[0].step) is not None and behind.is_deferred:
+            behind.sample()  # the sequences have what it waited for; the next step goes on from its tokens
         return True
 
     def _launch(self, plan: Schedule) -> None:

@@ -4,10 +4,14 @@ On a GPU the host would otherwise stand between two steps: wait for the tokens, 
 does all of that while the next step runs. That step takes its input tokens on the device, from the step before it. What the host
 must know to launch it is only that each sequence goes on, and by how many tokens.
 
-It cannot know that a token under way is a stop token: such a sequence computes one token too many, which does not count. Penalties
-count a token under way on the device; bias, allowed tokens and ``min_tokens`` depend on positions only. All else that depends on
-tokens waits for them: guides, watermarks, bad words of several tokens, processors, beams, and prompts. So does what needs a look at
-the logits on the host, typical sampling: the step would not be launched before the tokens in front of it are there.
+It cannot know that a token under way is a stop token, or a guide's last: such a sequence computes one token too many, which does
+not count. Where a row can only be sampled once the host knows the token in front (``Sequence.needs_host_to_sample``: guides,
+watermarks, bad words of several tokens, processors, typical sampling), the step is launched all the same, and the engine defers its
+sampling (:class:`kvrelay.engine.interface.LaunchedStep`): the forward pass needs only the token, which is on the device.
+
+What waits for the tokens in front: a beam search, whose next sequences, and the blocks that they share, follow from them; and
+prompts, whether they join or have more to compute. What they get of a step, and who is preempted for their blocks, is settled
+between steps.
 
 Who waits for room that is not there holds nobody up: it could not join the next step anyway, as long as nobody leaves. Where
 somebody does leave with the step under way and a prompt waits for blocks, the next step waits to see if there are enough now. A
@@ -24,19 +28,6 @@ from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence
 
 
-def samples_without_its_last_token(sequence: Sequence) -> bool:
-    """Whether a token of the sequence can be sampled before the host knows the one in front of it."""
-    sampling = sequence.sampling
-    return not (
-        sequence.guide is not None
-        or sampling.watermark is not None
-        or sampling.beam_search is not None
-        or sampling.processors
-        or any(len(word) > 1 for word in sampling.bad_words)
-        or (sampling.typical_p < 1 and sampling.temperature > 0)
-    )
-
-
 def sequences_that_go_on(
     flying: Seq[StepRow],
     running: Seq[Sequence],
@@ -45,15 +36,15 @@ def sequences_that_go_on(
     *,
     awaits_room: bool = False,
 ) -> list[Sequence] | None:
-    """Those of ``running`` that need a row behind the step ``flying``; None if that depends on tokens under way.
+    """Those of ``running`` that need a row behind the step ``flying``; None if the step must wait for tokens under way.
 
     ``joining``: who would be admitted to that step. ``awaits_room``: somebody else would, if there were more room. A token under
     way that is the last one by its number is not followed by a row.
     """
     decoding = {row.sequence for row in flying if row.num_tokens == 1 and row.samples}
-    if any(not sequence.block_table or not samples_without_its_last_token(sequence) for sequence in joining):
+    if any(not sequence.block_table or sequence.sampling.beam_search is not None for sequence in joining):
         return None
-    if any(one not in decoding or not samples_without_its_last_token(one) for one in running):
+    if any(one not in decoding or one.sampling.beam_search is not None for one in running):
         return None
     going_on = [
         one

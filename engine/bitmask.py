@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +17,19 @@ _LIMITS_OF_BYTE = {
     for dtype, words in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16), (torch.float16, torch.int16))
 }
 
+Upload = Callable[[Seq[npt.NDArray[Any]]], list[torch.Tensor]]
+"""See :meth:`kvrelay.engine.sampler.SamplerOps.upload`."""
+
 
 def num_words(vocab_size: int) -> int:
     """32-bit words that hold a bit for each token."""
     return -(-vocab_size // 32)
 
 
-def apply_bitmask(logits: torch.Tensor, rows: Seq[int], bitmask: npt.NDArray[np.int32]) -> None:
+def apply_bitmask(logits: torch.Tensor, rows: Seq[int], bitmask: npt.NDArray[np.int32], upload: Upload) -> None:
     """Set the logits of tokens without a bit to -inf, in place, in ``rows`` of ``logits`` ``[num_rows, vocab]`` fp32, bf16 or fp16.
+
+    Does not wait for the device.
 
     ``bitmask`` ``[len(rows), ceil(vocab / 32)]``: token ``t`` has bit ``t % 32`` of word ``t // 32``.
     """
@@ -35,8 +42,8 @@ def apply_bitmask(logits: torch.Tensor, rows: Seq[int], bitmask: npt.NDArray[np.
             of_row = logits[row]
             torch.minimum(of_row, torch.from_numpy(limits).view(logits.dtype).view(-1)[:vocab_size], out=of_row)
     else:
-        may_come = unpack_on_device(torch.from_numpy(bitmask).to(logits.device), vocab_size)
-        index = torch.tensor(rows, device=logits.device)
+        index, words = upload((np.array(rows, dtype=np.int64), bitmask))
+        may_come = unpack_on_device(words, vocab_size)
         logits[index] = logits[index].masked_fill_(~may_come, -torch.inf)
 
 

@@ -5,7 +5,8 @@ numbers; a step is copied into those of the next larger size, and its last rows 
 block which is nobody's. Kernels read all lengths on the device (:mod:`kvrelay.kernels.decode_attention`), so one graph serves all.
 
 All graphs are captured at the start: a shape that is met for the first time must not stall a stream. They share one memory pool,
-because only one runs at a time; so a step's logits last until the next step is launched.
+because only one runs at a time; so a step's logits last until the next step is launched. A step whose sampling is deferred must
+have been told to sample by then, which changes the logits in place: the next replay, behind it on the stream, writes them all anew.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ stale or never written is found exactly where a real model would silently comput
 
 from __future__ import annotations
 
-import copy
 import math
 import mmap
 import random
@@ -21,6 +20,7 @@ import xxhash
 
 from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.engine.fake_step import FakeStep, Share
 from kvrelay.engine.interface import LaunchedStep, StepRow
 from kvrelay.engine.sequence import GuideState, Sequence, SequenceStatus
 
@@ -117,52 +117,6 @@ class _Memory:
     num_verified: int = 0  # … and how many of those positions still hold
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """One row as it was launched: whose, how its sequence stood, whether its last input token is still to come."""
-
-    owner: Sequence
-    sequence: Sequence
-    num_tokens: int
-    samples: bool
-    is_ahead: bool = False
-
-    @classmethod
-    def of(cls, row: StepRow) -> _Share:
-        """A row that is computed at once."""
-        return cls(row.sequence, row.sequence, row.num_tokens, row.samples)
-
-    @classmethod
-    def for_later(cls, row: StepRow) -> _Share:
-        """A row that is computed when the sequence may have gone on, ended, and lost its blocks: as a device has it."""
-        sequence = copy.copy(row.sequence)
-        sequence.token_ids, sequence.block_table = list(sequence.token_ids), list(sequence.block_table)
-        sequence.num_computed_tokens += row.num_ahead
-        return cls(row.sequence, sequence, row.num_tokens, row.samples, row.num_ahead > 0)
-
-
-class _FakeStep:
-    """Implements LaunchedStep: computes when it is asked."""
-
-    def __init__(self, engine: FakeEngine, shares: list[_Share], behind: _FakeStep | None) -> None:
-        self._engine = engine
-        self._shares = shares
-        self._behind = behind
-        self._tokens: dict[Sequence, SampledToken | None] = {}
-
-    def wait(self) -> list[SampledToken | None]:
-        """See LaunchedStep."""
-        for share in self._shares:
-            if share.is_ahead:
-                token = None if self._behind is None else self._behind._tokens.get(share.owner)
-                assert token is not None, f"{share.owner.key}: a row ahead, and no step before it sampled its token"
-                share.sequence.token_ids.append(token.token_id)
-        tokens = self._engine.compute(self._shares)
-        self._tokens = {share.owner: token for share, token in zip(self._shares, tokens, strict=True)}
-        self._behind = None
-        return tokens
-
-
 class FakeEngine:
     """Implements :class:`kvrelay.engine.interface.Engine`; ``on_step`` is called at the start of every step.
 
@@ -172,7 +126,8 @@ class FakeEngine:
     ``pace`` a step sleeps until that much time has passed since it began.
 
     One that ``runs_ahead`` computes a launched step only when it is waited for, with blocks and positions as they were at the
-    launch: as late as a device may. Whoever gives blocks away that a step under way still writes to is found out.
+    launch: as late as a device may. Whoever gives blocks away that a step under way still writes to is found out, and so is who
+    lets a deferred step sample before its sequences have their tokens.
     """
 
     def __init__(
@@ -204,15 +159,16 @@ class FakeEngine:
 
     def launch(self, rows: Seq[StepRow], behind: LaunchedStep | None = None) -> LaunchedStep:
         """See Engine."""
-        assert behind is None or isinstance(behind, _FakeStep)
-        share_of = _Share.for_later if self.runs_ahead else _Share.of
-        return _FakeStep(self, [share_of(row) for row in rows], behind)
+        assert behind is None or isinstance(behind, FakeStep)
+        assert behind is None or not behind.is_deferred, "the step in front was not told to sample"
+        share_of = Share.for_later if self.runs_ahead else Share.of
+        return FakeStep(self.compute, [share_of(row) for row in rows], behind)
 
     def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:
         """See Engine. Raises KvMismatchError if a sampling row's K/V in the pool is not its tokens' K/V."""
-        return self.compute([_Share.of(row) for row in rows])
+        return self.compute([Share.of(row) for row in rows])
 
-    def compute(self, shares: Seq[_Share]) -> list[SampledToken | None]:
+    def compute(self, shares: Seq[Share]) -> list[SampledToken | None]:
         """All of a step, now."""
         started_s = time.monotonic()
         rows = [StepRow(share.sequence, share.num_tokens) for share in shares]
@@ -224,7 +180,7 @@ class FakeEngine:
             time.sleep(max(0.0, started_s + self._pace.of(rows) - time.monotonic()))
         return results
 
-    def _run(self, share: _Share) -> SampledToken | None:
+    def _run(self, share: Share) -> SampledToken | None:
         sequence = share.sequence
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + share.num_tokens
         if share.num_tokens < 1 or end > sequence.num_tokens:

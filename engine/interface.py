@@ -46,10 +46,29 @@ class StepRow:
 
 
 class LaunchedStep(Protocol):
-    """A step under way."""
+    """A step under way.
+
+    Its sampling is launched with it, unless it is *deferred*: that is a step behind another one with a row that needs the host to
+    sample (``Sequence.needs_host_to_sample``). Of such a step the logits are computed meanwhile. The order of calls is then: launch
+    it, wait for the step in front, let all sequences take the tokens of that in, ``sample``, launch the next one, ``wait``.
+    """
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the step still has to be told to ``sample``."""
+
+    def sample(self) -> None:
+        """Launch the sampling of a deferred step, once; it may wait for the device if its rows ask for that.
+
+        Every row but those of finished sequences must have all its tokens by now. Finished ones yield a token that means nothing,
+        and nobody asks their guides.
+        """
 
     def wait(self) -> list[SampledToken | None]:
-        """What ``Engine.step`` returns, once it is there: everything that the step wrote is then visible. Call it once."""
+        """What ``Engine.step`` returns, once it is there: everything that the step wrote is then visible. Call it once.
+
+        Of a deferred step it raises AssertionError, when the step writes to no block any more.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +76,10 @@ class DoneStep:
     """A step that was over when it was launched. Implements :class:`LaunchedStep`."""
 
     tokens: list[SampledToken | None]
+    is_deferred: bool = False
+
+    def sample(self) -> None:
+        """See LaunchedStep: there is nothing left to sample."""
 
     def wait(self) -> list[SampledToken | None]:
         """See LaunchedStep."""
@@ -124,8 +147,9 @@ class Engine(Protocol):
     def launch(self, rows: Seq[StepRow], behind: LaunchedStep | None = None) -> LaunchedStep:
         """Begin a step and return before it is done. Steps run in the order of their launches; at most two are under way.
 
-        ``behind``: the step that was launched before and not waited for; rows with ``num_ahead`` get their tokens from it. Until
-        ``wait`` the blocks of all rows belong to the step, also those of sequences that meanwhile turned out to have ended.
+        ``behind``: the step that was launched before and not waited for, and not deferred any more; rows with ``num_ahead`` get
+        their tokens from it. Until ``wait`` the blocks of all rows belong to the step, also those of sequences that meanwhile
+        turned out to have ended.
         Model thread only; raises as ``step``.
         """
 

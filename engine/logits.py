@@ -2,7 +2,7 @@
 
 Only rows that ask are touched. What is forbidden has a logit of -inf, which no later step can raise but an operator's processor,
 and after those it is forbidden once more. A guide's mask comes first, on logits of whatever type: a row that has nothing else needs
-no copy in fp32. But for that mask nothing here waits for the device.
+no copy in fp32. Nothing here waits for the device.
 
 A bad word is a sequence of tokens that is never completed: one of a single token never comes, of a longer one the last token
 does not come where the others stand at the end of the tokens so far, prompt included. Text that the tokenizer splits otherwise
@@ -11,20 +11,16 @@ is another sequence; it is for the gateway to name all it knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.engine.bitmask import apply_bitmask, num_words
+from kvrelay.engine.bitmask import Upload, apply_bitmask, num_words
 from kvrelay.engine.sequence import Sequence
-
-Upload = Callable[[Seq[npt.NDArray[Any]]], list[torch.Tensor]]
-"""See :meth:`kvrelay.engine.sampler.SamplerOps.upload`."""
 
 
 def has_rules(sequence: Sequence, num_ahead: int = 0) -> bool:
@@ -100,10 +96,10 @@ class LogitRules:
         self.forbidden_rows.extend([row] * len(forbidden))
         self.forbidden_tokens.extend(forbidden)
 
-    def mask(self, logits: torch.Tensor) -> None:
+    def mask(self, logits: torch.Tensor, upload: Upload) -> None:
         """Forbid what the guides do not allow, in ``logits`` ``[num_rows, vocab]`` of any floating type, in place."""
         if self.guided_rows:
-            apply_bitmask(logits, self.guided_rows, self.bitmask)
+            apply_bitmask(logits, self.guided_rows, self.bitmask, upload)
 
     def apply(self, logits: torch.Tensor, upload: Upload) -> None:
         """Set, and forbid the rest, in ``logits`` ``[num_rows, vocab]`` fp32 that are masked, in place."""
@@ -114,7 +110,7 @@ class LogitRules:
 
     def forbid_again(self, logits: torch.Tensor, upload: Upload) -> None:
         """Forbid all of it in ``logits`` ``[num_rows, vocab]`` fp32, in place: somebody may have raised them."""
-        self.mask(logits)
+        self.mask(logits, upload)
         self._forbid(logits, self._place(upload))
 
     def _place(self, upload: Upload) -> _Placed:

@@ -37,7 +37,7 @@ class StepGraphs(Protocol):
     def run(self, batch: Batch, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits ``[num_rows, vocab]`` of a batch that ``fits``, for its ``token_ids`` ``[num_rows]`` on the device.
 
-        They last until the next call, and may be changed.
+        They last until the next call, and may be changed: whoever samples from them launches that before.
         """
 
 

@@ -22,6 +22,8 @@ from kvrelay.engine.sequence import Sequence
 if TYPE_CHECKING:
     import torch
 
+    from kvrelay.engine.bitmask import Upload
+
 GROUP = "kvrelay.logits_processors"
 
 
@@ -63,8 +65,15 @@ def load_processors(names: Seq[str]) -> dict[str, LogitsProcessor]:
     return processors
 
 
-def run_processors(logits: torch.Tensor, sequences: Seq[Sequence], processors: Mapping[str, LogitsProcessor]) -> None:
-    """Apply to each row of ``logits`` ``[num_rows, vocab]`` fp32 the processors it asks for, in its order, in place."""
+def run_processors(
+    logits: torch.Tensor, sequences: Seq[Sequence], processors: Mapping[str, LogitsProcessor], upload: Upload
+) -> None:
+    """Apply to each row of ``logits`` ``[num_rows, vocab]`` fp32 the processors it asks for, in its order, in place.
+
+    Waits for the device only if a processor does.
+    """
+    import numpy as np  # noqa: PLC0415 - a fake engine loads no processors, and may lack it
+
     place = 0
     while True:
         rows_of: dict[str, list[int]] = {}
@@ -74,7 +83,8 @@ def run_processors(logits: torch.Tensor, sequences: Seq[Sequence], processors: M
         if not rows_of:
             return
         for name, rows in rows_of.items():
-            picked = logits[rows]
+            (index,) = upload((np.array(rows, dtype=np.int64),))
+            picked = logits[index]
             processors[name](picked, [sequences[row].token_ids for row in rows])
-            logits[rows] = picked
+            logits[index] = picked
         place += 1

@@ -61,11 +61,11 @@ def sample(
 
     ``processors`` must have every name that a sequence asks for. ``under_way``: tokens that the host does not know yet (see
     StepRow). Penalties count them on the device; nothing else that a sequence with one asks for may depend on it. Waits for the
-    device only if a row asks for something that needs the host: a guide, a watermark, a processor, typical sampling.
+    device only for typical sampling, which looks at the logits on the host, and if a processor does.
     """
     num_ahead = [0] * len(sequences) if under_way is None else under_way.counts
     params = [sequence.sampling for sequence in sequences]
-    # Guides are asked before anything waits for the device, which still computes the logits meanwhile.
+    # Guides are asked first: the device still computes the logits meanwhile.
     is_ruled = any(map(has_rules, sequences, num_ahead))
     is_guided = any(sequence.guide is not None for sequence in sequences)
     rules = LogitRules.of(sequences, logits.shape[-1], num_ahead) if is_ruled or is_guided else None
@@ -75,7 +75,7 @@ def sample(
         (picked,) = ops.upload((np.array(wants_logprobs),))  # indexing with a list would wait for the device
         raw = torch.log_softmax(logits[picked].float(), dim=-1)
     if rules is not None:
-        rules.mask(logits)
+        rules.mask(logits, ops.upload)
     if is_ruled or any(_is_processed(sequence) for sequence in sequences):
         logits = logits.float()
         process_logits(logits, sequences, rules, ops, processors, under_way)
@@ -107,7 +107,7 @@ def process_logits(
             ops.penalize(logits, penalties, last_tokens)
     add_watermark(logits, sequences)
     if any(sequence.sampling.processors for sequence in sequences):
-        run_processors(logits, sequences, processors)
+        run_processors(logits, sequences, processors, ops.upload)
         if rules is not None:
             rules.forbid_again(logits, ops.upload)
 

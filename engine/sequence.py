@@ -15,13 +15,13 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from kvrelay.engine.token_counts import TokenCounts
 
 
@@ -82,6 +82,8 @@ class Sequence:
     token_counts: TokenCounts | None = None  # of penalties, once they were asked for
     beam: int = 0  # which of a beam search's sequences; they share the key
     retention: Retention | None = None  # how long its request wants its blocks to stay cached
+    _known_table: list[int] = field(default_factory=list, init=False)  # what _block_ids was made of
+    _block_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32), init=False)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -114,6 +116,32 @@ class Sequence:
         if self.sampling.num_prompt_logprobs is not None and num_missing > 0:
             return len(self.prompt_logprobs)
         return len(self.token_ids) - 1
+
+    @property
+    def needs_host_to_sample(self) -> bool:
+        """Whether its next token can only be sampled once the host knows the one in front of it, or has looked at the logits.
+
+        Penalties count a token that the host does not know on the device; bias, allowed tokens and ``min_tokens`` depend on
+        positions only.
+        """
+        sampling = self.sampling
+        return bool(
+            self.guide is not None
+            or sampling.watermark is not None
+            or sampling.processors
+            or any(len(word) > 1 for word in sampling.bad_words)
+            or (sampling.typical_p < 1 and sampling.temperature > 0)
+        )
+
+    def block_ids(self) -> npt.NDArray[np.int32]:
+        """``block_table`` as an array, ``[num_blocks]``, not to be written to. It is made anew only for a table that has changed.
+
+        Two lists of the same int objects are compared thirty times as fast as one becomes an array.
+        """
+        if self._known_table != self.block_table:
+            self._known_table = self.block_table.copy()
+            self._block_ids = np.array(self.block_table, dtype=np.int32)
+        return self._block_ids
 
     @property
     def is_over(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.model_card import ModelCard
-from kvrelay.common.sampling import SampledToken
+from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.batch import Batch, build_batch
 from kvrelay.engine.copies import CudaCopies, StagingPlan
 from kvrelay.engine.cpu import cpu_ops
@@ -25,7 +25,8 @@ from kvrelay.engine.ops import Ops, StepGraphs
 from kvrelay.engine.prompt_logprobs import add_prompt_logprobs
 from kvrelay.engine.sampled import Sampled, UnderWay
 from kvrelay.engine.sampler import sample
-from kvrelay.engine.torch_step import TorchStep
+from kvrelay.engine.sequence import Sequence, SequenceStatus
+from kvrelay.engine.torch_step import Deferred, TorchStep
 from kvrelay.engine.weights import checkpoint_files, load_weights, weights_digest
 
 
@@ -146,6 +147,8 @@ class TorchEngine:
         if torch.get_num_threads() != self._options.num_threads:
             torch.set_num_threads(self._options.num_threads)  # the count is the calling thread's
         assert behind is None or isinstance(behind, TorchStep), behind
+        # A deferred one has no tokens to go on from, and its logits may lie where this step's will.
+        assert behind is None or not behind.is_deferred, "the step in front was not told to sample"
         batch = build_batch(rows, self._card.layout.block_size, None if behind is None else behind.places)
         try:
             return self._launch(batch, behind)
@@ -159,14 +162,34 @@ class TorchEngine:
         copied = self._pool.order_steps()
         token_ids = self._token_ids(batch, behind)
         hidden, logits = self._forward(batch, token_ids)
-        sampled: Sampled | None = None
+        sampled: Sampled | Deferred | None = None
         if hidden is not None:
             add_prompt_logprobs(batch, hidden, self._model.logits)
         if logits is not None:
             sequences = [batch.rows[index].sequence for index in batch.sampling_rows]
-            under_way = self._under_way(batch, token_ids)
-            sampled = sample(logits, sequences, self._ops, self._options.processors, under_way)
-        return TorchStep.launched(batch, sampled, self._device, copied)
+            if behind is not None and any(one.needs_host_to_sample for one in sequences):
+                sampled = Deferred(partial(self._sample_deferred, batch, logits))
+            else:
+                under_way = self._under_way(batch, token_ids)
+                sampled = sample(logits, sequences, self._ops, self._options.processors, under_way)
+        return TorchStep(batch, sampled, self._device, copied)
+
+    @torch.inference_mode()
+    def _sample_deferred(self, batch: Batch, logits: torch.Tensor) -> Sampled:
+        """Sample with all tokens known: the sequences have taken in those of the step in front."""
+        sequences: list[Sequence] = []
+        for index in batch.sampling_rows:
+            sequence = batch.rows[index].sequence
+            if sequence.status is SequenceStatus.FINISHED:
+                # Its token does not count: a greedy one asks no guide and counts no tokens.
+                sequence = Sequence(*sequence.key, [0], 1, SamplingParams(max_tokens=1, temperature=0.0), 0.0)
+            else:
+                num_known = int(batch.seq_lens[index])
+                assert sequence.num_tokens == num_known, (
+                    f"{sequence.key}: {sequence.num_tokens} tokens, not {num_known}"
+                )
+            sequences.append(sequence)
+        return sample(logits, sequences, self._ops, self._options.processors)
 
     def _token_ids(self, batch: Batch, behind: TorchStep | None) -> torch.Tensor:
         """The step's input ``[num_tokens]``, on the device."""

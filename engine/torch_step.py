@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,42 +15,60 @@ from kvrelay.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class TorchStep:
-    """Implements :class:`kvrelay.engine.interface.LaunchedStep`.
+class Deferred:
+    """Everything is queued up to the logits, which ``sample`` holds until it is told to go on with them."""
 
-    On a GPU its kernels and the copy of its tokens are queued on the stream, with an event behind them; on a CPU all is done.
+    sample: Callable[[], Sampled]
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """Everything is queued, the copy of the tokens to the host included."""
+
+    sampled: Sampled | None  # of batch.sampling_rows, on the device; None if no row samples
+    fetched: Sampled | None
+
+
+class TorchStep:
+    """Implements :class:`kvrelay.engine.interface.LaunchedStep`: deferred ──sample──▶ queued, or queued from the start.
+
+    On a GPU what is queued is on the stream, with an event behind it; on a CPU all of it is done.
     """
 
-    batch: Batch
-    sampled: Sampled | None  # of batch.sampling_rows, on the device; None if no row samples
-    _fetched: Sampled | None
-    _done: torch.cuda.Event | None
-    _behind: Copied | None
-
-    @classmethod
-    def launched(
-        cls, batch: Batch, sampled: Sampled | None, device: torch.device, behind: Copied | None = None
-    ) -> TorchStep:
-        """Everything of the step is queued; what is left is to bring the tokens to the host.
+    def __init__(
+        self, batch: Batch, sampled: Sampled | Deferred | None, device: torch.device, behind: Copied | None = None
+    ) -> None:
+        """The step is on the stream as far as ``sampled`` says; None if no row samples.
 
         ``behind``: the copies of blocks that it reads, or may.
         """
-        fetched = None if sampled is None else sampled.fetch()
-        done: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-        return cls(batch, sampled, fetched, done, behind)
+        self._batch = batch
+        self._behind = behind
+        self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._state = sampled if isinstance(sampled, Deferred) else self._queue(sampled)
+        self._mark()
+
+    @property
+    def is_deferred(self) -> bool:
+        """See LaunchedStep."""
+        return isinstance(self._state, Deferred)
 
     @property
     def places(self) -> dict[Sequence, int]:
         """Which of the sampled tokens is whose."""
-        return {self.batch.rows[index].sequence: place for place, index in enumerate(self.batch.sampling_rows)}
+        return {self._batch.rows[index].sequence: place for place, index in enumerate(self._batch.sampling_rows)}
 
     def fed_to(self, fed_from: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """``token_ids`` ``[n]``, but this step's token of the place ``fed_from`` ``[n]`` where that is not -1; on the device."""
-        assert self.sampled is not None, "a step that samples nothing feeds no other"
-        return torch.where(fed_from >= 0, self.sampled.tokens[fed_from.clamp_min(0)], token_ids)
+        assert isinstance(self._state, _Queued), "a step that was not told to sample feeds no other"
+        assert self._state.sampled is not None, "a step that samples nothing feeds no other"
+        return torch.where(fed_from >= 0, self._state.sampled.tokens[fed_from.clamp_min(0)], token_ids)
+
+    def sample(self) -> None:
+        """See LaunchedStep."""
+        assert isinstance(self._state, Deferred), "a step samples once"
+        self._state = self._queue(self._state.sample())
+        self._mark()
 
     def wait(self) -> list[SampledToken | None]:
         """See LaunchedStep."""
@@ -57,8 +76,17 @@ class TorchStep:
             self._done.synchronize()
         if self._behind is not None:
             self._behind.synchronize()  # it is over; if it has failed, there is no token
-        results: list[SampledToken | None] = [None] * len(self.batch.rows)
-        if self._fetched is not None:
-            for index, token in zip(self.batch.sampling_rows, self._fetched.read(), strict=True):
-                results[self.batch.order[index]] = token
+        assert isinstance(self._state, _Queued), "a step that was not told to sample yields no tokens"
+        results: list[SampledToken | None] = [None] * len(self._batch.rows)
+        if self._state.fetched is not None:
+            for index, token in zip(self._batch.sampling_rows, self._state.fetched.read(), strict=True):
+                results[self._batch.order[index]] = token
         return results
+
+    def _queue(self, sampled: Sampled | None) -> _Queued:
+        return _Queued(sampled, None if sampled is None else sampled.fetch())
+
+    def _mark(self) -> None:
+        """What ``wait`` waits for is queued."""
+        if self._done is not None:
+            self._done.record()

@@ -1,8 +1,8 @@
 """From the host to a GPU: a step's small arrays in one copy, which nobody waits for.
 
-Copies from pageable memory make the host wait, and each costs some microseconds; a step has a dozen arrays of a few kilobytes. They
-are packed into pinned memory and copied at once. The memory is used again when its copy is over, and a step's copies are, before
-the next but one is packed.
+Copies from pageable memory make the host wait, and each costs some microseconds; a step has a dozen arrays of a few kilobytes, and
+masks of a bit per token for guided rows. They are packed into pinned memory and copied at once. The memory is used again when its
+copy is over, and a step's copies are, before the next but one is packed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 _ALIGNMENT = 16  # bytes; of each array's place, so that any type may be read there
 _MIN_NBYTES = 2**16
 # A step packs up to eight times, some of it behind its forward pass, and two steps are under way: with fewer buffers, launching one
-# would wait for the other.
+# would wait for the other. Logits processors make it a few more: there it may.
 _NUM_BUFFERS = 16
 
 

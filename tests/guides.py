@@ -38,6 +38,29 @@ class TokensState:
         return not self.left
 
 
+class ChainState:
+    """Implements GuideState: ``num_tokens`` tokens; what each is modulo 3 follows from the one before it, the first is 0."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_left = num_tokens
+        self._residue = 0
+
+    def fill(self, bitmask: npt.NDArray[np.int32]) -> None:
+        assert self._num_left > 0, "asked behind its end"
+        may_come = np.arange(32 * len(bitmask)) % 3 == self._residue
+        bitmask[:] = np.packbits(may_come, bitorder="little").view(np.int32)
+
+    def accept(self, token_id: int) -> None:
+        if self._num_left == 0 or token_id % 3 != self._residue:
+            raise ValueError(f"{token_id} came where {self._residue} modulo 3 must, with {self._num_left} to come")
+        self._num_left -= 1
+        self._residue = token_id // 3 % 3
+
+    @property
+    def is_complete(self) -> bool:
+        return self._num_left == 0
+
+
 class PlayedGuides:
     """Implements GuideCompiler; answers when the test says so, or at once."""
 

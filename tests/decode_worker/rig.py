@@ -15,7 +15,7 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
 from kvrelay.engine.interface import BlockStore, Engine, LaunchedStep, StepRow
 from kvrelay.engine.metrics import EngineMetrics
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.sequence import GuideState, Sequence
 
 
 class Watched:
@@ -79,9 +79,17 @@ class Rig:
             self.ends.setdefault(key[0], "removed")
         self.failed += [key[0] for key in report.failed]
 
-    def add(self, name: str, prompt: list[int], sampling: SamplingParams, *, handed_over: bool = True) -> bool:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        handed_over: bool = True,
+        guide: GuideState | None = None,
+    ) -> bool:
         """A request: with its prompt's K/V in place, or to be computed here. False if there is no room for what is in place."""
-        sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, float(len(self.outputs)))
+        sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, float(len(self.outputs)), guide=guide)
         if handed_over:
             given = self.blocks.allocate(sequence_owner(sequence.key), len(prompt) // self.blocks.block_size + 1)
             if given is None:

@@ -11,12 +11,13 @@ import pytest
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.sampling import BeamSearch, SamplingParams, Watermark
 from kvrelay.decode_worker.model_worker import Add, Remove
-from kvrelay.decode_worker.run_ahead import samples_without_its_last_token, sequences_that_go_on
+from kvrelay.decode_worker.run_ahead import sequences_that_go_on
 from kvrelay.engine.block_manager import Owner, OwnerKind
 from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
 from kvrelay.engine.interface import StepRow
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.sequence import Sequence, SequenceStatus
 from tests.decode_worker.rig import Rig, Watched
+from tests.guides import ChainState, TokensState
 
 VOCAB = 50
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -26,8 +27,8 @@ def fake_rig(num_blocks: int = 64, *, runs_ahead: bool, **settings: int) -> Rig:
     return Rig(FakeEngine(fake_card(num_blocks=num_blocks, vocab_size=VOCAB), runs_ahead=runs_ahead), **settings)
 
 
-def workload(seed: int) -> list[tuple[str, list[int], SamplingParams, bool]]:
-    """Requests of all kinds: (name, prompt, sampling, whether it was handed over)."""
+def workload(seed: int) -> list[tuple[str, list[int], SamplingParams, bool, int]]:
+    """Requests of all kinds: (name, prompt, sampling, whether it was handed over, tokens of its guide)."""
     draws = random.Random(seed)
     made = []
     for index in range(draws.randint(3, 10)):
@@ -38,12 +39,13 @@ def workload(seed: int) -> list[tuple[str, list[int], SamplingParams, bool]]:
             stop_token_ids=tuple(draws.sample(range(VOCAB), draws.choice((0, 2, 8)))),
             min_tokens=draws.choice((0, 0, 0, 4)),
             bad_words=((1, 2),) if draws.random() < 0.1 else (),
+            watermark=Watermark() if draws.random() < 0.1 else None,
             num_logprobs=draws.choice((None, 2)),
             repetition_penalty=draws.choice((1.0, 1.0, 1.2)),
             logit_bias=((3, 1.0),) if draws.random() < 0.2 else (),
         )
         prompt = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 17))]
-        made.append((f"r{index}", prompt, sampling, draws.random() < 0.7))
+        made.append((f"r{index}", prompt, sampling, draws.random() < 0.7, draws.choice((0, 0, 0, 7, 30))))
     return made
 
 
@@ -53,9 +55,11 @@ def test_the_output_is_that_of_an_engine_that_does_not_run_ahead(seed: int) -> N
     ahead = fake_rig(draws.choice((14, 20, 64)), runs_ahead=True, max_num_seqs=draws.choice((2, 4, 16)))
     plain = fake_rig(256, runs_ahead=False)
     removed = set()
-    for name, prompt, sampling, handed_over in workload(seed):
-        plain.add(name, prompt, sampling, handed_over=handed_over)
-        while not ahead.add(name, prompt, sampling, handed_over=handed_over):
+    for name, prompt, sampling, handed_over, guided in workload(seed):
+        plain.add(name, prompt, sampling, handed_over=handed_over, guide=ChainState(guided) if guided else None)
+        while not ahead.add(
+            name, prompt, sampling, handed_over=handed_over, guide=ChainState(guided) if guided else None
+        ):
             ahead.let_go()
             ahead.step()
         for _ in range(draws.randint(0, 4)):
@@ -162,24 +166,79 @@ def made(name: str, num_tokens: int = 5, **sampling: object) -> Sequence:
     return sequence
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"watermark": Watermark()},
-        {"beam_search": BeamSearch(width=2)},
-        {"processors": ("mine",)},
-        {"bad_words": ((3,), (1, 2))},
-        {"typical_p": 0.5, "temperature": 1.0},
-    ],
-)
-def test_what_depends_on_the_last_token_waits_for_it(params: dict[str, object]) -> None:
-    asking, free = made("asking", **params), made("free")
-    assert not samples_without_its_last_token(asking)
-    assert samples_without_its_last_token(free)
-    flying = [StepRow(asking, 1), StepRow(free, 1)]
-    assert sequences_that_go_on(flying, [asking, free], [], 100) is None
-    assert sequences_that_go_on(flying[1:], [free], [asking], 100) is None
+def test_a_beam_search_waits_for_the_tokens_in_front() -> None:
+    searching, free = made("searching", beam_search=BeamSearch(width=2)), made("free")
+    flying = [StepRow(searching, 1), StepRow(free, 1)]
+    assert sequences_that_go_on(flying, [searching, free], [], 100) is None
+    assert sequences_that_go_on(flying[1:], [free], [searching], 100) is None
     assert sequences_that_go_on(flying[1:], [free], [], 100) == [free]
+
+
+ON_THE_HOST: list[dict[str, object]] = [
+    {"watermark": Watermark()},
+    {"processors": ("mine",)},
+    {"bad_words": ((3,), (1, 2))},
+    {"typical_p": 0.5, "temperature": 1.0},
+]
+
+
+@pytest.mark.parametrize("params", [{}, *ON_THE_HOST])
+def test_a_row_that_the_host_samples_defers_the_sampling_of_a_step_behind_another(params: dict[str, object]) -> None:
+    asking, free = made("asking", **params), made("free")
+    if not params:
+        asking.guide = ChainState(9)
+    asking.set_status(SequenceStatus.RUNNING)
+    free.set_status(SequenceStatus.RUNNING)
+    assert (asking.needs_host_to_sample, free.needs_host_to_sample) == (True, False)
+    engine = FakeEngine(fake_card(vocab_size=VOCAB), runs_ahead=True)
+    rows, ahead = [StepRow(asking, 1), StepRow(free, 1)], [StepRow(asking, 1, num_ahead=1), StepRow(free, 1, 1)]
+    front = engine.launch(rows)
+    assert not front.is_deferred
+    assert not engine.launch(ahead[1:], front).is_deferred
+    assert engine.launch(ahead, front).is_deferred
+    # One that joins has all its tokens, but the host may have to wait for the device to sample.
+    assert engine.launch([rows[0], ahead[1]], front).is_deferred
+
+
+@pytest.mark.parametrize("params", [{}, *ON_THE_HOST])
+def test_steady_decoding_of_a_row_that_the_host_samples_has_a_step_under_way(params: dict[str, object]) -> None:
+    rig = fake_rig(runs_ahead=True)
+    rig.add("a", [1, 2, 3], replace_tokens(12))
+    sampling = SamplingParams(**{"max_tokens": 12, "temperature": 0.0, **params})  # type: ignore[arg-type]
+    rig.add("b", [4, 5, 6], sampling, guide=None if params else ChainState(20))
+    rig.run()
+    assert rig.engine.depths == [0] + [1] * 10
+    assert [len(output) for output in rig.outputs.values()] == [12, 12]
+
+
+def test_the_order_of_calls_of_a_deferred_step_is_checked() -> None:
+    rig = fake_rig(runs_ahead=True)
+    engine, guided = rig.engine, made("a")
+    guided.guide = ChainState(9)
+    front = engine.launch([StepRow(guided, 1)])
+    behind = engine.launch([StepRow(guided, 1, num_ahead=1)], front)
+    with pytest.raises(AssertionError, match="not told to sample"):
+        engine.launch([StepRow(guided, 1, num_ahead=1)], behind)
+    with pytest.raises(AssertionError, match="not told to sample"):
+        behind.wait()
+    with pytest.raises(AssertionError, match="does not have its 6 tokens yet"):
+        behind.sample()
+    with pytest.raises(AssertionError, match="samples once"):
+        front.sample()
+
+
+def test_a_guide_is_not_asked_behind_its_end_nor_behind_a_stop_token() -> None:
+    rig = fake_rig(runs_ahead=True)
+    output = expected_output([4, 5, 6], 3, VOCAB)
+    rig.add("ends", [1, 2, 3], replace_tokens(30), guide=TokensState([7, 8, 9]))
+    rig.add("stays", [4, 5, 6], SamplingParams(max_tokens=30, temperature=0.0, watermark=Watermark()))
+    rig.add("stops", [4, 5, 6], SamplingParams(max_tokens=30, temperature=0.0, stop_token_ids=(output[2],)))
+    rig.run()
+    assert rig.ends == {"ends": "stop", "stays": "length", "stops": "stop"}
+    assert rig.outputs["ends"] == [7, 8, 9]
+    assert rig.outputs["stops"] == output
+    # Nobody waited for anybody's end, and the steps behind it were launched.
+    assert rig.engine.depths == [0] + [1] * 28
 
 
 @pytest.mark.parametrize(

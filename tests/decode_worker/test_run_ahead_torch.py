@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 import transformers
 
-from kvrelay.common.sampling import SamplingParams
+from kvrelay.common.sampling import SamplingParams, Watermark
 from kvrelay.decode_worker.model_worker import Remove
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.decode_worker.rig import Rig
 from tests.engine.conftest import SIZES, VOCAB, load, save_model
+from tests.guides import ChainState
 
 NUM_BLOCKS = 80
+
+
+def unlike_the_last(logits: torch.Tensor, token_ids: Seq[Seq[int]]) -> None:
+    """A processor: no token comes twice in a row, nor beside itself."""
+    for row, seen in zip(logits, token_ids, strict=True):
+        row[max(0, seen[-1] - 1) : seen[-1] + 2] = -torch.inf
+
+
+class BrokenOnceAsked:
+    """A processor that cannot say what comes behind some number of tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def __call__(self, logits: torch.Tensor, token_ids: Seq[Seq[int]]) -> None:
+        if any(len(seen) == self._num_tokens for seen in token_ids):
+            raise OSError("the operator's code is broken")
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +44,15 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TorchEngine]:
     """The same model twice, in blocks of 8."""
     directory: Path = tmp_path_factory.mktemp("llama")
     save_model(directory, transformers.LlamaConfig(**SIZES))
-    options: dict[str, Any] = {"dtype": "float32", "num_blocks": NUM_BLOCKS, "block_size": 8}
+    processors = {"unlike": unlike_the_last, "broken": BrokenOnceAsked(6)}
+    options: dict[str, Any] = {
+        "dtype": "float32", "num_blocks": NUM_BLOCKS, "block_size": 8, "processors": processors
+    }  # fmt: skip
     return {name: load(directory, run_ahead=name, **options) for name in ("on", "off")}
 
 
 def sampling(draws: random.Random) -> SamplingParams:
-    """Some of everything that a step may run ahead with. Few tokens come for most, so that penalties meet them again."""
+    """Some of everything but beams. Few tokens come for most, so that penalties and bad words meet them again."""
     few = tuple(sorted(draws.sample(range(VOCAB), draws.choice((4, 9)))))
     return SamplingParams(
         max_tokens=draws.randint(1, 30),
@@ -40,7 +64,10 @@ def sampling(draws: random.Random) -> SamplingParams:
         frequency_penalty=draws.choice((0.0, 0.6, -0.4)),
         allowed_token_ids=draws.choice(((), few, few)),
         logit_bias=draws.choice(((), ((few[0], 6.0), (few[1], 5.5)), ((few[0], -8.0),))),
-        bad_words=draws.choice(((), ((few[2],),))),
+        bad_words=draws.choice(((), (), ((few[2],),), ((few[2],), (few[0], few[1]), (few[1], few[1], few[3])))),
+        typical_p=draws.choice((1.0, 1.0, 1.0, 0.6)),
+        watermark=draws.choice((None, None, None, None, Watermark(delta=6.0))),
+        processors=draws.choice(((), (), (), (), ("unlike",))),
         stop_token_ids=draws.choice(((), few[:1], (*few[:2], VOCAB + 5))),
         min_tokens=draws.choice((0, 0, 6)),
         num_logprobs=draws.choice((None, None, 2)),
@@ -56,9 +83,9 @@ def test_every_request_gets_the_tokens_that_it_gets_alone_and_step_by_step(
     wanted, removed = {}, set()
     for index in range(8):
         prompt, params = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 30))], sampling(draws)
-        name, handed_over = f"r{index}", draws.random() < 0.6
-        wanted[name] = (prompt, params, handed_over)
-        while not rig.add(name, prompt, params, handed_over=handed_over):
+        name, handed_over, guided = f"r{index}", draws.random() < 0.6, draws.choice((0, 0, 0, 0, 5, 40))
+        wanted[name] = (prompt, params, handed_over, guided)
+        while not rig.add(name, prompt, params, handed_over=handed_over, guide=ChainState(guided) if guided else None):
             rig.let_go()
             rig.step()
         for _ in range(draws.randint(0, 6)):
@@ -75,9 +102,9 @@ def test_every_request_gets_the_tokens_that_it_gets_alone_and_step_by_step(
     rig.let_go()
     rig.run()
     assert sum(rig.engine.depths) > len(rig.engine.depths) / 3, rig.engine.depths
-    for name, (prompt, params, handed_over) in wanted.items():
+    for name, (prompt, params, handed_over, guided) in wanted.items():
         alone = Rig(engines["off"])
-        alone.add(name, prompt, params, handed_over=handed_over)
+        alone.add(name, prompt, params, handed_over=handed_over, guide=ChainState(guided) if guided else None)
         alone.run()
         if name in removed:
             assert rig.outputs[name] == alone.outputs[name][: len(rig.outputs[name])]
@@ -86,3 +113,50 @@ def test_every_request_gets_the_tokens_that_it_gets_alone_and_step_by_step(
                 name,
                 params,
             )
+
+
+FEW = (5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("params", "guided"),
+    [
+        ({}, True),
+        ({"watermark": Watermark(delta=8.0)}, False),
+        ({"processors": ("unlike",)}, False),
+        ({"bad_words": ((5, 6), (6, 6, 7)), "allowed_token_ids": FEW}, False),
+        ({"typical_p": 0.4}, False),
+    ],
+)
+def test_a_row_that_the_host_samples_gets_its_tokens_in_steps_that_run_ahead(
+    engines: dict[str, TorchEngine], params: dict[str, Any], guided: bool
+) -> None:
+    outputs = {}
+    for name, engine in engines.items():
+        rig = Rig(engine)
+        asking = SamplingParams(max_tokens=25, temperature=1.0, seed=3, **params)
+        rig.add("asks", [1, 2, 3], asking, guide=ChainState(40) if guided else None)
+        penalised = SamplingParams(max_tokens=30, temperature=0.0, frequency_penalty=0.7, allowed_token_ids=FEW)
+        rig.add("penalised", [4, 5, 6, 7], penalised)
+        rig.run()
+        outputs[name] = rig.outputs
+        assert rig.engine.depths == ([0] + [1] * 28 if name == "on" else [0] * 29)
+    assert outputs["on"] == outputs["off"]
+
+
+def test_a_deferred_step_that_fails_loses_no_token_of_the_step_in_front(engines: dict[str, TorchEngine]) -> None:
+    rig = Rig(engines["on"])
+    params = SamplingParams(max_tokens=30, temperature=0.0)
+    rig.add("broken", [1, 2, 3], msgspec.structs.replace(params, processors=("broken",)))
+    rig.add("ends", [4, 5, 6], msgspec.structs.replace(params, max_tokens=3))
+    rig.add("other", [7, 8], params)
+    rig.step()
+    with pytest.raises(OSError, match="operator's code is broken") as failure:
+        rig.worker.step()
+    rig.worker.on_step_failed(failure.value)
+    # Six tokens of prompt and output are known behind the step in front, whose tokens have all been told.
+    assert {name: len(output) for name, output in rig.outputs.items()} == {"broken": 3, "ends": 3, "other": 3}
+    assert (sorted(rig.failed), rig.ends) == (["broken", "other"], {"ends": "length"})
+    rig.add("next", [7, 8], params)
+    rig.run()
+    assert rig.ends["next"] == "length"

@@ -67,7 +67,7 @@ def processed(
     """The logits as the draw sees them."""
     logits = logits.clone()
     rules = LogitRules.of(sequences, logits.shape[-1])
-    rules.mask(logits)
+    rules.mask(logits, PlainOps().upload)
     process_logits(logits, sequences, rules, PlainOps(), processors or {})
     return logits
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvrelay.engine.bitmask import apply_bitmask, num_words, unpack_on_device
+from tests.engine.sampling import PlainOps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -22,7 +23,7 @@ def test_tokens_without_a_bit_are_forbidden(vocab: int, dtype: torch.dtype) -> N
     for words, row in zip(may_come, (4, 0, 3), strict=True):
         expected[row, ~words] = -torch.inf
     given = logits.clone()
-    apply_bitmask(given, (4, 0, 3), bitmask)
+    apply_bitmask(given, (4, 0, 3), bitmask, PlainOps().upload)
     assert torch.equal(given, expected)
     assert torch.equal(unpack_on_device(torch.from_numpy(bitmask), vocab), may_come)
 
@@ -30,6 +31,6 @@ def test_tokens_without_a_bit_are_forbidden(vocab: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_logit_that_is_not_a_number_stays_one_and_infinity_can_be_forbidden(dtype: torch.dtype) -> None:
     logits = torch.tensor([[torch.nan, torch.inf, torch.inf, 1.0]], dtype=dtype)
-    apply_bitmask(logits, [0], np.array([[0b1011]], dtype=np.int32))
+    apply_bitmask(logits, [0], np.array([[0b1011]], dtype=np.int32), PlainOps().upload)
     assert logits[0].isnan().tolist() == [True, False, False, False]
     assert logits[0, 1:].tolist() == [torch.inf, -torch.inf, 1.0]

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvrelay.common.sampling import Watermark
 from kvrelay.engine.penalties import Penalties
 from kvrelay.engine.sampled import UnderWay
 from kvrelay.engine.sampler import sample
 from kvrelay.engine.sampling_rows import SamplingRows
 from tests.engine.conftest import VOCAB, sequence
+from tests.guides import TokensState
 
 
 class NumberlessOps:
@@ -22,9 +25,12 @@ class NumberlessOps:
 
     def __init__(self) -> None:
         self.last_tokens: list[torch.Tensor | None] = []
+        self.uploaded: list[list[Any]] = []
 
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        return [torch.empty_like(torch.from_numpy(array), device="meta") for array in arrays]
+        self.uploaded += [array.tolist() for array in arrays]
+        types = [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in arrays]
+        return [torch.empty(one.shape, dtype=of, device="meta") for one, of in zip(arrays, types, strict=True)]
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.argmax(dim=-1)
@@ -40,10 +46,11 @@ class OnlyUploads(TorchDispatchMode):
     """Lets no tensor of the host's meet one of the device's: a copy between them waits."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        flat, _ = torch.utils._pytree.tree_flatten((args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        flat, _ = torch.utils._pytree.tree_flatten((args, kwargs or {}, result))
         devices = {one.device.type for one in flat if isinstance(one, torch.Tensor)}
         assert len(devices) < 2, f"{func} of tensors on {devices}"
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 PARAMS: tuple[dict[str, Any], ...] = (
@@ -54,6 +61,13 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"allowed_token_ids": (1, 2, 3)},
     {"min_tokens": 9, "stop_token_ids": (2, 5)},
     {"bad_words": ((7,), (8,))},
+)
+# Of which the host must know all tokens first.
+DEFERRED: tuple[dict[str, Any], ...] = (
+    {"watermark": Watermark()},
+    {"bad_words": ((7,), (2, 3, 8))},
+    {"processors": ("mine",)},
+    {"processors": ("mine", "other"), "allowed_token_ids": (1, 2, 3)},
 )
 
 
@@ -69,6 +83,28 @@ def test_a_step_ahead_is_sampled_without_waiting(dtype: torch.dtype, temperature
         sampled = sample(logits, sequences, ops, {}, UnderWay([1] * count, token_ids))
     assert sampled.tokens.shape == (count,)
     assert ops.last_tokens == [token_ids]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_deferred_step_is_sampled_without_waiting(dtype: torch.dtype, temperature: float) -> None:
+    sequences = [sequence([1, 2, 3], [], temperature=temperature, **params) for params in (*PARAMS, *DEFERRED)]
+    for one in (sequences[0], sequences[4], sequences[-1]):
+        one.guide = TokensState([5])
+    assert all(one.needs_host_to_sample for one in sequences[len(PARAMS) :])
+    logits = torch.empty(len(sequences), VOCAB, dtype=dtype, device="meta")
+    seen: list[tuple[int, Seq[Seq[int]]]] = []
+
+    def note(logits: torch.Tensor, token_ids: Seq[Seq[int]]) -> None:
+        seen.append((len(logits), token_ids))
+
+    ops = NumberlessOps()
+    with OnlyUploads():
+        sampled = sample(logits, sequences, ops, {"mine": note, "other": note})
+    assert sampled.tokens.shape == (len(sequences),)
+    assert seen == [(2, [[1, 2, 3]] * 2), (1, [[1, 2, 3]])]
+    # Rows that a list of Python's names would go up in a copy that waits.
+    assert [len(sequences) - 2, len(sequences) - 1] in ops.uploaded
 
 
 def test_tokens_under_way_are_only_looked_at_for_penalties() -> None:

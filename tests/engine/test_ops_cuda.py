@@ -81,6 +81,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kvrelay.common.sampling import SamplingParams
@@ -115,7 +116,21 @@ class Recorder:
         return replay
 
 
-pools, num_uploads, of_launches = [], [0], []
+class OneOf:
+    # A guide: the next token is one above the last one, or two, modulo 50.
+    def __init__(self, last):
+        self.last = last
+
+    def fill(self, words):
+        may_come = np.isin(np.arange(32 * len(words)), ((self.last + 1) % 50, (self.last + 2) % 50))
+        words[:] = np.packbits(may_come, bitorder="little").view(np.int32)
+
+    def accept(self, token_id):
+        assert (token_id - self.last) % 50 in (1, 2), (token_id, self.last)
+        self.last = token_id
+
+
+pools, num_uploads, of_launches, of_deferred = [], [0], [], []
 upload = uploads.Uploader.upload
 
 
@@ -167,6 +182,8 @@ def outputs(with_graphs):
         for row, token in zip(step, given):
             row.num_computed_tokens = len(row.token_ids)
             row.token_ids.append(token.token_id)
+            if row.guide is not None:
+                row.guide.accept(token.token_id)
         return [(row.request_id, token.token_id) for row, token in zip(step, given)]
 
     yield take(rows, engine.step([StepRow(row, row.num_uncomputed_tokens) for row in rows]))
@@ -182,14 +199,28 @@ def outputs(with_graphs):
     engine._pool.tensor[6:12] = 7.0
     yield take(rows[2:], engine.step([StepRow(row, 1) for row in rows[2:]]))
     assert (engine._pool.tensor[6:12] == 7.0).all(), "padding wrote where its row had been"
+    # Their logits lie in the same memory for all steps, and are sampled when the tokens of the step in front are known.
+    step = rows[2:]
+    step[1].guide = OneOf(step[1].token_ids[-1])
+    launched = engine.launch([StepRow(row, 1) for row in step])
+    for _ in range(2):
+        behind = engine.launch([StepRow(row, 1, num_ahead=1) for row in step], launched)
+        assert behind.is_deferred
+        yield take(step, launched.wait())
+        num_before = num_uploads[0]
+        behind.sample()
+        of_deferred.append(num_uploads[0] - num_before)
+        launched = behind
+    yield take(step, launched.wait())
 
 
 expected, given = list(outputs(False)), list(outputs(True))
 assert given == expected, (given, expected)
 # Captured for 5, 4, 2 and 1; the first run of each is no replay.
-assert replays == [1, 4, 0, 1], replays
+assert replays == [1, 7, 0, 1], replays
 # Two steps' uploads find a buffer each: else the host would wait for one to launch the other.
 assert 5 < max(of_launches) <= uploads._NUM_BUFFERS // 2, of_launches
+assert 3 < max(of_deferred) <= uploads._NUM_BUFFERS // 2, of_deferred
 (pool,) = pools
 assert pool.tensor[NUM_BLOCKS].any(), "padding went elsewhere"
 print("same", len(given))
@@ -216,7 +247,7 @@ def test_kernels_and_cpu_agree(tmp_path: Path) -> None:
 
 def test_padded_batches_on_the_same_memory_decode_as_others_do(tmp_path: Path) -> None:
     save_model(tmp_path, transformers.Qwen3Config(**SIZES))
-    assert run_interpreted(GRAPHS, tmp_path).startswith("same 7")
+    assert run_interpreted(GRAPHS, tmp_path).startswith("same 10")
 
 
 FP8 = """

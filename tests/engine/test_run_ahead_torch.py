@@ -6,13 +6,15 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.interface import StepRow
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.sequence import Sequence, SequenceStatus
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import VOCAB, load, sequence
+from tests.guides import ChainState
 
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -114,3 +116,65 @@ def test_a_row_ahead_of_no_step_is_refused(llama: tuple[Path, Any]) -> None:
     with pytest.raises(ValueError, match="only one token can follow"):
         engine.launch([StepRow(one, 1, num_ahead=1)], behind=launched)
     launched.wait()
+
+
+def test_a_deferred_step_samples_when_its_sequences_have_their_tokens(llama: tuple[Path, Any]) -> None:
+    plain, ahead = load(llama[0], num_blocks=64), load(llama[0], num_blocks=64, run_ahead="on")
+    expected_of, given_of = prompts(9), prompts(9)
+    for one in (expected_of[3], given_of[3]):
+        one.guide = ChainState(50)
+    assert begin(plain, expected_of) == begin(ahead, given_of)
+    expected = [take(expected_of, [1] * 9, plain.step([StepRow(one, 1) for one in expected_of])) for _ in range(12)]
+    given = []
+    launched = ahead.launch([StepRow(one, 1) for one in given_of])
+    for _ in range(11):
+        behind = ahead.launch([StepRow(one, 1, num_ahead=1) for one in given_of], launched)
+        assert behind.is_deferred
+        with pytest.raises(AssertionError, match="not told to sample"):
+            ahead.launch([StepRow(one, 1, num_ahead=1) for one in given_of], behind)
+        with pytest.raises(AssertionError, match="tokens, not"):
+            behind.sample()
+        given.append(take(given_of, [1] * 9, launched.wait()))
+        behind.sample()
+        launched = behind
+    assert not launched.is_deferred
+    given.append(take(given_of, [1] * 9, launched.wait()))
+    assert given == expected
+
+
+def test_a_step_that_was_not_told_to_sample_yields_nothing(llama: tuple[Path, Any]) -> None:
+    engine = load(llama[0], num_blocks=64, run_ahead="on")
+    (one,) = prompts(1)
+    begin(engine, [one])
+    one.guide = ChainState(50)
+    front = engine.launch([StepRow(one, 1)])
+    behind = engine.launch([StepRow(one, 1, num_ahead=1)], front)
+    with pytest.raises(AssertionError, match="not told to sample"):
+        behind.wait()
+    with pytest.raises(AssertionError, match="samples once"):
+        front.sample()
+
+
+def test_who_has_finished_is_sampled_without_its_guide_and_its_counts(llama: tuple[Path, Any]) -> None:
+    plain, engine = load(llama[0], num_blocks=64), load(llama[0], num_blocks=64, run_ahead="on")
+    (guided, counted, goes_on), (*_, alone) = prompts(3), prompts(3)
+    guided.guide = ChainState(2)
+    counted.sampling = msgspec.structs.replace(counted.sampling, frequency_penalty=0.5)
+    begin(engine, [guided, counted, goes_on])
+    front = engine.launch([StepRow(one, 1) for one in (guided, counted, goes_on)])
+    behind = engine.launch([StepRow(one, 1, num_ahead=1) for one in (guided, counted, goes_on)], front)
+    take([guided, counted, goes_on], [1] * 3, front.wait())
+    assert guided.is_over
+    assert counted.token_counts is not None
+    num_counted = int(counted.token_counts.counts.sum())
+    for one in (guided, counted):
+        one.set_status(SequenceStatus.RUNNING)
+        one.set_status(SequenceStatus.FINISHED)
+    behind.sample()
+    *_, token = behind.wait()
+    assert int(counted.token_counts.counts.sum()) == num_counted
+    begin(plain, [alone])
+    for _ in range(2):
+        (expected,) = take([alone], [1], plain.step([StepRow(alone, 1)]))
+    assert token is not None
+    assert token.token_id == expected.token_id

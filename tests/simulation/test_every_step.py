@@ -49,7 +49,7 @@ def struck(moment: int, fault: Fault, *, seal_kv: bool = False) -> tuple[World, 
     """The world after ``fault`` came right before event ``moment``, everything settled and checked."""
     with running(SEED, seal_kv=seal_kv) as world:
         world.loop.triggers[moment] = lambda: fault(world)
-        client = world.submit("g0", PROMPT, NUM_TOKENS)
+        client = world.submit("g0", PROMPT, NUM_TOKENS, defers=moment % 4 > 1)
         world.advance(12.0)  # longer than silence is borne
         assert moment not in world.loop.triggers, "the fault never came"
         world.settle()

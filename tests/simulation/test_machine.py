@@ -42,7 +42,8 @@ class Acts(RuleBasedStateMachine):
     def submit(self, gateway: str, family: int, num_prompt: int, num_tokens: int) -> None:
         """Prompts of a family share their beginning, so that caches matter."""
         if self.world.is_up(gateway):
-            self.world.submit(gateway, list(range(family, family + num_prompt)), num_tokens)
+            defers = (num_prompt + num_tokens) % 2 == 1
+            self.world.submit(gateway, list(range(family, family + num_prompt)), num_tokens, defers=defers)
 
     @rule(gateway=GATEWAYS, num_requests=st.integers(2, 8), num_prompt=st.integers(20, 90))
     def burst(self, gateway: str, num_requests: int, num_prompt: int) -> None:

@@ -20,7 +20,7 @@ from unittest import mock
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.sampling import SamplingParams
+from kvrelay.common.sampling import SamplingParams, Watermark
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
@@ -52,6 +52,7 @@ class Client:
     gateway: str
     prompt: list[int]
     max_tokens: int
+    defers: bool = False  # the sampling of steps that run ahead, until the tokens in front are known
     tokens: list[int] = field(default_factory=list)
     outcome: str | None = None  # finished, cancelled, or an error's code; None: not over, or lost with its gateway
     num_ends: int = 0
@@ -182,10 +183,10 @@ class World:
 
     # -- clients ---------------------------------------------------------------------------------------------------
 
-    def submit(self, gateway: str, prompt: list[int], max_tokens: int) -> Client:
+    def submit(self, gateway: str, prompt: list[int], max_tokens: int, *, defers: bool = False) -> Client:
         """A request to a gateway that runs."""
         member = self.members[gateway]
-        client = Client(member.process.name, prompt, max_tokens)
+        client = Client(member.process.name, prompt, max_tokens, defers)
         self.clients.append(client)
         request_id = f"r{len(self.clients)}"
 
@@ -199,7 +200,12 @@ class World:
 
     async def _consume(self, member: Member, client: Client, request_id: str) -> None:
         assert member.relay is not None
-        sampling = SamplingParams(max_tokens=client.max_tokens, temperature=0.0, stop_token_ids=STOPS)
+        sampling = SamplingParams(
+            max_tokens=client.max_tokens,
+            temperature=0.0,
+            stop_token_ids=STOPS,
+            watermark=Watermark() if client.defers else None,  # which changes no token of a fake engine
+        )
 
         def take(delta: OutputDelta) -> bool:
             client.tokens += [token.token_id for token in delta.tokens]
