@@ -1,6 +1,6 @@
 """What the gateway costs: time added to each token, tokens per second with many streams, memory.
 
-    .venv/bin/python benchmarks/gateway.py            # about a minute
+    .venv/bin/python benchmarks/gateway.py            # about four minutes
     .venv/bin/python benchmarks/gateway.py --help
 
 *Added time* is measured on one clock: this process plays the decode worker (the real control socket; one message a step with a

@@ -12,8 +12,8 @@ block given away until the receiver's message that everything is there.
     landed     the same, and every frame is copied into the receiver's pool: the same bytes in a place that was chosen. No check.
     verified   kvrelay's BlockSender and BlockReceiver with a lease: XXH3 over header and pool memory, granted, committed, verified.
     sealed     the same with AES-256-GCM instead of XXH3.
-    verified@N the same over N data sockets, with as many threads to take blocks; also ``sealed@N``. Without @N it is as many as a
-               worker has here by default; ``--data-sockets 1 2`` has both in every round.
+    verified@N the same over N data sockets, with as many threads to take blocks; also ``sealed@N``, and ``shared@N`` over N
+               rings. Without @N it is as many as a worker has by default; ``--data-sockets 1 2`` has both in every round.
     sealed-token the same, and the data socket asks for a token at the handshake (ZMTP PLAIN), as with keys.
     shared     kvrelay through shared memory (SharedReceiver), as between workers on one host: the same lease, the same proof.
     shared-sealed the same with AES-256-GCM.
@@ -48,7 +48,7 @@ from typing import Any
 from handoff_pools import Sizes
 from handoff_ways import ANSWER_S, receive, send
 
-STRIPED = {"verified", "sealed", "sealed-token"}  # have data sockets, one or several
+STRIPED = {"verified", "sealed", "sealed-token", "shared", "shared-sealed"}  # have connections, one or several
 WAYS = ["frames", "frames-kept", "landed", "verified", "sealed", "sealed-token", "shared", "shared-sealed", "curve"]
 NIXL_SCRIPT = Path(__file__).with_name("handoff_nixl.py")
 
@@ -93,7 +93,7 @@ class Pair:
 
     def close(self) -> None:
         """End both processes."""
-        for connection, process in zip((self._receiver, self._sender), self._processes, strict=True):
+        for connection, process in zip((self._sender, self._receiver), reversed(self._processes), strict=True):
             if process.is_alive():
                 connection.send(None)
             process.join(ANSWER_S)
@@ -259,7 +259,7 @@ def main() -> int:
         "--data-sockets",
         type=int,
         nargs="+",
-        help="numbers of data sockets to compare; each way over TCP once with each",
+        help="numbers of data sockets, or rings, to compare; each way of kvrelay's once with each",
     )
     parser.add_argument("--nixl-python", help="interpreter of an environment that has nixl, torch and numpy")
     parser.add_argument("--nixl-parts", type=int, default=60, help="pieces of a block in nixl-parts")

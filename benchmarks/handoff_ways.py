@@ -111,7 +111,9 @@ class KvrelayReceiver:
         self._gate: TokenGate | None = None
         self._receiver: BlockReceiver | SharedReceiver
         if is_shared:
-            self._receiver = SharedReceiver(SharedPlace(), self._leases, sizes.block_nbytes, metrics)
+            self._receiver = SharedReceiver(
+                SharedPlace(), self._leases, sizes.block_nbytes, metrics, num_threads=data_sockets
+            )
             self._receiver.start()
             self.address = self._receiver.name
             return
@@ -190,8 +192,10 @@ def receive(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> Non
             pool, sizes, peer, seals_kv=True, asks_for_token=True, data_sockets=sockets
         ),
         "curve": lambda: ZmqReceiver(pool, sizes, peer, lands=True, is_curve=True),
-        "shared": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=False, is_shared=True),
-        "shared-sealed": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=True, is_shared=True),
+        "shared": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=False, is_shared=True, data_sockets=sockets),
+        "shared-sealed": lambda: KvrelayReceiver(
+            pool, sizes, peer, seals_kv=True, is_shared=True, data_sockets=sockets
+        ),
     }
     receiver = makers[name]()
     parent.send(receiver.address)
@@ -254,7 +258,7 @@ class KvrelaySender:
         is_shared: bool = False,
         data_sockets: int = 1,
     ) -> None:
-        """``data_sockets``: TCP connections."""
+        """``data_sockets``: connections."""
         self._sizes, self._control = sizes, PipeControl(peer)
         metrics = WireMetrics(CollectorRegistry())
         # Without shared memory it would go over TCP, to nobody: that ends with an error, not with a figure.
@@ -353,8 +357,12 @@ def send(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> None:
             pool, sizes, peer, address, seals_kv=True, token=TOKEN, data_sockets=sockets
         ),
         "curve": lambda: ZmqSender(pool, sizes, peer, address, is_curve=True),
-        "shared": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=False, is_shared=True),
-        "shared-sealed": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=True, is_shared=True),
+        "shared": lambda: KvrelaySender(
+            pool, sizes, peer, address, seals_kv=False, is_shared=True, data_sockets=sockets
+        ),
+        "shared-sealed": lambda: KvrelaySender(
+            pool, sizes, peer, address, seals_kv=True, is_shared=True, data_sockets=sockets
+        ),
     }
     sender = makers[name]()
     parent.send(pool.digest())

@@ -26,3 +26,7 @@ class LateBytes(Protocol):
         On the thread that reads them, before the read is closed; never on the network thread. Raises RuntimeError if the copy
         failed: nothing may be sent then.
         """
+
+    @property
+    def is_scarce(self) -> bool:
+        """Behind ``wait``: whether others may soon lack such memory. Who may read for long should copy the bytes instead."""

@@ -144,7 +144,9 @@ class DecodeWorker:
             address, self.service, link_settings, metrics=wire_metrics, context=self._context, gate=gate
         )
         token = None if gate is None else gate.data_token
-        self._shared = open_shared_receiver(shared_memory, self.leases, card.block_nbytes, wire_metrics, token)
+        self._shared = open_shared_receiver(
+            shared_memory, self.leases, card.block_nbytes, wire_metrics, token=token, num_threads=data_sockets
+        )
         data = DataPorts(self._receiver.address, token, None if self._shared is None else self._shared.name)
         self._guides = GuidesOnLoop(guides or NoGuides())
         self.service.attach(Ports(self._server.send, self._loop, self.leases, data, self._guides))

@@ -60,8 +60,8 @@ def build_batch(rows: Seq[StepRow], block_size: int, under_way: Mapping[Sequence
     fed_from = np.full(len(positions), -1, dtype=np.int64) if any(row.num_ahead for row in ordered) else None
     for index, row in enumerate(ordered):
         sequence = row.sequence
-        num_blocks = min(max_blocks, len(sequence.block_table))
-        block_tables[index, :num_blocks] = sequence.block_table[:num_blocks]
+        block_ids = sequence.block_ids()[:max_blocks]
+        block_tables[index, : len(block_ids)] = block_ids
         if row.num_ahead and fed_from is not None:
             fed_from[len(token_ids)] = _place_of(row, under_way or {})
             token_ids.append(0)

@@ -9,7 +9,9 @@ in a slot, and what *steps* compute on, must be ordered behind them; that is wha
 
 Opening and closing a read never waits. ``StagedRead.wait`` belongs on a sender's thread: it waits for the block's own copy, and
 first for a slot, if the block has none. The other half of the slots is for that: blocks that queue for a decode worker that takes
-none hold up no other's. If readers hold all slots, it waits until one is done.
+none hold up no other's. Readers that may take long, as the network decides when they are done, keep a quarter of the slots
+at most: beyond that ``StagedRead.is_scarce`` asks them to copy the bytes elsewhere. So some slots always come back soon, however
+many decode workers take nothing.
 
 ``open_write`` belongs on a receiver's thread. It waits for the oldest copy, some tens of microseconds, or, if there are more
 threads than slots, for another one's block to be proved; that is the backpressure.
@@ -72,6 +74,11 @@ class StagedRead:
         the read is closed.
         """
         return self._staging.wait(self, reader, timeout_s)
+
+    @property
+    def is_scarce(self) -> bool:
+        """See kvrelay.common.late_bytes.LateBytes: more than a quarter of the slots are lent, this one included."""
+        return self._staging.lends_much()
 
 
 class Staging:
@@ -161,6 +168,14 @@ class Staging:
             self._copy_ahead()
         copied.synchronize()  # the next reader waits by itself, and hears by itself of a copy that failed
         return slot.memory.numpy().data
+
+    def lends_much(self) -> bool:
+        """Whether readers hold more than a quarter of the slots."""
+        with self._changed:
+            if 4 * len(self._lent) > self.num_slots:
+                self._reclaim()
+                self._copy_ahead()
+            return 4 * len(self._lent) > self.num_slots
 
     def _copy_ahead(self) -> None:
         """Give slots to who comes next, up to half of them; none while somebody needs one now."""

@@ -10,7 +10,9 @@ import asyncio
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import zmq
@@ -44,6 +46,7 @@ from kvrelay.wire.transfers import DecodeLink
 logger = logging.getLogger(__name__)
 
 _FORGET_S = 60.0
+_MUTE = "KV blocks reach it no longer"
 _U64 = 2**64
 
 
@@ -70,7 +73,7 @@ class LinkIdentity:
     seals_kv: bool = False
     keys: WireKeys | None = None
     shared_memory: SharedPlace | None = None  # where to look for decode workers on this host; None: nowhere
-    data_sockets: int = 1  # TCP connections for the KV blocks of one decode worker
+    data_sockets: int = 1  # connections for the KV blocks of one decode worker, at most
 
 
 class _Peer:
@@ -84,7 +87,9 @@ class _Peer:
         handler: LinkHandler,
         metrics: WireMetrics,
         context: zmq.Context[zmq.Socket[bytes]],
+        on_mute: Callable[[], object],
     ) -> None:
+        """``on_mute``: called, on any thread, when the link has become mute."""
         self.address = address
         self._number = number  # nobody else's
         self.link: DecodeLink | None = None
@@ -95,6 +100,7 @@ class _Peer:
         self._metrics = metrics
         self._context = context
         self._identity = identity
+        self._on_mute = on_mute
         self._seals_kv = identity.seals_kv
         self._sender: BlockSender | None = None
         hello = Hello(
@@ -134,6 +140,7 @@ class _Peer:
             ),
             num_sockets=self._identity.data_sockets,
             first_thread=self._number,
+            on_end=self._on_mute,
         )
         self.link = DecodeLink(self.client, self._sender, self._seals_kv)
         self._told = ""
@@ -206,11 +213,12 @@ class DecodeLinks:
         """The link to ``address`` if it is up; else None, and ``on_link_up`` or ``on_link_down`` will follow."""
         peer = self._peers.get(address)
         if peer is not None and peer.is_mute:
-            self.reset(address, "its block sender has died")
+            self.reset(address, _MUTE)
             peer = None
         if peer is None:
             number = next(self._numbers)
-            peer = _Peer(address, number, self._identity, self._handler, self._metrics, self._context)
+            sweep_now = partial(asyncio.get_running_loop().call_soon_threadsafe, self.sweep)
+            peer = _Peer(address, number, self._identity, self._handler, self._metrics, self._context, sweep_now)
             self._peers[address] = peer
             peer.client.start()
         peer.asked_s = time.monotonic()
@@ -222,6 +230,7 @@ class DecodeLinks:
         """Fence a decode worker off that is connected, but not well: ``on_link_down`` now, a new link when it is asked for."""
         peer = self._peers.pop(address, None)
         if peer is not None:
+            self._metrics.lost_peers.inc()
             peer.fail(FailureCode.PEER_LOST, f"decode worker {address}: {reason}")
             self._stop_behind(peer)
 
@@ -229,7 +238,7 @@ class DecodeLinks:
         """Forget workers that are down and that no gateway has named for a while: pods come and go under new addresses."""
         for address, peer in list(self._peers.items()):
             if peer.is_mute:
-                self.reset(address, "its block sender has died")
+                self.reset(address, _MUTE)
             elif peer.link is None and time.monotonic() - peer.asked_s > _FORGET_S:
                 logger.info("forgetting decode worker %s: down, and no longer asked for", address)
                 del self._peers[address]
@@ -239,6 +248,7 @@ class DecodeLinks:
         """Close all links."""
         await asyncio.gather(*self._stopping, *(peer.stop() for peer in self._peers.values()))
         self._peers.clear()
+        await asyncio.gather(*self._stopping)  # of links that broke in this moment
 
     def _stop_behind(self, peer: _Peer) -> None:
         task = asyncio.create_task(peer.stop())

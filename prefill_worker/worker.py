@@ -35,7 +35,7 @@ from kvrelay.wire.transfers import TransferSettings, TransferTable
 
 _SWEEP_S = 5.0  # how often links are looked through for those that nobody needs
 _TICK_S = 0.05  # how long blocks may stay held after the last send that reads them
-_MAX_SOCKETS = 16_384  # ZeroMQ's own bound, 1,023, is that of some 150 decode workers with four data sockets each
+_MAX_SOCKETS = 16_384  # ZeroMQ's own bound, 1,023, is that of some 70 decode workers with four data sockets each
 
 
 class PrefillWorker:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 
 import msgspec
 import xxhash
@@ -22,8 +23,15 @@ _PLAIN, _SEALED = 1, 2  # versions
 _FIELDS = struct.Struct(f"<4sHHQQIIQ{HASH_NBYTES}s")  # the second H and the second I are 0
 _CHECKSUM = struct.Struct("<Q")
 _PIECE_NBYTES = 256 * 1024  # what is copied is hashed while it is in the cache of its core
+_PIECE_BESIDE_OTHERS_NBYTES = 2**20  # each piece waits twice for Python's lock, which costs more than the cache gives
 HEADER_NBYTES = _FIELDS.size + _CHECKSUM.size
 SEALED_HEADER_NBYTES = _FIELDS.size
+# Of Python's C interface; ctypes itself takes no address of memory that is read-only.
+_get_buffer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_int)(
+    ("PyObject_GetBuffer", ctypes.pythonapi)
+)
+_release_buffer = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(("PyBuffer_Release", ctypes.pythonapi))
+_PY_BUFFER = ctypes.c_size_t * 16  # room for a Py_buffer, whose first member is the address
 
 
 class BlockHeader(msgspec.Struct, frozen=True):
@@ -52,14 +60,18 @@ class BlockHeader(msgspec.Struct, frozen=True):
         """A plain block's header frame, with the checksum for ``payload``."""
         return self._fields(_PLAIN) + _CHECKSUM.pack(self.checksum_of(payload))
 
-    def pack_copying(self, payload: memoryview, target: memoryview) -> bytes:
-        """The same, and ``payload`` is copied into ``target``, of the same size, while it is in the cache."""
+    def pack_copying(self, payload: memoryview, target: memoryview, *, is_one_of_several: bool = False) -> bytes:
+        """The same, and ``payload`` is copied into ``target``, of the same size, while it is in the cache.
+
+        ``is_one_of_several``: other threads do the same at the same time.
+        """
+        copy, piece_nbytes = _way_to_copy(is_one_of_several)
         fields = self._fields(_PLAIN)
         hasher = xxhash.xxh3_64(fields)
-        for start in range(0, len(payload), _PIECE_NBYTES):
-            piece = payload[start : start + _PIECE_NBYTES]
+        for start in range(0, len(payload), piece_nbytes):
+            piece = payload[start : start + piece_nbytes]
             hasher.update(piece)
-            _copy(piece, target[start : start + len(piece)])
+            copy(piece, target[start : start + len(piece)])
         return fields + _CHECKSUM.pack(hasher.intdigest())
 
     def lands_whole(self, payload: memoryview, target: memoryview, *, is_one_of_several: bool = False) -> bool:
@@ -67,11 +79,11 @@ class BlockHeader(msgspec.Struct, frozen=True):
 
         ``is_one_of_several``: other threads do the same at the same time.
         """
-        copy = _copy_beside_others if is_one_of_several else _copy
+        copy, piece_nbytes = _way_to_copy(is_one_of_several)
         hasher = xxhash.xxh3_64(self._fields(_PLAIN))
-        for start in range(0, len(payload), _PIECE_NBYTES):
-            piece = target[start : start + _PIECE_NBYTES]
-            copy(payload[start : start + _PIECE_NBYTES], piece)
+        for start in range(0, len(payload), piece_nbytes):
+            piece = target[start : start + piece_nbytes]
+            copy(payload[start : start + piece_nbytes], piece)
             hasher.update(piece)
         return hasher.intdigest() == self.checksum
 
@@ -98,6 +110,11 @@ def parse_header(frame: bytes | memoryview) -> BlockHeader:
     return BlockHeader(lease_id, epoch, block_index, payload_nbytes, block_hash, checksum, is_sealed)
 
 
+def _way_to_copy(is_one_of_several: bool) -> tuple[Callable[[memoryview, memoryview], None], int]:
+    """How to copy a block, and in pieces of how many bytes."""
+    return (_copy_beside_others, _PIECE_BESIDE_OTHERS_NBYTES) if is_one_of_several else (_copy, _PIECE_NBYTES)
+
+
 def _copy(source: memoryview, target: memoryview) -> None:
     """Copy bytes, of the same number."""
     target[:] = source
@@ -105,8 +122,14 @@ def _copy(source: memoryview, target: memoryview) -> None:
 
 def _copy_beside_others(source: memoryview, target: memoryview) -> None:
     """The same, and other threads may run meanwhile; a memoryview's own copy keeps Python's lock. A tenth slower by itself."""
-    if source.readonly:  # which ctypes does not take; a received frame is not
-        _copy(source, target)
-        return
-    kind = ctypes.c_char * len(source)
-    ctypes.memmove(kind.from_buffer(target), kind.from_buffer(source), len(source))
+    assert len(source) == len(target), f"{len(source)} bytes for {len(target)}"
+    ctypes.memmove(ctypes.byref(ctypes.c_char.from_buffer(target)), _address_of(source), len(source))
+
+
+def _address_of(view: memoryview) -> int:
+    """Where its bytes lie, for as long as the caller has ``view``."""
+    buffer = _PY_BUFFER()
+    _get_buffer(view, buffer, 0)
+    address = buffer[0]
+    _release_buffer(buffer)
+    return address

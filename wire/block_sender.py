@@ -2,25 +2,24 @@
 
 Threads of its own, so that neither checksums nor seals are computed on the network thread, nor greetings waited for. The first
 opens a line through shared memory if the decode worker names a place for it (:mod:`kvrelay.wire.shared_sender`), and where there
-is none in common, which is what two hosts look like, over TCP (:mod:`kvrelay.wire.data_plane`).
+is none in common, which is what two hosts look like, over TCP (:mod:`kvrelay.wire.data_plane`). All others go the same way.
 
-A TCP connection is moved by one core on each side, and hashed by one more. So there may be several, each with its thread. A thread
+A line is moved by one core on each side, and over TCP hashed by one more. So there may be several, each with its thread. A thread
 waits until its line has room, and only then takes the next block: what waits, waits for the first line that is free. Blocks need
 no order, each proves itself. One more line is opened when blocks wait behind the youngest one, so links with little to do stay
-with one connection; and not before that one is connected: of two connections that come at once, a decode worker's ZeroMQ is
+with one line; and not before that one is connected: of two TCP connections that come at once, a decode worker's ZeroMQ is
 likely to put both on one thread.
 
-The decode worker has one port for all lines, and need not know how many there are. When a line fails the sender ends, with all its
-lines, and its link with it. That a TCP connection broke is not a line's failure: ZeroMQ makes it anew, and what was lost with it is
-missed when the lease is committed; its request is tried again.
+The decode worker has one address for all lines, and need not know how many there are. When a line fails the sender ends, with all
+its lines, and its link with it: the requests on it are tried again at once. A TCP connection that breaks is such a failure, as
+nobody knows which blocks were lost with it. It is noticed also while no block waits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import threading
+from collections.abc import Callable
 
 import zmq
 
@@ -30,7 +29,7 @@ from kvrelay.wire.data_plane import TcpLine
 from kvrelay.wire.errors import NoSharedMemoryError, PeerLostError, WireError
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import BlockSealer
-from kvrelay.wire.send_job import Line, SendJob, SendTicket, Wakeup
+from kvrelay.wire.send_job import JobQueue, Line, SendJob, SendTicket, Wakeup
 from kvrelay.wire.shared_sender import SharedLine, SharedTarget
 
 logger = logging.getLogger(__name__)
@@ -49,25 +48,28 @@ class BlockSender:
         shared: SharedTarget | None = None,
         num_sockets: int = 1,
         first_thread: int = 0,
+        on_end: Callable[[], object] | None = None,
     ) -> None:
         """``address``: of the data port. ``token``: what the decode worker lets data connections in by; None: everybody.
 
-        ``shared``: where to try shared memory first; None: nowhere. ``num_sockets``: TCP connections, at most.
+        ``shared``: where to try shared memory first; None: nowhere. ``num_sockets``: lines, at most.
         ``first_thread``: a number of the sender's own, by which its lines are spread over ZeroMQ's threads beside other senders'.
+        ``on_end``: called on a thread of the sender's, perhaps on several, when it has ended without being closed.
         """
         self._address = address
         self._max_lines = num_sockets
         self._first_thread = first_thread
         self._token = token
+        self._shared = shared  # None: all lines go over TCP
         self._metrics = metrics
         self._context = context
-        # Not bounded here: what can be queued is bounded by the pool that the payloads lie in.
-        self._jobs: queue.SimpleQueue[SendJob | None] = queue.SimpleQueue()
+        self._on_end = on_end
+        self._jobs = JobQueue()
         self._is_closed = False
         self._has_ended = False
         self._wakeup = Wakeup()
         self._threads: list[threading.Thread] = []
-        self._start(self._tcp_line(0) if shared is None else None, shared)
+        self._start(self._tcp_line(0) if shared is None else None)
 
     def send(
         self, header: BlockHeader, payload: memoryview | LateBytes, sealer: BlockSealer | None = None
@@ -97,19 +99,17 @@ class BlockSender:
             return
         self._is_closed = True
         self._wakeup.set()
-        self._jobs.put(None)
         for thread in self._threads:  # which may still grow: by a thread that ends before the one that it has started
             thread.join()  # it is busy with one block at the most
         self._wakeup.close()
+        self._jobs.close()
 
     # -- the threads -----------------------------------------------------------------------------------------------
 
-    def _start(self, line: Line | None = None, shared: SharedTarget | None = None) -> None:
+    def _start(self, line: Line | None = None) -> None:
         """One more line and its thread. The network thread starts the first, and the youngest thread all others."""
         number = len(self._threads)
-        thread = threading.Thread(
-            target=self._run, args=(number, line, shared), name=f"block-sender-{number}", daemon=True
-        )
+        thread = threading.Thread(target=self._run, args=(number, line), name=f"block-sender-{number}", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
@@ -119,20 +119,18 @@ class BlockSender:
             return
         self._threads.append(thread)  # not before: what is there can be joined
 
-    def _run(self, number: int, line: Line | None, shared: SharedTarget | None) -> None:
+    def _run(self, number: int, line: Line | None) -> None:
         if number > 0:
             try:
-                line = self._tcp_line(number)
-            except (zmq.ZMQError, OSError) as error:
+                line = self._tcp_line(number) if self._shared is None else self._shared_line(self._shared)
+            except (NoSharedMemoryError, zmq.ZMQError, OSError) as error:
                 self._go_on_with(number, error)
                 return
         job: SendJob | None = None
         try:
-            if line is None:
-                assert shared is not None
-                line = self._line_to(shared)
-            while line.has_room() and (job := self._jobs.get()) is not None and line.ship(job):
-                if number + 1 == len(self._threads) < self._max_lines and not self._jobs.empty() and self.is_alive:
+            line = line or self._first_line()
+            while line.has_room() and (job := self._next(line)) is not None and line.ship(job):
+                if number + 1 == len(self._threads) < self._max_lines and not self._jobs.is_empty and self.is_alive:
                     self._start()
         except PeerLostError as error:
             logger.warning("%s; its link will be made anew", error)
@@ -146,25 +144,41 @@ class BlockSender:
             if job is not None:
                 job.ticket.end_unless_followed()
             self._end_queued()
+            if self._on_end is not None and not self._is_closed:
+                self._on_end()
+
+    def _next(self, line: Line) -> SendJob | None:
+        """Wait for a block for a line that has room; None: the sender ends. Raises PeerLostError if the line breaks."""
+        while not self._wakeup.is_set:
+            if (job := self._jobs.take()) is not None:
+                return job
+            self._jobs.wait(line)
+        return None
 
     def _go_on_with(self, num_lines: int, error: Exception) -> None:
         """One more line cannot be had: those that there are serve as well."""
         self._max_lines = num_lines
-        logger.warning(
-            "KV blocks for %s go over %d connections, no more can be opened: %s", self._address, num_lines, error
-        )
+        if self.is_alive:  # else it is no wonder
+            logger.warning(
+                "KV blocks for %s go over %d connections, no more can be opened: %s", self._address, num_lines, error
+            )
 
-    def _line_to(self, shared: SharedTarget) -> Line:
-        """Shared memory if it can be, else TCP. What it is is logged once for each link."""
+    def _first_line(self) -> Line:
+        """Shared memory if it can be, else TCP; the others are like it. What it is is logged once for each link."""
+        assert self._shared is not None
         try:
-            line = SharedLine.connect(shared, self._metrics, self._wakeup)
+            line = self._shared_line(self._shared)
         except NoSharedMemoryError as error:
+            self._shared = None
             if not self._is_closed:
                 logger.info("KV blocks for %s go over TCP, not through shared memory: %s", self._address, error)
             return self._tcp_line(0)
-        self._max_lines = 1
-        self._metrics.data_lines.labels("shared_memory").inc()
         logger.info("KV blocks for %s go through shared memory, %s", self._address, line)
+        return line
+
+    def _shared_line(self, shared: SharedTarget) -> Line:
+        line = SharedLine.connect(shared, self._metrics, self._wakeup, num_lines=self._max_lines)
+        self._metrics.data_lines.labels("shared_memory").inc()
         return line
 
     def _tcp_line(self, number: int) -> Line:
@@ -181,9 +195,6 @@ class BlockSender:
         return line
 
     def _end_queued(self) -> None:
-        """Nobody will send what is in the queue. On any thread. Leaves a word in it for the next thread that waits there."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if (job := self._jobs.get_nowait()) is not None:
-                    job.ticket.end()
-        self._jobs.put(None)
+        """Nobody will send what is in the queue. On any thread."""
+        while (job := self._jobs.take()) is not None:
+            job.ticket.end()

@@ -17,19 +17,21 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from kvrelay.common.logs import RareWarnings
 from kvrelay.wire.addresses import SocketFile
 from kvrelay.wire.authentication import PeerGate, show_token
 from kvrelay.wire.block_frames import HEADER_NBYTES, parse_header
-from kvrelay.wire.errors import BlockRefusedError, WireError
+from kvrelay.wire.errors import BlockRefusedError, PeerLostError, WireError
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import TAG_NBYTES
-from kvrelay.wire.send_job import SendJob, Wakeup
+from kvrelay.wire.send_job import JobQueue, SendJob, Wakeup
 from kvrelay.wire.sockets import bound_strangers, choose_data_thread, choose_data_threads, close_dead_connections
 
 logger = logging.getLogger(__name__)
@@ -37,11 +39,16 @@ logger = logging.getLogger(__name__)
 _SEND_AHEAD_MESSAGES = 32  # proved or sealed, and not yet in the kernel
 _READ_AHEAD_MESSAGES = 32  # per sender
 _MIN_AHEAD_MESSAGES = 4  # of one of several connections
+_LOOK_S = 0.01  # how often a line that never waits looks at its connection
 _DEAD_AFTER_S = 10.0  # of a connection without traffic whose other machine is gone
 
 
 class TcpLine:
-    """One connection to a decode worker's data socket. Implements :class:`kvrelay.wire.send_job.Line`."""
+    """One connection to a decode worker's data socket. Implements :class:`kvrelay.wire.send_job.Line`.
+
+    ZeroMQ tries until it is connected. A connection that breaks later is made anew, too, but not by us any more: blocks that
+    ZeroMQ had taken are lost with it, and it does not say which.
+    """
 
     def __init__(
         self,
@@ -62,6 +69,9 @@ class TcpLine:
         self._blocks_sent = metrics.blocks_sent.labels("tcp")
         self._bytes_sent = metrics.bytes_sent.labels("tcp")
         self._wakeup = wakeup
+        self._address = address
+        self._looked_s = time.monotonic()
+        self._is_up = False  # the handshake is over: until then no block is lost if the connection ends
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, _share(_SEND_AHEAD_MESSAGES, num_lines))
@@ -70,11 +80,15 @@ class TcpLine:
         close_dead_connections(self._socket, _DEAD_AFTER_S)
         if token is not None:
             show_token(self._socket, token)
+        try:
+            # Before it connects: each event is told once.
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
         self._socket.connect(address)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLOUT)
-        self._poller.register(wakeup.fileno(), zmq.POLLIN)
-        self._buffers = _SealBuffers()
+        self._room = self._poller_for(self._socket, zmq.POLLOUT)
+        self._buffers = _Buffers()
 
     def ship(self, job: SendJob) -> bool:
         """See Line. ZeroMQ reads the payload's memory until the job's ticket is done."""
@@ -83,32 +97,71 @@ class TcpLine:
         if (plain := job.bytes(self._wakeup)) is None:
             return not self._wakeup.is_set
         header, payload = self._prepared(job, plain)
-        while not self._sent(job, header, payload):
+        while not self._sent(job, header, payload, is_ours=payload is not plain):
             if not self.has_room():
                 return False
         return True
 
     def close(self) -> None:
         """See Line."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
 
     def has_room(self) -> bool:
         """See Line: ZeroMQ takes a message."""
-        # A poll costs as much as all the rest here, so it is only done to wait.
-        has_room = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT
-        return not self._wakeup.is_set and bool(has_room or self._wakeup.fileno() not in dict(self._poller.poll()))
+        while not self._wakeup.is_set:
+            # To look, or to poll, costs as much as all the rest here: the latter is only done to wait.
+            if time.monotonic() >= self._looked_s + _LOOK_S:
+                self._look()
+            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+                return True
+            self._wait(self._room)
+        return False
+
+    def wait_for(self, jobs: JobQueue) -> None:
+        """See Line."""
+        self._wait(self._poller_for(jobs.fileno(), zmq.POLLIN))
+
+    def _poller_for(self, for_what: zmq.Socket[bytes] | int, events: int) -> zmq.Poller:
+        """Waits for it, or the wakeup, or news of the connection."""
+        poller = zmq.Poller()
+        poller.register(for_what, events)
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        return poller
+
+    def _wait(self, poller: zmq.Poller) -> None:
+        if self._monitor in dict(poller.poll()):
+            self._look()
+
+    def _look(self) -> None:
+        """Read what happened to the connection. Raises PeerLostError if it broke."""
+        self._looked_s = time.monotonic()
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            if self._is_up:  # it can only have ended
+                raise PeerLostError(f"the connection for KV blocks to {self._address} broke")
+            self._is_up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def _prepared(self, job: SendJob, plain: memoryview) -> tuple[bytes, memoryview]:
-        """Header and payload frame, proved or sealed."""
-        if job.sealer is None:
+        """Header and payload frame, proved or sealed. The latter is ``plain``, or a buffer of ours."""
+        if job.sealer is not None:
+            payload = self._buffers.take(len(plain) + TAG_NBYTES)
+            header = job.sealer.seal(job.header, plain, payload)
+        elif job.is_memory_scarce:
+            payload = self._buffers.take(len(plain))
+            header = job.header.pack_copying(plain, payload)
+        else:
             return job.header.pack(plain), plain
-        payload = self._buffers.take(len(plain) + TAG_NBYTES)
-        header = job.sealer.seal(job.header, plain, payload)
         job.ticket.end()  # ZeroMQ reads the buffer, nobody the pool
         return header, payload
 
-    def _sent(self, job: SendJob, header: bytes, payload: memoryview) -> bool:
-        """Give both frames to ZeroMQ; False if it takes none, because the connection broke since it said that it had room."""
+    def _sent(self, job: SendJob, header: bytes, payload: memoryview, *, is_ours: bool) -> bool:
+        """Give both frames to ZeroMQ; False if it takes none, because the connection broke since it said that it had room.
+
+        ``is_ours``: the payload is a buffer of ours.
+        """
         try:
             self._socket.send(header, zmq.SNDMORE | zmq.DONTWAIT)
         except zmq.Again:
@@ -117,10 +170,10 @@ class TcpLine:
         frame = zmq.Frame(payload, track=True, copy=False, copy_threshold=0)
         tracker = self._socket.send(frame, zmq.DONTWAIT, copy=False)
         assert tracker is not None
-        if job.sealer is None:
-            job.ticket.follow(tracker)
-        else:
+        if is_ours:
             self._buffers.give(payload, tracker)
+        else:
+            job.ticket.follow(tracker)
         self._blocks_sent.inc()
         self._bytes_sent.inc(job.payload.nbytes)
         return True
@@ -131,8 +184,10 @@ def _share(num_messages: int, num_lines: int) -> int:
     return max(num_messages // num_lines, _MIN_AHEAD_MESSAGES)
 
 
-class _SealBuffers:
-    """Memory for sealed payloads, used again when ZeroMQ has read it. Fresh memory would be faulted in for every block."""
+class _Buffers:
+    """Memory for payloads that are sealed or copied, used again when ZeroMQ has read it: fresh memory would be faulted in for every
+    block. There are as many buffers as ZeroMQ had of the line at a time.
+    """
 
     def __init__(self) -> None:
         self._in_use: deque[tuple[memoryview, zmq.MessageTracker]] = deque()

@@ -72,7 +72,7 @@ class LeaseSettings:
     block_size: int
     ttl_s: float
     seals_kv: bool = False  # every lease gets a key, and takes sealed blocks only
-    num_receivers: int = 1  # threads that write blocks that come over TCP at a time
+    num_receivers: int = 1  # threads that write blocks at a time, of each way that these come by
 
 
 @dataclass(slots=True, eq=False)

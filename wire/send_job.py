@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from typing import Protocol
 
 import msgspec
@@ -67,6 +68,11 @@ class SendJob(msgspec.Struct, frozen=True):
     payload: memoryview | LateBytes
     sealer: BlockSealer | None
 
+    @property
+    def is_memory_scarce(self) -> bool:
+        """Whether the bytes, once they are there, should be copied rather than given to ZeroMQ, which may keep them for long."""
+        return not isinstance(self.payload, memoryview) and self.payload.is_scarce
+
     def bytes(self, wakeup: Wakeup) -> memoryview | None:
         """What to send, once it is there; the ticket must be taken. None if ``wakeup`` came first, or the block was called off.
 
@@ -92,6 +98,12 @@ class Line(Protocol):
         Raises PeerLostError if the other side is gone for good.
         """
 
+    def wait_for(self, jobs: JobQueue) -> None:
+        """Return when ``jobs`` can be read, or the wakeup has come; meanwhile watch the other side.
+
+        Raises PeerLostError if the other side is gone for good.
+        """
+
     def ship(self, job: SendJob) -> bool:
         """Take the block and send it, or leave it if it was called off. There is room for it.
 
@@ -100,6 +112,64 @@ class Line(Protocol):
 
     def close(self) -> None:
         """Close the connection. What was given away meanwhile may arrive or not."""
+
+
+class JobQueue:
+    """Blocks that wait for a line, first in, first out. Thread-safe. A line can watch its peer while it waits for one.
+
+    Not bounded here: what can be queued is bounded by the pool that the payloads lie in.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: deque[SendJob] = deque()
+        self._lock = threading.Lock()
+        self._num_waiting = 0  # threads
+        self._num_woken = 0  # of these; as many bytes are in the pipe
+        self._readable, self._writable = os.pipe()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block waits at the moment."""
+        return not self._jobs
+
+    def fileno(self) -> int:
+        """Can be read when a block comes while a thread is in ``wait``, for as many threads as blocks."""
+        return self._readable
+
+    def put(self, job: SendJob) -> None:
+        """One more block."""
+        with self._lock:
+            self._jobs.append(job)
+            if self._num_woken < self._num_waiting:
+                self._num_woken += 1
+                os.write(self._writable, b"\0")
+
+    def take(self) -> SendJob | None:
+        """The block that has waited longest; None: none waits."""
+        try:
+            return self._jobs.popleft()
+        except IndexError:
+            return None
+
+    def wait(self, line: Line) -> None:
+        """On the line's thread: return when there may be a block. Raises what ``line.wait_for`` raises."""
+        with self._lock:
+            if self._jobs:
+                return
+            self._num_waiting += 1
+        try:
+            line.wait_for(self)
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+                if self._num_woken:
+                    self._num_woken -= 1
+                    os.read(self._readable, 1)
+
+    def close(self) -> None:
+        """Give both descriptors back. Nobody waits or puts any more."""
+        os.close(self._readable)
+        os.close(self._writable)
 
 
 class Wakeup:

@@ -62,12 +62,12 @@ class SameHostSettings:
 
 @dataclass(frozen=True, slots=True)
 class DataSettings:
-    """Over how many connections, and with how many threads, KV blocks go between two workers over TCP."""
+    """Over how many connections, and with how many threads, KV blocks go between two workers."""
 
     data_sockets: int = setting(
         1,
-        "prefill worker: TCP connections that KV blocks for a decode worker are spread over, opened as needed, a thread for "
-        "each; decode worker: threads that take blocks",
+        "prefill worker: connections, over TCP or shared memory, that KV blocks for a decode worker are spread over, opened as "
+        "needed, a thread for each; decode worker: threads that take blocks, on either way",
         minimum=1,
         maximum=16,
     )

@@ -1,12 +1,11 @@
-"""The receiving end of shared memory: one thread for the rings of all senders on this host, beside that of the data socket.
+"""The receiving end of shared memory: a door that all senders of this host come to, and behind it the threads that take blocks.
 
-A sender connects, shows its ring (:mod:`kvrelay.wire.shared_packets`), and is told yes or no. From then on each of its packets
-names a slot and has a block's header; the block is written from the slot into the pool and proved there, by the lease table, as
-any other. One thread and not one for each sender: a copy out of the ring keeps Python's lock anyway, and a sender that says
-nothing costs a descriptor, no thread. Nobody is waited for. Who connects and does not greet is dropped after a while, or earlier,
-when many do so at a time; a sender whose packets are not ours is dropped at once, and one that is gone with its process.
+A sender connects, shows its ring (:mod:`kvrelay.wire.shared_packets`), and is told yes or no. That is the work of one thread. From
+then on its connection is that of the threads in :mod:`kvrelay.wire.shared_takers`: one, or as many as there are for the data
+socket. A sender may come with several connections, each with a ring, and is not asked whether it is the same.
 
-Only processes of the same user, and root's, may connect. With keys a sender must also show the token of the data socket.
+Nobody is waited for. Who connects and does not greet is dropped after a while, or earlier, when many do so at a time. Only
+processes of the same user, and root's, may connect. With keys a sender must also show the token of the data socket.
 """
 
 from __future__ import annotations
@@ -24,46 +23,28 @@ from pathlib import Path
 
 from kvrelay.common.logs import RareWarnings
 from kvrelay.wire.addresses import SocketFile
-from kvrelay.wire.block_frames import parse_header
-from kvrelay.wire.errors import BlockRefusedError, GreetingRefusedError, WireError
+from kvrelay.wire.errors import GreetingRefusedError, WireError
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.seal import TAG_NBYTES
 from kvrelay.wire.send_job import Wakeup
-from kvrelay.wire.shared_packets import (
-    MAX_GREETING_NBYTES,
-    MAX_PACKET_NBYTES,
-    pack_answer,
-    pack_slots,
-    parse_greeting,
-    split_block,
-)
+from kvrelay.wire.shared_packets import MAX_GREETING_NBYTES, pack_answer, parse_greeting
 from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.shared_ring import Ring, RingShape, map_ring
+from kvrelay.wire.shared_takers import SharedSender, SharedTakers, sent
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 128
-_MAX_SENDERS = 1024  # each costs two descriptors; the memory of its ring is its own
+_MAX_SENDERS = 1024  # connections; each costs a descriptor, and the memory of its ring is its own
 _MAX_STRANGERS = 64  # connected and silent; one more, and the oldest goes
 _STRANGER_S = 5.0
-_TURN_BLOCKS = 8  # of one sender, before the others are looked at
 _PAUSE_S = 1.0  # without a descriptor left
 _DESCRIPTOR = struct.Struct("i")
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
-class _Sender:
-    """One connection."""
-
-    def __init__(self, connection: socket.socket, connected_s: float) -> None:
-        self.connection = connection
-        self.connected_s = connected_s
-        self.ring: Ring | None = None  # None: it has not greeted
-
-
 class SharedReceiver:
-    """The thread that receives blocks through shared memory. ``start`` once, ``stop`` once."""
+    """The door and the threads behind it. ``start`` once, ``stop`` once."""
 
     def __init__(
         self,
@@ -73,12 +54,15 @@ class SharedReceiver:
         metrics: WireMetrics,
         *,
         token: str | None = None,
+        num_threads: int = 1,
         stranger_s: float = _STRANGER_S,
     ) -> None:
-        """Listens from now on, under ``name``. ``token``: what senders must show; None: nothing. Raises WireError."""
+        """Listens from now on, under ``name``. ``token``: what senders must show; None: nothing. Raises WireError.
+
+        ``num_threads``: how many blocks are written and proved at a time, each on a thread.
+        """
         if sys.platform != "linux":
             raise WireError("only Linux passes memory over sockets as this needs it")
-        self._leases = leases
         self._block_nbytes = block_nbytes
         self._metrics = metrics
         self._token = token
@@ -86,32 +70,33 @@ class SharedReceiver:
         place.sweep()
         self.name = place.new_name()
         self._listener, self._file = _listen(place.address(self.name))
-        self._senders: set[_Sender] = set()
-        self._strangers: dict[_Sender, None] = {}  # in the order in which they came
+        self._strangers: dict[socket.socket, float] = {}  # when they connected, in that order
         self._wakeup = Wakeup()
+        self._takers = SharedTakers(leases, self._wakeup, num_threads)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._accepts_from_s: float | None = None  # None: it accepts
         self._thread = threading.Thread(target=self._run, name="shared-receiver", daemon=True)
-        self._warnings = RareWarnings(logger)  # a flood of bad packets must not become a flood of logs
+        self._warnings = RareWarnings(logger)  # a flood of bad greetings must not become a flood of logs
 
     def start(self) -> None:
         """Start receiving."""
+        self._takers.start()
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether blocks are being received."""
-        return self._thread.is_alive()
+        """Whether senders are let in, and blocks received by as many threads as there should be."""
+        return self._thread.is_alive() and self._takers.is_alive
 
     @property
     def num_connections(self) -> int:
         """Senders, and who is not known to be one."""
-        return len(self._senders) + len(self._strangers)
+        return self._takers.num_senders + len(self._strangers)
 
     def stop(self) -> None:
-        """End the thread, close the sockets and unmap the rings."""
+        """End the threads, close the sockets and unmap the rings."""
         self._wakeup.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -120,7 +105,7 @@ class SharedReceiver:
         self._wakeup.close()
         self._file.remove()
 
-    # -- the thread ------------------------------------------------------------------------------------------------
+    # -- the door's thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -128,17 +113,18 @@ class SharedReceiver:
                 for key, _ in self._selector.select(self._patience_s()):
                     if key.fileobj is self._listener:
                         self._accept()
-                    elif key.data in self._senders:
-                        self._keep(key.data, self._take_blocks(key.data))
                     elif key.data in self._strangers:
-                        self._keep(key.data, self._greet(key.data))
+                        self._greet(key.data)
                 self._pass_time()
         finally:
+            self._wakeup.set()  # if this one has died: the others would serve whom they have
             self._close()
 
     def _close(self) -> None:
-        for sender in [*self._senders, *self._strangers]:
-            self._drop(sender)
+        self._takers.join()
+        self._takers.close()
+        for stranger in list(self._strangers):
+            self._drop(stranger)
         self._selector.close()
         self._listener.close()
 
@@ -158,43 +144,45 @@ class SharedReceiver:
             connection.close()
             return
         connection.setblocking(False)
-        sender = _Sender(connection, time.monotonic())
-        self._selector.register(connection, selectors.EVENT_READ, sender)
-        self._strangers[sender] = None
+        self._know(connection)
         # An honest sender has greeted by now or does so next; a crowd of silent ones must not shut it out.
-        self._keep(sender, self._greet(sender))
+        self._greet(connection)
         if len(self._strangers) > _MAX_STRANGERS:
             self._drop(next(iter(self._strangers)))
 
-    def _greet(self, sender: _Sender) -> bool:
-        """Take a greeting if one is there; False if the connection is to be closed."""
+    def _greet(self, stranger: socket.socket) -> None:
+        """Take a greeting if one is there, and answer it: a sender goes through the door, anybody else is dropped."""
         try:
-            packet, ancillary, flags, _ = sender.connection.recvmsg(
+            packet, ancillary, flags, _ = stranger.recvmsg(
                 MAX_GREETING_NBYTES, socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
-            return True
+            return
         except OSError:
-            return False
+            self._drop(stranger)
+            return
         descriptors = [
             _DESCRIPTOR.unpack_from(data)[0]
             for level, kind, data in ancillary
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) >= _DESCRIPTOR.size
         ]
-        refusal: str | None = None
         try:
-            sender.ring = self._ring_of(packet, descriptors, is_cut=bool(flags & socket.MSG_CTRUNC))
+            ring = self._ring_of(packet, descriptors, is_cut=bool(flags & socket.MSG_CTRUNC))
         except GreetingRefusedError as error:
-            refusal = str(error)
             self._metrics.refused_greetings.labels(error.cause_name).inc()
             self._warnings.warn(f"refused shared memory: {error}", error.cause_name)
+            sent(stranger, pack_answer(str(error)))
+            self._drop(stranger)
+            return
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        if sender.ring is not None:
-            del self._strangers[sender]
-            self._senders.add(sender)
-        return _sent(sender.connection, pack_answer(refusal)) and refusal is None
+        if sent(stranger, pack_answer(None)):
+            self._forget(stranger)
+            self._takers.add(SharedSender(stranger, ring))
+        else:
+            self._drop(stranger)
+            ring.close()
 
     def _ring_of(self, packet: bytes, descriptors: list[int], *, is_cut: bool) -> Ring:
         """The memory that a greeting brings, mapped. Raises GreetingRefusedError."""
@@ -211,66 +199,33 @@ class SharedReceiver:
             raise GreetingRefusedError("wrong_shape", detail)
         if len(descriptors) != 1 or is_cut:
             raise GreetingRefusedError("bad_memory", "a greeting brings one descriptor, that of its memory")
-        if len(self._senders) >= _MAX_SENDERS:
+        if self._takers.num_senders >= _MAX_SENDERS:
             raise GreetingRefusedError("too_many", f"{_MAX_SENDERS} senders are connected, and no more are taken")
         return map_ring(descriptors[0], shape)
 
-    def _take_blocks(self, sender: _Sender) -> bool:
-        """Take a few blocks of one sender; False if the connection is to be closed."""
-        assert sender.ring is not None
-        slots = sender.ring.slots
-        done: list[int] = []
-        # Slots go back together, so that it is not woken for each, and early enough for it to fill them meanwhile.
-        for _ in range(min(_TURN_BLOCKS, len(slots) // 2) or 1):
-            try:
-                packet = sender.connection.recv(MAX_PACKET_NBYTES)
-            except BlockingIOError:
-                break
-            except OSError:
-                return False
-            if not packet:
-                return False  # it has closed, or its process is gone
-            try:
-                slot, frame = split_block(packet)
-                header = parse_header(frame)
-                if slot >= len(slots):
-                    raise BlockRefusedError("bad_header", f"slot {slot} of {len(slots)}")
-            except BlockRefusedError as error:
-                self._leases.count_bad_header()
-                self._warnings.warn(f"refused a KV block and its sender: {error}", error.cause_name)
-                return False
-            try:
-                self._leases.begin_block(header)  # from here on its size is that of the pool's blocks
-                nbytes = header.payload_nbytes + (TAG_NBYTES if header.is_sealed else 0)
-                self._leases.finish_block(header, slots[slot][:nbytes])
-            except BlockRefusedError as error:
-                self._warnings.warn(f"refused a KV block: {error}", error.cause_name)
-            done.append(slot)
-        return not done or _sent(sender.connection, pack_slots(done))
+    def _know(self, stranger: socket.socket) -> None:
+        self._selector.register(stranger, selectors.EVENT_READ, stranger)
+        self._strangers[stranger] = time.monotonic()
 
-    def _keep(self, sender: _Sender, is_kept: bool) -> None:
-        if not is_kept:
-            self._drop(sender)
+    def _drop(self, stranger: socket.socket) -> None:
+        self._forget(stranger)
+        stranger.close()
 
-    def _drop(self, sender: _Sender) -> None:
-        self._selector.unregister(sender.connection)
-        sender.connection.close()
-        if sender.ring is not None:
-            sender.ring.close()
-        self._strangers.pop(sender, None)
-        self._senders.discard(sender)
+    def _forget(self, stranger: socket.socket) -> None:
+        self._selector.unregister(stranger)
+        del self._strangers[stranger]
 
     def _patience_s(self) -> float | None:
         """How long nothing needs to be done if nothing comes; None: for ever."""
         moments = [] if self._accepts_from_s is None else [self._accepts_from_s]
         if self._strangers:
-            moments.append(next(iter(self._strangers)).connected_s + self._stranger_s)
+            moments.append(next(iter(self._strangers.values())) + self._stranger_s)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def _pass_time(self) -> None:
         """Drop who has been silent for too long, and accept again behind a pause."""
         now_s = time.monotonic()
-        while self._strangers and next(iter(self._strangers)).connected_s + self._stranger_s <= now_s:
+        while self._strangers and next(iter(self._strangers.values())) + self._stranger_s <= now_s:
             self._drop(next(iter(self._strangers)))
         if self._accepts_from_s is not None and self._accepts_from_s <= now_s:
             self._accepts_from_s = None
@@ -278,7 +233,13 @@ class SharedReceiver:
 
 
 def open_shared_receiver(
-    place: SharedPlace | None, leases: LeaseTable, block_nbytes: int, metrics: WireMetrics, token: str | None
+    place: SharedPlace | None,
+    leases: LeaseTable,
+    block_nbytes: int,
+    metrics: WireMetrics,
+    *,
+    token: str | None,
+    num_threads: int,
 ) -> SharedReceiver | None:
     """A worker's receiver at ``place``; None without one, or where a system does not have what ``auto`` would use (logged).
 
@@ -287,7 +248,7 @@ def open_shared_receiver(
     if place is None:
         return None
     try:
-        return SharedReceiver(place, leases, block_nbytes, metrics, token=token)
+        return SharedReceiver(place, leases, block_nbytes, metrics, token=token, num_threads=num_threads)
     except WireError as error:
         if place.directory is not None:
             raise
@@ -316,12 +277,3 @@ def _is_trusted(connection: socket.socket) -> bool:
     """Whether a process of our user, or root's, connected. What others pass is not even received."""
     uid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
     return uid in (0, os.geteuid())
-
-
-def _sent(connection: socket.socket, packet: bytes) -> bool:
-    """Send it; False if that cannot be done now: who takes nothing back is no sender of ours."""
-    try:
-        connection.send(packet)
-    except OSError:
-        return False
-    return True

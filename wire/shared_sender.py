@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvrelay.wire.errors import NoSharedMemoryError, PeerLostError
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import TAG_NBYTES
-from kvrelay.wire.send_job import SendJob, Wakeup
+from kvrelay.wire.send_job import JobQueue, SendJob, Wakeup
 from kvrelay.wire.shared_packets import (
     MAX_ANSWER_NBYTES,
     Greeting,
@@ -45,13 +45,16 @@ class SharedTarget:
 class SharedLine:
     """A ring and the socket beside it. Implements :class:`kvrelay.wire.send_job.Line`."""
 
-    def __init__(self, connection: socket.socket, ring: Ring, metrics: WireMetrics, wakeup: Wakeup) -> None:
-        """Both are the line's from now on. The receiver has said yes."""
+    def __init__(
+        self, connection: socket.socket, ring: Ring, metrics: WireMetrics, wakeup: Wakeup, *, num_lines: int
+    ) -> None:
+        """``connection`` and ``ring`` are the line's from now on. The receiver has said yes."""
         self._blocks_sent = metrics.blocks_sent.labels("shared_memory")
         self._bytes_sent = metrics.bytes_sent.labels("shared_memory")
         self._connection = connection
         self._ring = ring
         self._wakeup = wakeup
+        self._is_one_of_several = num_lines > 1
         # The slot that came back last is used first: it is in the cache.
         self._free = list(range(ring.shape.num_slots))
         self._readable = _poll_for(connection, select.POLLIN, wakeup)
@@ -62,8 +65,10 @@ class SharedLine:
         return f"{self._ring.shape.num_slots} slots of {self._ring.shape.slot_nbytes} bytes"
 
     @classmethod
-    def connect(cls, target: SharedTarget, metrics: WireMetrics, wakeup: Wakeup) -> SharedLine:
+    def connect(cls, target: SharedTarget, metrics: WireMetrics, wakeup: Wakeup, *, num_lines: int = 1) -> SharedLine:
         """Reach the decode worker and pass it a new ring; blocks for its answer, some seconds at most.
+
+        ``num_lines``: how many the sender may have, each with a ring of its own.
 
         Raises NoSharedMemoryError, which says why blocks must take another way.
         """
@@ -84,7 +89,7 @@ class SharedLine:
         except BaseException:
             connection.close()
             raise
-        return cls(connection, ring, metrics, wakeup)
+        return cls(connection, ring, metrics, wakeup, num_lines=num_lines)
 
     def has_room(self) -> bool:
         """See Line: a slot is free."""
@@ -95,6 +100,13 @@ class SharedLine:
                 self._take_back()
         return False
 
+    def wait_for(self, jobs: JobQueue) -> None:
+        """See Line. A connection that ends is noticed; slots that come back lie there until they are needed."""
+        poll = _poll_for(self._connection, 0, self._wakeup)
+        poll.register(jobs.fileno(), select.POLLIN)
+        if self._connection.fileno() in dict(poll.poll()):
+            raise PeerLostError(f"{_GONE}: the connection has ended")
+
     def ship(self, job: SendJob) -> bool:
         """See Line. The payload's memory is not read any more when this returns."""
         if not job.ticket.take():
@@ -104,7 +116,7 @@ class SharedLine:
         slot = self._free.pop()
         memory = self._ring.slots[slot]
         if job.sealer is None:
-            frame = job.header.pack_copying(payload, memory[: len(payload)])
+            frame = job.header.pack_copying(payload, memory[: len(payload)], is_one_of_several=self._is_one_of_several)
         else:
             frame = job.sealer.seal(job.header, payload, memory[: len(payload) + TAG_NBYTES])
         self._blocks_sent.inc()

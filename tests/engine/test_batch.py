@@ -66,6 +66,26 @@ def test_random_batches(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
+    "table",
+    [[1000, 2000, 3000, 4000, 5000], [1000, 7000, 3000, 4000], [7000, 8000, 9000]],
+    ids=["longer", "a block replaced", "others, and fewer"],
+)
+def test_a_step_reads_the_blocks_that_the_table_has_then(table: list[int]) -> None:
+    """Whatever was done to the list since the last step."""
+    of = row(8, 1, 9, [1000, 2000, 3000, 4000])
+    build_batch([of], 4)
+    of.sequence.block_table[:] = table
+    assert build_batch([of], 4).block_tables.tolist() == [table[:3]]
+
+
+def test_a_table_that_has_not_changed_is_not_read_again() -> None:
+    of = sequence([1], [1000, 2000])
+    known = of.block_ids()
+    of.block_table = [1000, 2000]
+    assert of.block_ids() is known
+
+
+@pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (row(0, 0, 5, [1, 2]), "0 tokens behind 0"),

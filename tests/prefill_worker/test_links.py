@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.engine.fake import fake_card
 from kvrelay.prefill_worker import links
 from kvrelay.prefill_worker.links import DecodeLinks, LinkIdentity, data_address
+from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.messages import (
     FailureCode,
@@ -29,6 +30,7 @@ from kvrelay.wire.messages import (
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import DecodeLink
+from tests.reliability.fleet import Cable
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ async def test_a_link_whose_sender_has_died_is_made_anew() -> None:
         assert made.link_to(address) is None
         lost, detail = await heard.next(FailureCode.PEER_LOST.value)
         assert lost is first
-        assert "its block sender has died" in detail
+        assert "KV blocks reach it no longer" in detail
         second, _ = await heard.next("up")
         assert second is not first
 
@@ -225,3 +227,31 @@ async def test_a_link_that_is_reset_comes_up_anew_when_it_is_asked_for() -> None
         assert made.link_to(address) is None
         second, _ = await heard.next("up")
         assert second is not first
+
+
+async def test_a_data_connection_that_the_network_breaks_ends_the_link_at_once() -> None:
+    """Between two workers that live, and talk. Nobody looks at the link, and no block is sent afterwards."""
+    async with decode_port() as (port, _, address, made, heard):
+        with made._context.socket(zmq.ROUTER) as blocks:
+            blocks.linger = 0
+            cable = Cable(blocks.bind_to_random_port("tcp://127.0.0.1"))
+            await cable.start()
+            port.data_address = f"tcp://127.0.0.1:{cable.port}"
+            assert made.link_to(address) is None
+            first, _ = await heard.next("up")
+            assert first is not None
+            payload = memoryview(bytes(100))
+            first.data.send(BlockHeader(1, 1, 0, 100, b"h" * 16), payload, None)
+            assert await asyncio.to_thread(blocks.poll, 30_000)
+            cable.cut()
+            lost, _ = await heard.next(FailureCode.PEER_LOST.value)
+            assert lost is first
+            assert made.link_to(address) is None
+            second, _ = await heard.next("up")
+            assert second is not None
+            assert second is not first
+            second.data.send(BlockHeader(1, 1, 1, 100, b"h" * 16), payload, None)
+            blocks.recv_multipart()
+            assert await asyncio.to_thread(blocks.poll, 30_000)
+            await made.stop()
+            await cable.stop()

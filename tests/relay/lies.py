@@ -25,7 +25,7 @@ class _Raw:
     def pack(self, payload: memoryview) -> bytes:
         return self._packed
 
-    def pack_copying(self, payload: memoryview, target: memoryview) -> bytes:
+    def pack_copying(self, payload: memoryview, target: memoryview, *, is_one_of_several: bool = False) -> bytes:
         target[:] = payload
         return self._packed
 

@@ -128,6 +128,7 @@ WAYS: dict[str, dict[str, Any]] = {  # of blocks, as workers' arguments
     "tcp": {},
     "tcp over 3 sockets": {"data_sockets": 3},
     "shared_memory": {"place": SharedPlace()},
+    "shared_memory in 3 rings": {"place": SharedPlace(), "data_sockets": 3},
 }
 
 

@@ -1,6 +1,6 @@
 """The same frames through shared memory: slots and packets, right, changed and nonsense, and greetings of all kinds.
 
-The receiver's thread does not run: what it would do is done at once, so that what it raises is found where it was sent.
+The receiver's threads do not run: what they would do is done at once, so that what it raises is found where it was sent.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.shared_packets import Greeting, pack_block, parse_slots
+from kvrelay.wire.shared_packets import Greeting, pack_block, parse_slots, refusal_in
 from kvrelay.wire.shared_place import SharedPlace
-from kvrelay.wire.shared_receiver import SharedReceiver, _Sender
+from kvrelay.wire.shared_receiver import SharedReceiver
 from kvrelay.wire.shared_ring import RingShape, make_ring, map_ring
+from kvrelay.wire.shared_takers import SharedSender
 
 from .mutator import Mutator
 
@@ -31,8 +32,7 @@ class SlotFuzz:
         self._shape = RingShape.of(block_nbytes)
         self._ring, self._descriptor = make_ring(self._shape)
         self._ours, theirs = _pair()
-        self._sender = _Sender(theirs, 0.0)
-        self._sender.ring = map_ring(self._descriptor, self._shape)
+        self._sender = SharedSender(theirs, map_ring(self._descriptor, self._shape))
 
     def send(self, frame: bytes, payload: bytes, is_spared: Callable[[bytes], bool]) -> None:
         """A block through a slot, its packet changed now and then; a slot that it went through must come back.
@@ -50,7 +50,7 @@ class SlotFuzz:
         if not packet or is_spared(packet[4:]):
             return  # an empty one would be the end of the connection
         self._ours.send(packet)
-        is_kept = self._receiver._take_blocks(self._sender)
+        is_kept = self._receiver._takers.take_blocks(self._sender)
         came_back = self._slots_back()
         assert came_back == ([int.from_bytes(packet[:4], "little")] if is_kept else []), (is_kept, came_back, packet)
 
@@ -61,22 +61,22 @@ class SlotFuzz:
         if self._rng.random() < 0.7:
             packet = self._mutator.mutate([packet])
         ours, theirs = _pair()
-        stranger = _Sender(theirs, 0.0)
-        self._receiver._strangers[stranger] = None
         with ours, theirs:
             socket.send_fds(ours, [packet], [self._descriptor] * self._rng.choice([0, 1, 1, 2]))
-            is_kept = self._receiver._greet(stranger)
-            assert is_kept is (stranger.ring is not None)
-        self._receiver._strangers.pop(stranger, None)
-        self._receiver._senders.discard(stranger)
-        if stranger.ring is not None:
-            stranger.ring.close()
+            self._receiver._know(theirs)
+            self._receiver._greet(theirs)
+            is_let_in = self._receiver._takers.num_senders == 1
+            assert (refusal_in(ours.recv(1000)) is None) is is_let_in
+            assert (theirs.fileno() >= 0) is is_let_in
+            assert self._receiver.num_connections == is_let_in
+            ours.close()
+            if is_let_in:
+                self._receiver._takers._serve(theirs.fileno())
+            assert self._receiver.num_connections == 0
 
     def close(self) -> None:
         """Nothing stays open."""
-        assert self._sender.ring is not None
-        self._sender.ring.close()
-        self._sender.connection.close()
+        self._sender.close()
         self._ours.close()
         self._ring.close()
         os.close(self._descriptor)

@@ -34,12 +34,11 @@ def num_sockets(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-@pytest.fixture(params=["tcp", "tcp_3_sockets", "shared_memory"])
+@pytest.fixture(params=["tcp", "tcp_3_sockets", "shared_memory", "shared_memory_3_sockets"])
 def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     """How blocks go, as a rig's arguments."""
-    if request.param == "tcp_3_sockets":
-        return {"path": "tcp", "num_sockets": NUM_SOCKETS}
-    return {"path": request.param}
+    path, several, _ = request.param.partition("_3_sockets")
+    return {"path": path, "num_sockets": NUM_SOCKETS if several else 1}
 
 
 @pytest.fixture

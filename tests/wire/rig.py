@@ -219,7 +219,9 @@ class Rig:
         )
         self.receiver = BlockReceiver(address, self.leases, BLOCK_NBYTES, context=context, num_threads=num_sockets)
         self.receiver.start()
-        self.shared = SharedReceiver(SharedPlace(), self.leases, BLOCK_NBYTES, self.decode_metrics)
+        self.shared = SharedReceiver(
+            SharedPlace(), self.leases, BLOCK_NBYTES, self.decode_metrics, num_threads=num_sockets
+        )
         self.shared.start()
         self.source_manager = BlockManager(num_blocks, BLOCK_SIZE)
         self.source = CountingStore(num_blocks)

@@ -90,6 +90,10 @@ class SharedDoor:
         """As the end of the process would."""
         if self.connection is not None:
             self.connection.close()
+        self.let_go_of_memory()
+
+    def let_go_of_memory(self) -> None:
+        """That of the sender who was accepted last."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 

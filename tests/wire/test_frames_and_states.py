@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import msgspec
 import pytest
@@ -34,6 +35,21 @@ def test_the_checksum_covers_every_field_and_the_payload() -> None:
     ):
         assert other.checksum_of(PAYLOAD) != checksum
     assert HEADER.checksum_of(memoryview(b"payload?")) != checksum
+
+
+@pytest.mark.parametrize("nbytes", [1, 2**18 - 1, 2**18, 2**18 + 1, 2**20, 2**20 + 1, 5 * 2**19 + 3])
+@pytest.mark.parametrize("is_one_of_several", [False, True], ids=["alone", "beside_others"])
+def test_a_block_is_copied_and_proved_in_pieces_of_any_number(nbytes: int, is_one_of_several: bool) -> None:
+    payload = memoryview(random.Random(nbytes).randbytes(nbytes))  # read-only, as a ring is to its receiver
+    slot, pool = memoryview(bytearray(nbytes + 2)), memoryview(bytearray(nbytes + 2))
+    frame = HEADER.pack_copying(payload, slot[1:-1], is_one_of_several=is_one_of_several)
+    assert frame == HEADER.pack(payload)
+    assert slot == b"\0" + bytes(payload) + b"\0"
+    header = parse_header(frame)
+    assert header.lands_whole(slot[1:-1].toreadonly(), pool[1:-1], is_one_of_several=is_one_of_several)
+    assert pool == slot
+    slot[-2] ^= 1
+    assert not header.lands_whole(slot[1:-1].toreadonly(), pool[1:-1], is_one_of_several=is_one_of_several)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, HEADER_NBYTES - 1, HEADER_NBYTES + 1])

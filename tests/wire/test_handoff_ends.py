@@ -25,7 +25,7 @@ from .rig import TTL_S, WAIT_S, content_of
 def await_taken(sender: BlockSender) -> None:
     """Until ZeroMQ has every block that was queued."""
     deadline_s = time.monotonic() + WAIT_S
-    while not sender._jobs.empty():
+    while not sender._jobs.is_empty:
         assert time.monotonic() < deadline_s, "blocks that never leave the queue"
         time.sleep(0.001)
 

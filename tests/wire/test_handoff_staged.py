@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket as sockets
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -12,14 +13,14 @@ import torch
 
 from kvrelay.engine.copies import StagingPlan
 from kvrelay.engine.staging import StagedRead, Staging
-from kvrelay.wire.block_frames import parse_header
+from kvrelay.wire.block_frames import BlockHeader, parse_header
 from kvrelay.wire.messages import FailureCode
 from kvrelay.wire.seal import TAG_NBYTES, BlockSealer
 from tests.engine.late_device import LateDevice
 
 from . import rig as rigs
 from .handoffs import commit_of
-from .rig import BLOCK_NBYTES, WAIT_S, Rig, content_of, until
+from .rig import BLOCK_NBYTES, WAIT_S, Rig, assert_done_soon, content_of, until
 
 NUM_SLOTS = 4
 NUM_TOKENS = 100  # 25 blocks and more than six times the slots
@@ -121,6 +122,31 @@ def test_a_sender_waits_for_a_slot_and_goes_on_when_one_is_free(staged_rig: Any)
     assert rig.leases.seen.empty(), "a block was sent from nowhere"
     holder.is_done = True
     assert_arrived(rig, rig.verdict())
+    for block_id in block_ids:
+        rig.source.close_read(block_id)
+    rig.settle()
+
+
+@pytest.mark.parametrize("way", ["tcp"], indirect=True)
+def test_links_that_take_nothing_leave_slots_for_the_others(staged_rig: Any) -> None:
+    """More links than there are slots, and more blocks for each; ZeroMQ keeps all of them."""
+    rig = staged_rig
+    header, block_ids = BlockHeader(9, 1, 0, BLOCK_NBYTES, b"h" * 16), range(40, 70)
+    tickets = []
+    with sockets.create_server(("127.0.0.1", 0), backlog=100) as deaf:  # a connection's handshake is never over
+        links = [rig.new_link(f"tcp://127.0.0.1:{deaf.getsockname()[1]}")[0] for _ in range(NUM_SLOTS + 1)]
+        for block_id in block_ids:
+            link = links[block_id % len(links)]
+            tickets.append(link.data.send(header, rig.source.open_read(block_id), None))
+        until(lambda: all(sender._jobs.is_empty for sender in rig.senders), "links that take nothing hold all slots")
+        key, _ = rig.granted(NUM_TOKENS)
+        rig.commit(key)
+        rig.pump()
+        assert_arrived(rig, rig.verdict())
+        for sender in rig.senders[1:]:
+            sender.close()
+    for ticket in tickets:
+        assert_done_soon(ticket)
     for block_id in block_ids:
         rig.source.close_read(block_id)
     rig.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import queue
+import select
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.errors import PeerLostError, WireError
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.send_job import SendJob, SendTicket, Wakeup
+from kvrelay.wire.send_job import JobQueue, SendJob, SendTicket, Wakeup
 
 from .rig import WAIT_S, assert_done_soon, until
 
@@ -41,6 +42,9 @@ class PlayedLine:
     def has_room(self) -> bool:
         self.has_started_waiting.put(None)
         return self._await(self.room)
+
+    def wait_for(self, jobs: JobQueue) -> None:
+        select.select([jobs, self._wakeup], [], [])
 
     def ship(self, job: SendJob) -> bool:
         if not job.ticket.take():
@@ -247,6 +251,38 @@ def test_blocks_that_come_while_a_line_breaks_are_done(stage: Callable[[int], St
             assert_done_soon(ticket)
 
 
+def test_as_many_threads_are_woken_as_blocks_come() -> None:
+    """None is left to wait while there is a block, and none of several blocks for a thread that has one."""
+    jobs, wakeup, together = JobQueue(), Wakeup(), threading.Barrier(NUM_SOCKETS + 1)
+    taken: queue.SimpleQueue[SendJob] = queue.SimpleQueue()
+
+    def run(line: PlayedLine) -> None:
+        while not wakeup.is_set:
+            jobs.wait(line)
+            if (job := jobs.take()) is not None:
+                together.wait(WAIT_S)
+                taken.put(job)
+
+    threads = [threading.Thread(target=run, args=(PlayedLine(wakeup, number),)) for number in range(NUM_SOCKETS)]
+    for thread in threads:
+        thread.start()
+    for index in range(0, 300, NUM_SOCKETS):
+        sent = [
+            SendJob(SendTicket(), BlockHeader(1, 1, index + i, 8, b"h" * 16), memoryview(b""), None)
+            for i in range(NUM_SOCKETS)
+        ]
+        for job in sent:
+            jobs.put(job)
+        together.wait(WAIT_S)
+        assert {taken.get(timeout=WAIT_S).header.block_index for _ in sent} == {job.header.block_index for job in sent}
+    wakeup.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    jobs.close()
+    wakeup.close()
+
+
 def test_a_further_line_that_cannot_be_had_is_done_without(
     stage: Callable[[int], Stage], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -271,6 +307,7 @@ def test_a_block_that_waits_for_memory_can_be_called_off() -> None:
 
     class Never:
         nbytes = 8
+        is_scarce = False
         asked = threading.Event()
 
         def wait(self, reader: Reader, timeout_s: float) -> memoryview | None:

@@ -1,4 +1,4 @@
-"""Hand-offs over several data sockets: who lands blocks side by side, what happens to a lease meanwhile, and older peers."""
+"""Hand-offs over several data sockets or rings: who lands blocks side by side, what becomes of a lease meanwhile, older peers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from kvrelay.wire.data_plane import TcpLine
 from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.messages import FailureCode, Grant, Timings
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.send_job import SendJob
+from kvrelay.wire.send_job import Line, SendJob
+from kvrelay.wire.shared_sender import SharedTarget
 
 from .handoffs import hand_over, offer_for, send_block
 from .rig import BLOCK_NBYTES, BLOCK_SIZE, WAIT_S, Rig, assert_done_soon, content_of, until
 
 NUM_SOCKETS = 3
+PATHS = ["tcp", "shared_memory"]
 BIG_NBYTES = 2**20
 
 
 @contextmanager
-def rig_of(context: Any, **options: Any) -> Iterator[Rig]:
-    rig = Rig(context, "tcp://127.0.0.1:0", **options)
+def rig_of(context: Any, num_blocks: int = 32, **options: Any) -> Iterator[Rig]:
+    rig = Rig(context, "tcp://127.0.0.1:0", num_blocks, **options)
     yield rig
     rig.close()
 
@@ -96,42 +98,44 @@ def test_blocks_that_wait_are_spread_over_as_many_connections_as_there_may_be(
         sender.close()
 
 
-def test_shared_memory_stays_one_line(context: Any) -> None:
-    with rig_of(context, path="shared_memory", num_sockets=NUM_SOCKETS) as rig:
-        rig.leases.may_finish.clear()
-        key, _ = rig.granted(30 * BLOCK_SIZE)
-        rig.commit(key)  # more blocks than the ring has slots: they wait
-        rig.leases.may_finish.set()
-        rig.pump()
-        rig.verdict()
-        assert len(rig.senders[0]._threads) == 1
-        assert [num_lines(rig.prefill_registry, path) for path in ("shared_memory", "tcp")] == [1, 0]
-        rig.settle()
-
-
 @pytest.mark.parametrize("seals_kv", [False, True])
+@pytest.mark.parametrize("path", PATHS)
 def test_one_lease_is_landed_by_several_threads_at_a_time(
-    context: Any, seals_kv: bool, monkeypatch: pytest.MonkeyPatch
+    context: Any, path: str, seals_kv: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with rig_of(context, num_sockets=NUM_SOCKETS, seals_kv=seals_kv) as rig:
+    """With more blocks than rings have slots for, all there before the first line: those that wait have every line opened."""
+    num_blocks = 32 * NUM_SOCKETS + 4
+    are_queued, shared_line = threading.Event(), BlockSender._shared_line
+
+    def open_late(sender: BlockSender, shared: SharedTarget) -> Line:
+        assert are_queued.wait(WAIT_S)
+        until(lambda: threading.current_thread() in sender._threads, "else it would not open the next one yet")
+        return shared_line(sender, shared)
+
+    monkeypatch.setattr(BlockSender, "_shared_line", open_late)
+    with rig_of(context, num_blocks + 1, path=path, num_sockets=NUM_SOCKETS, seals_kv=seals_kv) as rig:
         gate = Gate(rig, monkeypatch)
-        key, _ = rig.granted(8 * BLOCK_SIZE)
+        key, _ = rig.granted(num_blocks * BLOCK_SIZE)
         rig.commit(key)
+        are_queued.set()
         indices = {rig.leases.inside.get(timeout=WAIT_S) for _ in range(NUM_SOCKETS)}
         assert len(indices) == NUM_SOCKETS
-        gate.let_out(8)
+        gate.let_out(num_blocks)
         rig.pump()
         lease = rig.verdict()
         for block_id, block_hash in zip(lease.block_ids, lease.offer.block_hashes, strict=False):
             assert bytes(rig.store.block(block_id)) == content_of(block_hash)
+        if path == "shared_memory":
+            assert [num_lines(rig.prefill_registry, one) for one in ("shared_memory", "tcp")] == [NUM_SOCKETS, 0]
         rig.settle()
 
 
 @pytest.mark.parametrize("how", ["cancel", "lie"])
+@pytest.mark.parametrize("path", PATHS)
 def test_blocks_are_released_when_the_last_of_several_writers_is_out(
-    context: Any, how: str, monkeypatch: pytest.MonkeyPatch
+    context: Any, path: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with rig_of(context, num_sockets=NUM_SOCKETS) as rig:
+    with rig_of(context, path=path, num_sockets=NUM_SOCKETS) as rig:
         gate = Gate(rig, monkeypatch)
         offer, grant = offer_for(rig, 8 * BLOCK_SIZE)
         for index in range(NUM_SOCKETS - 1):
@@ -160,10 +164,11 @@ def test_blocks_are_released_when_the_last_of_several_writers_is_out(
         assert rig.lease_ends.rejected.empty(), "told twice"
 
 
+@pytest.mark.parametrize("path", PATHS)
 def test_one_block_that_comes_over_two_connections_at_once_is_written_once(
-    context: Any, monkeypatch: pytest.MonkeyPatch
+    context: Any, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with rig_of(context, num_sockets=NUM_SOCKETS) as rig:
+    with rig_of(context, path=path, num_sockets=NUM_SOCKETS) as rig:
         gate = Gate(rig, monkeypatch)
         offer, grant = offer_for(rig)
         for _ in range(NUM_SOCKETS):
@@ -175,9 +180,10 @@ def test_one_block_that_comes_over_two_connections_at_once_is_written_once(
 
 
 @pytest.mark.parametrize(("num_sockets", "num_threads"), [(1, NUM_SOCKETS), (NUM_SOCKETS, 1)])
-def test_peers_need_not_have_the_same_number(context: Any, num_sockets: int, num_threads: int) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_peers_need_not_have_the_same_number(context: Any, path: str, num_sockets: int, num_threads: int) -> None:
     """As an older worker at either end, which knows of one."""
-    with rig_of(context, num_sockets=num_threads) as rig:
+    with rig_of(context, path=path, num_sockets=num_threads) as rig:
         rig.num_sockets = num_sockets
         rig.link, rig.line = rig.new_link()
         for number in range(3):
@@ -212,10 +218,10 @@ def test_the_receiver_stops_with_all_its_threads_in_the_middle_of_blocks(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("seals_kv", [False, True], ids=["plain", "sealed"])
-def test_hand_offs_at_random(context: Any, num_sockets: int, seals_kv: bool, seed: int) -> None:
+def test_hand_offs_at_random(context: Any, way: dict[str, Any], seals_kv: bool, seed: int) -> None:
     """Hand-offs at a time that end well, are given up on either side, meet blocks of another epoch, or lose their link."""
     rng = random.Random(seed)
-    with rig_of(context, num_blocks=1024, num_sockets=num_sockets, seals_kv=seals_kv) as rig:
+    with rig_of(context, num_blocks=1024, seals_kv=seals_kv, **way) as rig:
         opened: list[tuple[str, int]] = []
         for turn in range(12):
             leases: dict[int, str] = {}

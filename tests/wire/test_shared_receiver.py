@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -388,11 +389,12 @@ def test_a_directory_that_cannot_be_used_is_an_error_and_the_namespace_is_not(
     rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = open_descriptors()
-    arguments = (rig.leases, BLOCK_NBYTES, rig.decode_metrics, None)
-    assert open_shared_receiver(None, *arguments) is None
+    arguments = (rig.leases, BLOCK_NBYTES, rig.decode_metrics)
+    open_receiver = partial(open_shared_receiver, token=None, num_threads=1)
+    assert open_receiver(None, *arguments) is None
     with pytest.raises(WireError, match="choose another --shared-memory, or off"):
-        open_shared_receiver(SharedPlace(tmp_path / "gone"), *arguments)
+        open_receiver(SharedPlace(tmp_path / "gone"), *arguments)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert open_shared_receiver(SharedPlace(), *arguments) is None
+    assert open_receiver(SharedPlace(), *arguments) is None
     assert "KV blocks come over TCP only" in caplog.text
     assert open_descriptors() == before

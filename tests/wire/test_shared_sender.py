@@ -45,10 +45,13 @@ def door() -> Iterator[SharedDoor]:
 class Prefill:
     """A sender to nowhere over TCP, and to a door through shared memory."""
 
-    def __init__(self, context: Any, name: str | None, place: SharedPlace | None = ABSTRACT) -> None:
+    def __init__(
+        self, context: Any, name: str | None, place: SharedPlace | None = ABSTRACT, num_sockets: int = 1
+    ) -> None:
         self.registry = CollectorRegistry()
         target = SharedTarget(name, place, BLOCK_NBYTES, "the token")
-        self.sender = BlockSender(NOWHERE, metrics=WireMetrics(self.registry), context=context, shared=target)
+        metrics = WireMetrics(self.registry)
+        self.sender = BlockSender(NOWHERE, metrics=metrics, context=context, shared=target, num_sockets=num_sockets)
         self.payload = memoryview(bytearray(b"k" * BLOCK_NBYTES))
 
     def send(self, num_blocks: int = 1, sealer: BlockSealer | None = None) -> list[Any]:
@@ -220,6 +223,17 @@ def test_a_broken_line_ends_the_sender_and_every_ticket(context: Any, door: Shar
     prefill.sender.close()
 
 
+def test_a_line_that_breaks_while_nothing_is_to_be_sent_ends_the_sender(context: Any, door: SharedDoor) -> None:
+    prefill = Prefill(context, door.name)
+    connection = door.accept()
+    (ticket,) = prefill.send(1)
+    connection.recv(1000)
+    assert_done_soon(ticket)
+    door.hang_up()
+    until(lambda: not prefill.sender.is_alive, "it does not notice")
+    prefill.sender.close()
+
+
 @pytest.mark.parametrize("packet", [b"junk!", pack_slots([NUM_SLOTS]), pack_slots([1, 1]), pack_slots([2**32 - 1])])
 def test_slots_that_cannot_be_end_the_sender(context: Any, door: SharedDoor, packet: bytes) -> None:
     prefill = Prefill(context, door.name)
@@ -229,6 +243,67 @@ def test_slots_that_cannot_be_end_the_sender(context: Any, door: SharedDoor, pac
     until(lambda: not prefill.sender.is_alive, "it goes on")
     for ticket in tickets:
         assert_done_soon(ticket)
+    prefill.sender.close()
+
+
+# -- several lines -----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_that_wait_open_one_more_ring_and_go_through_whichever_has_room(context: Any, door: SharedDoor) -> None:
+    prefill = Prefill(context, door.name, num_sockets=2)
+    tickets = prefill.send(2 * NUM_SLOTS + 3)
+    with door.accept() as first:
+        slots = [split_block(first.recv(1000))[0] for _ in range(NUM_SLOTS)]
+        door.let_go_of_memory()
+        second = door.accept()
+        for _ in range(NUM_SLOTS):
+            second.recv(1000)
+        first.send(pack_slots(slots[:3]))  # the second has no room
+        assert [split_block(first.recv(1000))[0] for _ in range(3)] == slots[2::-1]
+        for ticket in tickets:
+            assert_done_soon(ticket)
+        assert prefill.lines("shared_memory") == 2
+        assert prefill.lines("tcp") == 0
+        prefill.sender.close()
+
+
+@pytest.mark.parametrize("answer", [pack_answer("too many"), None])
+def test_a_further_ring_that_is_not_taken_is_done_without(
+    context: Any, door: SharedDoor, caplog: pytest.LogCaptureFixture, answer: bytes | None
+) -> None:
+    """What there is serves on, also while the answer is awaited."""
+    prefill = Prefill(context, door.name, num_sockets=3)
+    tickets = prefill.send(2 * NUM_SLOTS)  # before there is a line: they wait behind the first block
+    with door.accept() as first:
+        door.let_go_of_memory()
+        door.accept(answer)
+        slots = [split_block(first.recv(1000))[0] for _ in range(NUM_SLOTS)]
+        first.send(pack_slots(slots))
+        for _ in range(NUM_SLOTS):
+            first.recv(1000)
+        for ticket in tickets:
+            assert_done_soon(ticket)
+        if answer is not None:
+            until(lambda: "go over 1 connections, no more can be opened" in caplog.text, "the log's word")
+        assert prefill.sender.is_alive
+        prefill.sender.close()
+    assert caplog.text.count("no more can be opened") == (answer is not None)
+    assert prefill.lines("shared_memory") == 1
+
+
+def test_one_ring_that_breaks_ends_the_sender_with_all_of_them(context: Any, door: SharedDoor) -> None:
+    prefill = Prefill(context, door.name, num_sockets=2)
+    tickets = prefill.send(3 * NUM_SLOTS)
+    with door.accept() as first:
+        door.let_go_of_memory()
+        door.accept()
+        until(lambda: prefill.lines("shared_memory") == 2, "no second ring")
+        door.hang_up()
+        for ticket in tickets:
+            assert_done_soon(ticket)
+        until(lambda: not prefill.sender.is_alive, "it lives")
+        while first.recv(1000):  # blocks that came, and then the end
+            pass
     prefill.sender.close()
 
 
