@@ -59,6 +59,7 @@ from kvrelay.wire.messages import (
     Role,
     Status,
     Submit,
+    Timings,
     TokenDelta,
     Tokens,
     Welcome,
@@ -138,6 +139,8 @@ class PacedWorker:
             index=index,
             tokens=[SampledToken(2000 + (37 * index + mark) % 15_000)],
             finish_reason=FinishReason.LENGTH if is_last else None,
+            num_cached_tokens=None if index else 0,
+            timings=None if index else Timings(queue_s=0.0, prefill_s=self._step_s),
         )
 
 

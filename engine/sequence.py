@@ -15,13 +15,13 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from kvrelay.engine.token_counts import TokenCounts
 
 
@@ -83,7 +83,7 @@ class Sequence:
     beam: int = 0  # which of a beam search's sequences; they share the key
     retention: Retention | None = None  # how long its request wants its blocks to stay cached
     _known_table: list[int] = field(default_factory=list, init=False)  # what _block_ids was made of
-    _block_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32), init=False)
+    _block_ids: npt.NDArray[np.int32] | None = field(default=None, init=False)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -138,7 +138,9 @@ class Sequence:
 
         Two lists of the same int objects are compared thirty times as fast as one becomes an array.
         """
-        if self._known_table != self.block_table:
+        if self._block_ids is None or self._known_table != self.block_table:
+            import numpy as np  # noqa: PLC0415 - a fake engine never asks, and may lack it
+
             self._known_table = self.block_table.copy()
             self._block_ids = np.array(self.block_table, dtype=np.int32)
         return self._block_ids

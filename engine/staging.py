@@ -113,6 +113,7 @@ class Staging:
         self._num_ahead = 0  # with a slot, and no reader yet
         self._lent: dict[StagedRead, None] = {}  # with a slot and readers
         self._num_waiting = 0  # threads that want a slot now
+        self._looked_s = 0.0  # when all who are lent one were last looked at, and too many had theirs still
         self._writes: dict[int, _Slot] = {}  # by block
         self._num_copies = 0
         self._unordered: _Copy | None = None  # that the next step must be behind
@@ -170,11 +171,14 @@ class Staging:
         return slot.memory.numpy().data
 
     def lends_much(self) -> bool:
-        """Whether readers hold more than a quarter of the slots."""
+        """Whether readers hold more than a quarter of the slots, or did a moment ago."""
         with self._changed:
-            if 4 * len(self._lent) > self.num_slots:
+            now_s = time.monotonic()
+            # Of slots that are held for long, not every block asks anew: it would look at all of them, under the lock.
+            if 4 * len(self._lent) > self.num_slots and now_s >= self._looked_s + _LOOK_S:
                 self._reclaim()
                 self._copy_ahead()
+                self._looked_s = now_s if 4 * len(self._lent) > self.num_slots else 0.0
             return 4 * len(self._lent) > self.num_slots
 
     def _copy_ahead(self) -> None:

@@ -2,7 +2,8 @@
 
 Copies from pageable memory make the host wait, and each costs some microseconds; a step has a dozen arrays of a few kilobytes, and
 masks of a bit per token for guided rows. They are packed into pinned memory and copied at once. The memory is used again when its
-copy is over, and a step's copies are, before the next but one is packed.
+copy is over, and a step's copies are, before the next but one is packed. Each buffer is as large as the largest upload that it had:
+with 64 guided rows of a vocabulary of 128k these are 1 MiB, sixteen times.
 """
 
 from __future__ import annotations

@@ -108,9 +108,10 @@ class Attempt:
             self._last = delta
         elif delta is not None:
             is_wanted = self._take(delta)
+        is_over = self._is_over()
         if item.timings is not None:  # behind the token, which somebody waits for
             self._on_first_token(item)
-        return self._is_over() or not is_wanted
+        return is_over or not is_wanted
 
     def _on_news(self, event: AttemptEvent) -> bool:
         """Whether the attempt is over."""

@@ -222,6 +222,7 @@ class HttpServer(uvicorn.Server):
         self._opening.discard(task)
         if task.cancelled():  # perhaps before it began
             self._forget(protocol)
+            self.server_state.connections.discard(protocol)  # or just when its handshake was over: nobody waits for it
             connection.close()
 
     def _protocol(self) -> HttpProtocol:

@@ -21,6 +21,7 @@ from kvrelay.gateway.routing import WorkerView
 
 Holder = tuple[str, int]  # a worker's address and epoch
 
+_BLOCKS_AT_ONCE = 32  # are made ready to be hashed, though the first may be enough
 _MAX_HOLDERS = 32  # of one block, the latest; others may have it as well
 
 
@@ -135,9 +136,11 @@ class RequestPrefix:
             self._fingerprint, self._root, self._hashes = view.fingerprint, root_hash(view.fingerprint), []
         num_full = (len(self._prompt) + len(output)) // view.block_size
         yield from self._hashes[:num_full]
-        if (num_known := len(self._hashes)) < num_full:
-            token_ids = [*self._prompt, *output][num_known * view.block_size : num_full * view.block_size]
+        token_ids = [*self._prompt, *output] if output else self._prompt
+        for first in range(len(self._hashes), num_full, _BLOCKS_AT_ONCE):
             parent = self._hashes[-1] if self._hashes else self._root
-            for block_hash in hashes_behind(parent, token_ids, view.block_size):
+            after = min(first + _BLOCKS_AT_ONCE, num_full)
+            piece = token_ids[first * view.block_size : after * view.block_size]
+            for block_hash in hashes_behind(parent, piece, view.block_size):
                 self._hashes.append(block_hash)
                 yield block_hash

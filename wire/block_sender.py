@@ -69,7 +69,12 @@ class BlockSender:
         self._has_ended = False
         self._wakeup = Wakeup()
         self._threads: list[threading.Thread] = []
-        self._start(self._tcp_line(0) if shared is None else None)
+        try:
+            self._start(self._tcp_line(0) if shared is None else None)
+        except BaseException:
+            self._wakeup.close()
+            self._jobs.close()
+            raise
 
     def send(
         self, header: BlockHeader, payload: memoryview | LateBytes, sealer: BlockSealer | None = None

@@ -83,10 +83,15 @@ class TcpLine:
         try:
             # Before it connects: each event is told once.
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            try:
+                self._socket.connect(address)
+            except zmq.ZMQError:
+                self._socket.disable_monitor()
+                self._monitor.close(linger=0)
+                raise
         except zmq.ZMQError:
             self._socket.close()
             raise
-        self._socket.connect(address)
         self._room = self._poller_for(self._socket, zmq.POLLOUT)
         self._buffers = _Buffers()
 
@@ -94,7 +99,7 @@ class TcpLine:
         """See Line. ZeroMQ reads the payload's memory until the job's ticket is done."""
         if not job.ticket.take():
             return True
-        if (plain := job.bytes(self._wakeup)) is None:
+        if (plain := job.bytes(self._wakeup, self._look)) is None:
             return not self._wakeup.is_set
         header, payload = self._prepared(job, plain)
         while not self._sent(job, header, payload, is_ours=payload is not plain):
@@ -153,6 +158,7 @@ class TcpLine:
             payload = self._buffers.take(len(plain))
             header = job.header.pack_copying(plain, payload)
         else:
+            self._buffers.give_up()
             return job.header.pack(plain), plain
         job.ticket.end()  # ZeroMQ reads the buffer, nobody the pool
         return header, payload
@@ -186,7 +192,7 @@ def _share(num_messages: int, num_lines: int) -> int:
 
 class _Buffers:
     """Memory for payloads that are sealed or copied, used again when ZeroMQ has read it: fresh memory would be faulted in for every
-    block. There are as many buffers as ZeroMQ had of the line at a time.
+    block. There are as many buffers as ZeroMQ had of the line at a time, and fewer with every block that needs none.
     """
 
     def __init__(self) -> None:
@@ -203,6 +209,11 @@ class _Buffers:
     def give(self, buffer: memoryview, tracker: zmq.MessageTracker) -> None:
         """The buffer is free when ``tracker`` is done."""
         self._in_use.append((buffer, tracker))
+
+    def give_up(self) -> None:
+        """Let go of a buffer that ZeroMQ has read, if there is one."""
+        if self._in_use and self._in_use[0][1].done:
+            self._in_use.popleft()
 
 
 class BlockReceiver:

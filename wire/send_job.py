@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -73,10 +74,11 @@ class SendJob(msgspec.Struct, frozen=True):
         """Whether the bytes, once they are there, should be copied rather than given to ZeroMQ, which may keep them for long."""
         return not isinstance(self.payload, memoryview) and self.payload.is_scarce
 
-    def bytes(self, wakeup: Wakeup) -> memoryview | None:
+    def bytes(self, wakeup: Wakeup, look: Callable[[], None]) -> memoryview | None:
         """What to send, once it is there; the ticket must be taken. None if ``wakeup`` came first, or the block was called off.
 
-        On a sender's thread, just before it reads them: meanwhile later blocks are on their way.
+        On a sender's thread, just before it reads them: meanwhile later blocks are on their way. ``look`` is called now and then
+        while this waits, for the line to see whether its peer is there; what it raises comes out.
         """
         if isinstance(self.payload, memoryview):
             return self.payload
@@ -86,6 +88,7 @@ class SendJob(msgspec.Struct, frozen=True):
                 return None
             if (view := self.payload.wait(self.ticket, _LOOK_S)) is not None:
                 return view
+            look()
         return None
 
 

@@ -104,14 +104,21 @@ class SharedLine:
         """See Line. A connection that ends is noticed; slots that come back lie there until they are needed."""
         poll = _poll_for(self._connection, 0, self._wakeup)
         poll.register(jobs.fileno(), select.POLLIN)
-        if self._connection.fileno() in dict(poll.poll()):
+        self._check(poll, None)
+
+    def _look(self) -> None:
+        """Raises PeerLostError if the connection has ended."""
+        self._check(_poll_for(self._connection, 0, self._wakeup), 0)
+
+    def _check(self, poll: select.poll, timeout_ms: int | None) -> None:
+        if self._connection.fileno() in dict(poll.poll(timeout_ms)):
             raise PeerLostError(f"{_GONE}: the connection has ended")
 
     def ship(self, job: SendJob) -> bool:
         """See Line. The payload's memory is not read any more when this returns."""
         if not job.ticket.take():
             return True
-        if (payload := job.bytes(self._wakeup)) is None:
+        if (payload := job.bytes(self._wakeup, self._look)) is None:
             return not self._wakeup.is_set
         slot = self._free.pop()
         memory = self._ring.slots[slot]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket as sockets
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -13,13 +14,17 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
+from kvrelay.common.late_bytes import LateBytes
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.block_sender import BlockSender
+from kvrelay.wire.data_plane import TcpLine
+from kvrelay.wire.errors import PeerLostError
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.send_job import SendTicket
+from kvrelay.wire.send_job import SendTicket, Wakeup
 from tests.reliability.fleet import Cable
 
 from .rig import WAIT_S, assert_done_soon
+from .shared_peer import open_descriptors
 
 BIG_NBYTES = 2**20
 
@@ -37,8 +42,10 @@ class Prefill:
             on_end=self.has_told.set,
         )
 
-    def send(self, num_blocks: int = 1, nbytes: int = 100) -> list[SendTicket]:
-        payload = memoryview(bytes(nbytes))
+    def send(
+        self, num_blocks: int = 1, nbytes: int = 100, payload: memoryview | LateBytes | None = None
+    ) -> list[SendTicket]:
+        payload = payload or memoryview(bytes(nbytes))
         return [self.sender.send(BlockHeader(1, 1, i, nbytes, b"h" * 16), payload) for i in range(num_blocks)]
 
     async def assert_it_ends(self, tickets: list[SendTicket]) -> None:
@@ -93,6 +100,60 @@ async def test_a_break_is_noticed_while_nothing_is_to_be_sent(
     await receive(peer)
     cable.cut()
     await prefill.assert_it_ends(tickets)
+
+
+class Never:
+    """Bytes that do not come. Implements LateBytes."""
+
+    nbytes = 100
+    is_scarce = False
+
+    def __init__(self) -> None:
+        self.is_awaited = threading.Event()
+        self._comes = threading.Event()
+
+    def wait(self, reader: object, timeout_s: float) -> None:
+        self.is_awaited.set()
+        self._comes.wait(timeout_s)
+
+
+async def test_a_break_is_noticed_while_a_block_s_bytes_are_waited_for(
+    context: Any, peer: Any, cable: Cable, num_sockets: int
+) -> None:
+    prefill = Prefill(context, cable.port, num_sockets)
+    tickets = prefill.send()
+    await receive(peer)
+    late = Never()
+    tickets += prefill.send(payload=late)
+    assert await asyncio.to_thread(late.is_awaited.wait, WAIT_S)
+    cable.cut()
+    await prefill.assert_it_ends(tickets)
+
+
+async def test_a_break_is_noticed_by_a_line_that_never_waits(context: Any, peer: Any, cable: Cable) -> None:
+    wakeup = Wakeup()
+    line = TcpLine(
+        f"tcp://127.0.0.1:{cable.port}", metrics=WireMetrics(CollectorRegistry()), context=context, wakeup=wakeup
+    )
+
+    def ask_until(condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while not condition() and time.monotonic() < deadline_s:
+            assert line.has_room()
+
+    await asyncio.to_thread(ask_until, lambda: line._is_up)
+    cable.cut()
+    with pytest.raises(PeerLostError, match="broke"):
+        await asyncio.to_thread(ask_until, lambda: False)
+    line.close()
+    wakeup.close()
+
+
+def test_a_sender_that_cannot_begin_leaves_nothing_open(context: Any) -> None:
+    before = open_descriptors()
+    with pytest.raises(zmq.ZMQError):
+        BlockSender("nowhere", metrics=WireMetrics(CollectorRegistry()), context=context)
+    assert open_descriptors() == before
 
 
 async def test_a_connection_that_ends_in_its_handshake_is_tried_again(context: Any, num_sockets: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvrelay.wire import shared_sender
 from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.errors import WireError
 from kvrelay.wire.metrics import WireMetrics
@@ -25,7 +26,7 @@ from kvrelay.wire.shared_ring import RingShape
 from kvrelay.wire.shared_sender import SharedTarget
 
 from .handoffs import hand_over
-from .rig import BLOCK_NBYTES, assert_done_soon, until
+from .rig import BLOCK_NBYTES, WAIT_S, assert_done_soon, until
 from .shared_peer import SharedDoor, header_for, num_mapped_rings, open_descriptors
 
 NUM_SLOTS = RingShape.of(BLOCK_NBYTES).num_slots
@@ -269,9 +270,14 @@ def test_blocks_that_wait_open_one_more_ring_and_go_through_whichever_has_room(c
 
 @pytest.mark.parametrize("answer", [pack_answer("too many"), None])
 def test_a_further_ring_that_is_not_taken_is_done_without(
-    context: Any, door: SharedDoor, caplog: pytest.LogCaptureFixture, answer: bytes | None
+    context: Any,
+    door: SharedDoor,
+    caplog: pytest.LogCaptureFixture,
+    answer: bytes | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What there is serves on, also while the answer is awaited."""
+    monkeypatch.setattr(shared_sender, "_ANSWER_S", 100 * WAIT_S)
     prefill = Prefill(context, door.name, num_sockets=3)
     tickets = prefill.send(2 * NUM_SLOTS)  # before there is a line: they wait behind the first block
     with door.accept() as first:
