@@ -121,22 +121,6 @@ def test_what_is_lent_stays_until_its_reader_is_done() -> None:
     assert [filled(views[index]) for index in (0, 1, 3)] == [1, 2, 4]
 
 
-def test_readers_that_may_take_long_are_told_when_they_hold_a_quarter_of_the_slots() -> None:
-    bench = Bench(num_slots=8)
-    tickets = [Ticket() for _ in range(3)]
-    reads = [bench.staging.open_read(block_id) for block_id in range(16)]
-    for read, ticket, is_scarce in zip(reads, tickets, (False, False, True), strict=False):
-        bench.wait(read, ticket)
-        assert read.is_scarce is is_scarce
-    tickets[2].is_done = True  # it was told, and copied
-    for read in reads[3:12]:
-        ticket = Ticket()
-        assert read.wait(ticket, 0.0) is not None, "no slot is left"
-        ticket.is_done = True
-    tickets[0].is_done = True
-    until(lambda: not reads[3].is_scarce)  # looked at anew after a moment, not for every block
-
-
 def test_who_waits_for_a_slot_gets_the_next_one() -> None:
     bench = Bench(num_slots=4)
     tickets = [Ticket() for _ in range(4)]

@@ -64,6 +64,20 @@ async def test_a_connection_that_is_just_being_made_does_not_hold_up_the_end(num
             assert not port.server.server_state.connections
 
 
+async def test_nobody_waits_for_a_connection_that_was_given_up_when_its_handshake_was_just_over() -> None:
+    async with serving(Recorder()) as port:
+        server, connection = port.server, socket.socket()
+        protocol = server._protocol()
+        server.server_state.connections.add(
+            protocol
+        )  # as its connection_made does; whether the loop says that it ends depends
+        opening = asyncio.create_task(asyncio.Event().wait())
+        opening.add_done_callback(lambda task: server._opened(protocol, connection, task))  # type: ignore[arg-type]
+        opening.cancel()
+        await until(lambda: connection.fileno() == -1)
+        assert protocol not in server.server_state.connections
+
+
 class CountingDoor:
     """One of several processes; ``counts`` is what they know of each other. ``others_wait``: what it thinks of them, always."""
 

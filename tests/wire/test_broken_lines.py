@@ -80,6 +80,16 @@ async def receive(peer: zmq.Socket[bytes]) -> None:
     peer.recv_multipart()
 
 
+async def connected(
+    context: Any, peer: zmq.Socket[bytes], cable: Cable, num_sockets: int
+) -> tuple[Prefill, list[SendTicket]]:
+    """A sender of which a block has come."""
+    prefill = Prefill(context, cable.port, num_sockets)
+    tickets = prefill.send()
+    await receive(peer)
+    return prefill, tickets
+
+
 async def test_a_break_is_noticed_while_blocks_wait_for_room(
     context: Any, peer: Any, cable: Cable, num_sockets: int
 ) -> None:
@@ -95,9 +105,7 @@ async def test_a_break_is_noticed_while_nothing_is_to_be_sent(
     context: Any, peer: Any, cable: Cable, num_sockets: int
 ) -> None:
     """What ZeroMQ had taken may be lost, and nothing that follows would find out."""
-    prefill = Prefill(context, cable.port, num_sockets)
-    tickets = prefill.send()
-    await receive(peer)
+    prefill, tickets = await connected(context, peer, cable, num_sockets)
     cable.cut()
     await prefill.assert_it_ends(tickets)
 
@@ -120,9 +128,7 @@ class Never:
 async def test_a_break_is_noticed_while_a_block_s_bytes_are_waited_for(
     context: Any, peer: Any, cable: Cable, num_sockets: int
 ) -> None:
-    prefill = Prefill(context, cable.port, num_sockets)
-    tickets = prefill.send()
-    await receive(peer)
+    prefill, tickets = await connected(context, peer, cable, num_sockets)
     late = Never()
     tickets += prefill.send(payload=late)
     assert await asyncio.to_thread(late.is_awaited.wait, WAIT_S)
