@@ -98,6 +98,12 @@ class BlockSender:
         """Whether blocks that are queued will be sent."""
         return not self._is_closed and not self._has_ended
 
+    def give_up(self) -> None:
+        """What was sent does not seem to arrive, although no line broke: end soon, as if one had. A second time does nothing."""
+        if self.is_alive:
+            self._has_ended = True
+            self._wakeup.set()
+
     def close(self) -> None:
         """Drop what is queued and close; every ticket is done soon after, whether or not the peer ever existed."""
         if self._is_closed:
@@ -128,7 +134,10 @@ class BlockSender:
         if number > 0:
             try:
                 line = self._tcp_line(number) if self._shared is None else self._shared_line(self._shared)
+                self._jobs.expect_one_more()
             except (NoSharedMemoryError, zmq.ZMQError, OSError) as error:
+                if line is not None:
+                    line.close()
                 self._go_on_with(number, error)
                 return
         job: SendJob | None = None
@@ -175,7 +184,7 @@ class BlockSender:
             line = self._shared_line(self._shared)
         except NoSharedMemoryError as error:
             self._shared = None
-            if not self._is_closed:
+            if self.is_alive:
                 logger.info("KV blocks for %s go over TCP, not through shared memory: %s", self._address, error)
             return self._tcp_line(0)
         logger.info("KV blocks for %s go through shared memory, %s", self._address, line)

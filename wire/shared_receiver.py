@@ -1,8 +1,9 @@
 """The receiving end of shared memory: a door that all senders of this host come to, and behind it the threads that take blocks.
 
-A sender connects, shows its ring (:mod:`kvrelay.wire.shared_packets`), and is told yes or no. That is the work of one thread. From
-then on its connection is that of the threads in :mod:`kvrelay.wire.shared_takers`: one, or as many as there are for the data
-socket. A sender may come with several connections, each with a ring, and is not asked whether it is the same.
+A sender connects, shows its ring (:mod:`kvrelay.wire.shared_packets`), and is told yes or no. That is the work of one thread. Just
+before a yes its connection goes to the threads in :mod:`kvrelay.wire.shared_takers` (one, or as many as there are for the data
+socket), so that its turns do not depend on when this thread runs again. A sender may come with several connections, each with a
+ring, and is not asked whether it is the same.
 
 Nobody is waited for. Who connects and does not greet is dropped after a while, or earlier, when many do so at a time. Only
 processes of the same user, and root's, may connect. With keys a sender must also show the token of the data socket.
@@ -10,6 +11,7 @@ processes of the same user, and root's, may connect. With keys a sender must als
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import os
@@ -177,12 +179,23 @@ class SharedReceiver:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        if sent(stranger, pack_answer(None)):
-            self._forget(stranger)
-            self._takers.add(SharedSender(stranger, ring))
-        else:
+        self._let_in(stranger, ring)
+
+    def _let_in(self, stranger: socket.socket, ring: Ring) -> None:
+        """Give a sender to the takers, and only then tell it yes: who has been told stands in line, however late this thread is."""
+        try:
+            answering = stranger.dup()  # the takers may close theirs at any moment from now on
+        except OSError as error:
+            self._warnings.warn(f"cannot answer a connection for shared memory: {error.strerror}", "answer")
             self._drop(stranger)
             ring.close()
+            return
+        self._forget(stranger)
+        self._takers.add(SharedSender(stranger, ring))
+        with answering:
+            if not sent(answering, pack_answer(None)):
+                with contextlib.suppress(OSError):  # it is gone already
+                    answering.shutdown(socket.SHUT_RDWR)  # the takers see that, and drop it
 
     def _ring_of(self, packet: bytes, descriptors: list[int], *, is_cut: bool) -> Ring:
         """The memory that a greeting brings, mapped. Raises GreetingRefusedError."""

@@ -106,12 +106,19 @@ class SharedTakers:
 
     def _serve(self, descriptor: int) -> None:
         sender = self._senders[descriptor]
-        if self.take_blocks(sender):
-            self._epoll.modify(descriptor, select.EPOLLIN | select.EPOLLONESHOT)
-            return
+        is_well = self.take_blocks(sender)
+        # Not modified, but taken out and put in again: a packet that came while the kernel was giving the connection to this thread
+        # has left it on the list of who is ready, and there it would have its next turn, before those who came during this one.
         self._epoll.unregister(descriptor)
-        del self._senders[descriptor]
-        sender.close()
+        if is_well:
+            try:
+                self._epoll.register(descriptor, select.EPOLLIN | select.EPOLLONESHOT)
+            except OSError as error:  # the kernel has no room for it any more
+                logger.warning("a sender through shared memory is dropped: %s", error.strerror)
+                is_well = False
+        if not is_well:
+            del self._senders[descriptor]
+            sender.close()
 
     def take_blocks(self, sender: SharedSender) -> bool:
         """Take a few blocks of one connection; False if it is to be closed. Nobody else uses ``sender`` meanwhile."""

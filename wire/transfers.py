@@ -8,6 +8,7 @@ Network thread only; nothing here blocks. Knows no model: blocks get ready becau
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -51,6 +52,16 @@ class FrameSender(Protocol):
     def send(self, header: BlockHeader, payload: memoryview | LateBytes, sealer: BlockSealer | None) -> SendTicket:
         """Queue a block, sealed if there is a sealer."""
 
+    def give_up(self) -> None:
+        """What was sent does not seem to arrive: end as if the connection had broken."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flow:
+    """The blocks of one link, whosever they are."""
+
+    left_s: float = -math.inf  # when one last left
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeLink:
@@ -59,6 +70,7 @@ class DecodeLink:
     control: MessageSender
     data: FrameSender
     seals_kv: bool = False  # both ends agreed at Hello: sealed blocks, and only those
+    flow: _Flow = field(default_factory=_Flow)
 
 
 class ReadableStore(Protocol):
@@ -206,14 +218,13 @@ class TransferTable:
         """Time passes: renew leases, give up on silent peers, release blocks whose sends are over."""
         now_s = self._clock()
         for transfer in list(self._transfers.values()):
-            pending = self._close_done(transfer)
-            if len(pending) < len(transfer.tickets):
-                transfer.progress_s = now_s
-            transfer.tickets = pending
+            self._close_done(transfer)
             waited_s = now_s - max(transfer.since_s, transfer.progress_s)
             if transfer.state is HandoffState.OFFERED and waited_s > self._settings.grant_timeout_s:
                 self._fail(transfer, FailureCode.PEER_LOST, f"no answer to the offer for {waited_s:.0f} s")
             elif transfer.state is HandoffState.COMMITTED and waited_s > self._settings.verify_timeout_s:
+                if self._leads_nowhere(transfer, now_s):
+                    transfer.link.data.give_up()
                 self.abort_and_fail(transfer.key, f"no verdict on the commit for {waited_s:.0f} s")
             elif transfer.lease is not None and not transfer.state.is_over:
                 if now_s - transfer.renewed_s > transfer.lease.ttl_s / 3:
@@ -303,17 +314,31 @@ class TransferTable:
             for _, ticket in transfer.tickets:
                 ticket.call_off()  # what is still queued here need not leave any more
 
-    def _close_done(self, transfer: _Transfer) -> list[tuple[int, SendTicket]]:
+    def _leads_nowhere(self, transfer: _Transfer, now_s: float) -> bool:
+        """Whether a verdict that does not come says that no other transfer's blocks would arrive, either.
+
+        The messages have a way, or the control link would be down. So the blocks have none if all of them have left, or none
+        leaves, whosever it is. If others' do, this transfer's have only stood behind them.
+        """
+        assert transfer.lease is not None, "a commit follows a grant"
+        has_sent = transfer.next_block > transfer.lease.num_cached_blocks
+        is_still = now_s - transfer.link.flow.left_s > self._settings.verify_timeout_s
+        return has_sent and (not transfer.tickets or is_still)
+
+    def _close_done(self, transfer: _Transfer) -> None:
+        """Give back what was read for the last time."""
         pending: list[tuple[int, SendTicket]] = []
         for block_id, ticket in transfer.tickets:
             if ticket.is_done:
                 self._store.close_read(block_id)
             else:
                 pending.append((block_id, ticket))
-        return pending
+        if len(pending) < len(transfer.tickets):
+            transfer.progress_s = transfer.link.flow.left_s = self._clock()
+        transfer.tickets = pending
 
     def _release_if_idle(self, transfer: _Transfer) -> None:
-        transfer.tickets = self._close_done(transfer)
+        self._close_done(transfer)
         if not transfer.tickets and self._transfers.get(transfer.key) is transfer:
             if transfer.state is HandoffState.ABORTING:
                 transfer.advance(HandoffState.ABORTED, self._clock())

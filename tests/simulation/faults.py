@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .threads import SimSender
 from .wires import Connection
 from .world import World
 
@@ -50,6 +51,35 @@ def freeze(one: str, other: str) -> Fault:
     def fault(world: World) -> None:
         for connection in connections_between(world, one, other):
             world.wires.freeze(connection)
+
+    return fault
+
+
+def senders_between(world: World, prefill: str, decode: str) -> list[SimSender]:
+    """Who sends KV blocks from one worker to another, by their names."""
+    return [
+        sender
+        for sender in world.wires.senders
+        if (sender.process.name.partition(".")[0], sender.address[6:8]) == (prefill, decode)
+    ]
+
+
+def cut_blocks(prefill: str, decode: str) -> Fault:
+    """The connection for KV blocks breaks, and no other. The sending end hears of it."""
+
+    def fault(world: World) -> None:
+        for sender in senders_between(world, prefill, decode):
+            sender.break_off()
+
+    return fault
+
+
+def freeze_blocks(prefill: str, decode: str) -> Fault:
+    """No KV block gets through any more, all else does, and nobody hears of it."""
+
+    def fault(world: World) -> None:
+        for sender in senders_between(world, prefill, decode):
+            sender.freeze()
 
     return fault
 

@@ -10,12 +10,16 @@ import os
 
 import pytest
 
-from .faults import Fault, cut, drain, freeze, kill, leave, stop
+from kvrelay.wire.transfers import TransferSettings
+
+from .faults import Fault, cut, cut_blocks, drain, freeze, freeze_blocks, kill, leave, stop
 from .world import Client, World, running
 
 PROMPT = list(range(1, 40))
 NUM_TOKENS = 12
 SEED = 7
+AT_ONCE_S = 3.0  # of a request that needs another attempt; nothing of what waits for a time-out is over by then
+NO_VERDICT_S = TransferSettings().verify_timeout_s
 STRIDE = int(os.environ.get("KVRELAY_TEST_STRIDE", "20"))  # every so many moments; each fault begins at another one
 
 WORKER_FAULTS: dict[str, Fault] = {
@@ -26,6 +30,8 @@ WORKER_FAULTS: dict[str, Fault] = {
     **{f"cut g0 {name}": cut("g0", name) for name in ("p0", "p1")},
     **{f"freeze {a} {b}": freeze(a, b) for a in ("g0", "p0", "p1") for b in ("d0", "d1")},
     **{f"freeze g0 {name}": freeze("g0", name) for name in ("p0", "p1")},
+    **{f"cut blocks {a} {b}": cut_blocks(a, b) for a in ("p0", "p1") for b in ("d0", "d1")},
+    **{f"freeze blocks {a} {b}": freeze_blocks(a, b) for a in ("p0", "p1") for b in ("d0", "d1")},
 }
 
 
@@ -64,6 +70,50 @@ def test_a_worker_or_a_connection_fails_and_the_client_sees_nothing(name: str, m
     for moment in moments[offset::STRIDE]:
         _, client = struck(moment, WORKER_FAULTS[name], seal_kv=moment % 2 == 1)
         assert client.outcome == "finished", f"{name} before event {moment}: {client.outcome}"
+
+
+def test_a_broken_connection_for_blocks_is_noticed_at_once_and_no_worker_counts_as_lost(moments: range) -> None:
+    """Not by a time-out: all workers are well, and so are their links to the gateway."""
+    num_tried_again = 0
+    for moment in moments[:: max(1, STRIDE // 3)]:
+        with running(SEED, seal_kv=moment % 2 == 1) as world:
+            gateways = [one for one in world.wires.connections if one.client.process.name.startswith("g")]
+
+            def strike(world: World = world) -> None:
+                for sender in world.wires.senders:
+                    sender.break_off()
+
+            world.loop.triggers[moment] = strike
+            client, begun_s = world.submit("g0", PROMPT, NUM_TOKENS), world.loop.now_s
+            while client.outcome is None and world.loop.now_s < begun_s + AT_ONCE_S:
+                world.advance(0.01)
+            assert client.outcome == "finished", f"before event {moment}: still {client.outcome} after {AT_ONCE_S:g} s"
+            num_tried_again += world.count("kvrelay_handoffs_total", outcome="peer_lost") > 0
+            assert {*gateways} <= {*world.wires.connections}
+            world.settle()
+            world.check()
+    assert num_tried_again > 5, "hardly any fault came in the midst of a hand-off"
+
+
+def test_a_connection_for_blocks_that_leads_nowhere_is_not_used_again(moments: range) -> None:
+    """Nobody hears of it: all that there is to see is that a verdict does not come. What comes later goes another way."""
+    num_waited = 0
+    for moment in moments[:: max(1, STRIDE // 5)]:
+        with running(SEED, num_prefills=1, num_decodes=1, seal_kv=moment % 2 == 1) as world:
+            world.loop.triggers[moment] = lambda world=world: freeze_blocks("p0", "d0")(world)
+            client, begun_s = world.submit("g0", PROMPT, NUM_TOKENS), world.loop.now_s
+            while client.outcome is None and world.loop.now_s < begun_s + NO_VERDICT_S + AT_ONCE_S:
+                world.advance(0.05)
+            assert client.outcome == "finished", f"before event {moment}: {client.outcome}"
+            if world.loop.now_s > begun_s + AT_ONCE_S:
+                num_waited += 1
+                begun_s, later = world.loop.now_s, world.submit("g0", list(range(50, 90)), NUM_TOKENS)
+                while later.outcome is None and world.loop.now_s < begun_s + AT_ONCE_S:
+                    world.advance(0.05)
+                assert later.outcome == "finished", f"before event {moment}: the same again"
+            world.settle()
+            world.check()
+    assert num_waited > 5, "hardly any fault came in the midst of a hand-off"
 
 
 SLOW_STEP_S = 0.1  # at most: the request takes seconds, if nobody ends it

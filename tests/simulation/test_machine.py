@@ -81,6 +81,22 @@ class Acts(RuleBasedStateMachine):
             wires.freeze(connection)
             self.world.later(seconds, lambda: wires.thaw(connection))
 
+    @precondition(lambda self: self.world.wires.senders)
+    @rule(index=st.integers(0, 100), is_cut=st.booleans(), num_events=st.integers(0, 60), seconds=SECONDS)
+    def disturb_blocks(self, index: int, is_cut: bool, num_events: int, seconds: float) -> None:
+        """A connection for KV blocks alone, some callbacks from now."""
+        world = self.world
+        sender = world.wires.senders[index % len(world.wires.senders)]
+
+        def disturb() -> None:
+            if is_cut:
+                sender.break_off()
+            else:
+                sender.freeze()
+                world.later(seconds, sender.thaw)
+
+        world.loop.triggers[world.loop.num_events + 1 + num_events] = disturb
+
     def fault(self, fault: str, name: str, seconds: float) -> None:
         """Something happens to a member that runs; after so many seconds it is back, or what comes after it."""
         world, member = self.world, self.world.members[name]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
 from kvrelay.wire.block_frames import parse_header
-from kvrelay.wire.errors import BlockRefusedError
+from kvrelay.wire.errors import BlockRefusedError, WireError
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.seal import TAG_NBYTES
 from kvrelay.wire.send_job import SendTicket
@@ -17,22 +18,39 @@ from kvrelay.wire.send_job import SendTicket
 from .clock import SimLoop, current_process
 from .wires import SimContext
 
+_KERNEL_BLOCKS = 2  # that leave although nothing gets through
+
 
 class SimSender:
-    """For :class:`kvrelay.wire.block_sender.BlockSender`: packs, reads and lets go of each block at different moments."""
+    """For :class:`kvrelay.wire.block_sender.BlockSender`: packs, reads and lets go of each block at different moments.
 
-    def __init__(self, address: str, *, metrics: Any, context: SimContext, **_: Any) -> None:
-        self._address = address
+    Its connection can break, or freeze, while both ends and the control link live. One that breaks is made anew at once, as ZeroMQ
+    does that, but what was on its way is lost; soon the sender hears of it, and ends.
+    """
+
+    def __init__(
+        self, address: str, *, metrics: Any, context: SimContext, on_end: Callable[[], object] | None = None, **_: Any
+    ) -> None:
+        self.address = address
+        self.process = current_process()
+        self.is_frozen = False
         self._wires = context.wires
-        self._process = current_process()
+        self._on_end = on_end
         self._jobs: deque[tuple[Any, ...]] = deque()
         self._is_busy = False
         self._is_closed = False
+        self._has_ended = False
+        self._generation = 0  # of the connection
+        self._held: list[tuple[bytes, bytes]] = []  # by the kernel, while the connection is frozen
+        self._stuck: tuple[bytes, bytes | None] | None = None  # the block that the kernel has no room for
         self._arrives_s = 0.0
+        self._wires.senders.append(self)
 
     def send(self, header: Any, payload: memoryview, sealer: Any = None) -> SendTicket:
         """See BlockSender."""
         assert not self._is_closed, "a block for a link that is closed"
+        if self._has_ended:
+            raise WireError("this block sender is closed: its decode worker is lost")
         if sealer is not None:
             sealer.claim(header.block_index)
         ticket = SendTicket()
@@ -45,22 +63,74 @@ class SimSender:
     @property
     def is_alive(self) -> bool:
         """See BlockSender."""
-        return not self._is_closed
+        return not self._is_closed and not self._has_ended
+
+    def give_up(self) -> None:
+        """See BlockSender."""
+        if self.is_alive:
+            self._has_ended = True
+            self._later(self._end)
 
     def close(self) -> None:
         """See BlockSender."""
         self._is_closed = True
+        self._end_queued()
+        if self in self._wires.senders:
+            self._wires.senders.remove(self)
+
+    # -- what the network does -------------------------------------------------------------------------------------
+
+    def break_off(self) -> None:
+        """The connection is gone, with all that was on its way. The sender hears of it soon."""
+        self._generation += 1
+        self._held.clear()
+        self.thaw()
+        self.on_peer_gone()
+
+    def on_peer_gone(self) -> None:
+        """Who listened has closed the connection; what is on its way reaches whoever listens there next, if anybody does."""
+        when_s = self._wires.loop.now_s + self._wires.delay_s()
+        self._wires.loop.call_at(when_s, self._hear, context=self.process.context)
+
+    def freeze(self) -> None:
+        """Nothing gets through, and nobody hears of it."""
+        self.is_frozen = True
+
+    def thaw(self) -> None:
+        """What was held up arrives, and the next blocks leave."""
+        self.is_frozen = False
+        held, self._held = self._held, []
+        for header, data in held:
+            self._leave(header, data)
+        stuck, self._stuck = self._stuck, None
+        if stuck is not None:
+            self._later(self._read, *stuck)
+
+    def _hear(self) -> None:
+        """The connection broke: no block is sent any more."""
+        if self.is_alive:
+            self._has_ended = True
+            self._end()
+
+    def _end(self) -> None:
+        self._end_queued()
+        if self._on_end is not None and not self._is_closed:
+            self._on_end()
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _end_queued(self) -> None:
         while self._jobs:
             self._jobs.popleft()[0].end()
 
     def _later(self, call: Callable[..., None], *args: Any) -> None:
         delay_s = self._wires.loop.random.uniform(0, self._wires.send_s)
-        self._wires.loop.call_at(self._wires.loop.now_s + delay_s, call, *args, context=self._process.context)
+        self._wires.loop.call_at(self._wires.loop.now_s + delay_s, call, *args, context=self.process.context)
 
     def _pack(self) -> None:
         while self._jobs and not self._jobs[0][0].take():
             self._jobs.popleft()
-        if self._is_closed or not self._jobs:
+        if not self.is_alive or not self._jobs:
             self._is_busy = False
             return
         _, header, payload, sealer, _ = self._jobs[0]
@@ -72,11 +142,14 @@ class SimSender:
 
     def _read(self, header: bytes, sealed: bytes | None) -> None:
         """The kernel takes the bytes."""
-        if self._is_closed:
+        if not self.is_alive:
+            return
+        if self.is_frozen and len(self._held) >= _KERNEL_BLOCKS:
+            self._stuck = (header, sealed)
             return
         ticket, _, payload, _, promised = self._jobs.popleft()
         if payload != promised:
-            self._wires.problems.append(f"a block's memory changed while {self._process.name} was sending it")
+            self._wires.problems.append(f"a block's memory changed while {self.process.name} was sending it")
         data = bytes(payload) if sealed is None else sealed
         ticket.end()
         wires, chance = self._wires, self._wires.loop.random
@@ -86,18 +159,31 @@ class SimSender:
             data = bytes(flipped)
         if chance.random() >= wires.hostility.drop:
             for _ in range(2 if chance.random() < wires.hostility.double else 1):
-                arrives_s = wires.loop.now_s + wires.delay_s()
-                if chance.random() >= wires.hostility.reorder:
-                    arrives_s = self._arrives_s = max(arrives_s, self._arrives_s + 1e-9)
-                wires.loop.call_at(arrives_s, self._arrive, header, data)
+                self._leave(header, data)
         if self._jobs:
             self._later(self._pack)
         else:
             self._is_busy = False
 
-    def _arrive(self, header: bytes, data: bytes) -> None:
+    def _leave(self, header: bytes, data: bytes) -> None:
+        """A block is on its way."""
+        if self.is_frozen:
+            self._held.append((header, data))
+            return
+        wires = self._wires
+        arrives_s = wires.loop.now_s + wires.delay_s()
+        if wires.loop.random.random() >= wires.hostility.reorder:
+            arrives_s = self._arrives_s = max(arrives_s, self._arrives_s + 1e-9)
+        # On no process: the network goes on when the sender's stops, or ends.
+        wires.loop.call_at(arrives_s, self._arrive, self._generation, header, data, context=contextvars.Context())
+
+    def _arrive(self, generation: int, header: bytes, data: bytes) -> None:
         """Whoever listens there by now gets it."""
-        if (receiver := self._wires.receivers.get(self._address)) is not None:
+        if generation != self._generation:
+            return
+        if self.is_frozen:
+            self._held.append((header, data))
+        elif (receiver := self._wires.receivers.get(self.address)) is not None:
             receiver.process.loop.call_soon(receiver.take, header, data, context=receiver.process.context)
 
 
@@ -130,7 +216,7 @@ class SimReceiver:
         """No more."""
         self.is_alive = False
         if self._wires.receivers.get(self.address) is self:
-            del self._wires.receivers[self.address]
+            self._wires.end_receiver(self.address)
 
     def take(self, header: bytes, data: bytes) -> None:
         """A block has come."""

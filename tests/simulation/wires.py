@@ -55,6 +55,7 @@ class Wires:
         self.hostility = Hostility()
         self.listeners: dict[str, SimSocket] = {}
         self.receivers: dict[str, Any] = {}
+        self.senders: list[Any] = []  # of KV blocks, that are not closed
         self.connections: list[Connection] = []
         self.problems: list[str] = []
         self.send_s = 0.002  # at most, for each of the two steps of sending a block
@@ -144,6 +145,13 @@ class Wires:
         for target, message in held:
             self._deliver_at(self.loop.now_s + 0.001, connection, target, message)
 
+    def end_receiver(self, address: str) -> None:
+        """Nobody takes KV blocks there any more, and who sends some hears of it."""
+        del self.receivers[address]
+        for sender in self.senders:
+            if sender.address == address:
+                sender.on_peer_gone()
+
     def on_killed(self, process: Process) -> None:
         """The kernel closes what a process had open."""
         for address, socket in list(self.listeners.items()):
@@ -151,7 +159,8 @@ class Wires:
                 del self.listeners[address]
         for address, receiver in list(self.receivers.items()):
             if receiver.process is process:
-                del self.receivers[address]
+                self.end_receiver(address)
+        self.senders = [sender for sender in self.senders if sender.process is not process]
         for connection in list(self.connections):
             if process in (connection.client.process, connection.server and connection.server.process):
                 self.break_off(connection)

@@ -242,6 +242,9 @@ class World:
         for connection in list(self.wires.connections):
             if connection.is_frozen:
                 self.wires.thaw(connection)
+        for sender in list(self.wires.senders):
+            if sender.is_frozen:
+                sender.thaw()
         for name, member in list(self.members.items()):
             member.process.resume()
             if member.process.state is ProcessState.DEAD:
@@ -300,11 +303,12 @@ class World:
 
     def refused(self, cause: str) -> float:
         """KV blocks refused for ``cause``, by all decode workers so far."""
+        return self.count("kvrelay_refused_kv_blocks_total", cause=cause)
+
+    def count(self, metric: str, **labels: str) -> float:
+        """A metric, over all members so far."""
         members = [*self.members.values(), *self.ended]
-        labels = {"cause": cause}
-        return sum(
-            member.registry.get_sample_value("kvrelay_refused_kv_blocks_total", labels) or 0 for member in members
-        )
+        return sum(member.registry.get_sample_value(metric, labels) or 0 for member in members)
 
 
 @contextmanager

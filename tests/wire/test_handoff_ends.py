@@ -221,6 +221,7 @@ def test_no_verdict_on_a_commit(rig: Any) -> None:
     assert [code for _, code, _ in rig.transfer_ends.failed] == [FailureCode.PEER_LOST]
     assert rig.transfer_ends.released == [key]
     assert isinstance(rig.line.sent[-1], Abort)
+    assert not rig.link.data.is_alive, "a way for blocks that seems to lead nowhere, and is kept"
 
 
 def test_as_long_as_blocks_leave_a_verdict_is_waited_for(rig: Any) -> None:
@@ -255,10 +256,14 @@ class Queue:
 
     def __init__(self) -> None:
         self.tickets: list[SendTicket] = []
+        self.is_given_up = False
 
     def send(self, header: BlockHeader, payload: memoryview, sealer: BlockSealer | None) -> SendTicket:
         self.tickets.append(SendTicket())
         return self.tickets[-1]
+
+    def give_up(self) -> None:
+        self.is_given_up = True
 
 
 def test_blocks_that_are_still_queued_come_back_at_once(rig: Any) -> None:
@@ -278,6 +283,34 @@ def test_blocks_that_are_still_queued_come_back_at_once(rig: Any) -> None:
     queue.tickets[0].end()
     rig.transfers.tick()
     assert rig.transfer_ends.released == [("r", 1)]
+    rig.senders[-1].close()
+
+
+@pytest.mark.parametrize("moving", ["others", "nobody's", "cached"])
+def test_a_way_is_given_up_if_nothing_moves_on_it(rig: Any, moving: str) -> None:
+    """Blocks that wait behind others', and a verdict that hangs on no block, say nothing of the way."""
+    link, _ = rig.new_link("tcp://127.0.0.1:9")
+    queue = Queue()
+    busy = replace(link, data=queue)
+    for lease_id, name in ((1, "others"), (2, "mine")):
+        offer = rig.offer_of([lease_id * 1000 + index for index in range(NUM_TOKENS)], request_id=name)
+        num_blocks = len(offer.block_hashes)
+        rig.transfers.open((name, 1), busy, offer, rig.fill(offer))
+        num_cached = num_blocks if moving == "cached" and name == "mine" else 0
+        grant = Grant(request_id=name, attempt=1, lease_id=lease_id, epoch=7, num_cached_blocks=num_cached, ttl_s=TTL_S)
+        rig.transfers.on_message(busy, grant)
+    rig.transfers.blocks_ready(("others", 1), num_blocks)
+    theirs = queue.tickets[:]
+    rig.commit(("mine", 1))
+    assert len(theirs) > 1
+    for ticket in theirs[:2]:
+        if moving == "others":
+            assert ticket.take()
+            ticket.end()
+        rig.clock.now_s += 15.1
+        rig.transfers.tick()
+    assert [key for key, _, _ in rig.transfer_ends.failed] == [("mine", 1)]
+    assert queue.is_given_up is (moving == "nobody's")
     rig.senders[-1].close()
 
 

@@ -18,7 +18,7 @@ from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.errors import PeerLostError, WireError
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.send_job import JobQueue, SendJob, SendTicket, Wakeup
+from kvrelay.wire.send_job import Bell, SendJob, SendTicket, Wakeup
 
 from .rig import WAIT_S, assert_done_soon, until
 
@@ -43,8 +43,8 @@ class PlayedLine:
         self.has_started_waiting.put(None)
         return self._await(self.room)
 
-    def wait_for(self, jobs: JobQueue) -> None:
-        select.select([jobs, self._wakeup], [], [])
+    def wait_for(self, bell: Bell) -> None:
+        select.select([bell, self._wakeup], [], [])
 
     def ship(self, job: SendJob) -> bool:
         if not job.ticket.take():
@@ -75,7 +75,10 @@ class Stage:
         self.lines: list[PlayedLine] = []
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         metrics = WireMetrics(CollectorRegistry())
-        self.sender = BlockSender("tcp://nobody", metrics=metrics, context=context, num_sockets=num_sockets)
+        self.has_ended = threading.Event()
+        self.sender = BlockSender(
+            "tcp://nobody", metrics=metrics, context=context, num_sockets=num_sockets, on_end=self.has_ended.set
+        )
         context.term()
         self.num_sent = 0
 
@@ -86,7 +89,8 @@ class Stage:
         return [self.sender.send(BlockHeader(1, 1, number, 8, b"h" * 16), payload) for number in numbers]
 
     def next_round(self, number: int) -> None:
-        """Wait until a line's thread waits for room (once more)."""
+        """Wait until a line's thread waits for room (once more). The line may not be there yet."""
+        until(lambda: len(self.lines) > number, "a line that is not opened")
         self.lines[number].has_started_waiting.get(timeout=WAIT_S)
 
     def ship_one(self, number: int) -> None:
@@ -222,6 +226,23 @@ def test_a_break_wakes_lines_that_wait_for_blocks(stage: Callable[[int], Stage])
         assert not thread.is_alive()
 
 
+def test_who_gives_up_ends_all_lines_and_says_so(stage: Callable[[int], Stage]) -> None:
+    on = stage(NUM_SOCKETS)
+    on.open_all()
+    tickets = on.send(3)
+    on.lines[0].room.release()
+    until(lambda: on.taken_by(0) == [0, 2], "a block that is on its way")
+    on.sender.give_up()
+    on.sender.give_up()
+    assert on.has_ended.wait(WAIT_S)
+    for thread in on.sender._threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert not on.sender.is_alive
+    for ticket in tickets:
+        assert_done_soon(ticket)
+
+
 def test_closing_ends_lines_that_wait_for_room_for_a_block_and_for_the_wire(stage: Callable[[int], Stage]) -> None:
     on = stage(NUM_SOCKETS)
     on.open_all()
@@ -249,38 +270,6 @@ def test_blocks_that_come_while_a_line_breaks_are_done(stage: Callable[[int], St
                 break
         for ticket in tickets:
             assert_done_soon(ticket)
-
-
-def test_as_many_threads_are_woken_as_blocks_come() -> None:
-    """None is left to wait while there is a block, and none of several blocks for a thread that has one."""
-    jobs, wakeup, together = JobQueue(), Wakeup(), threading.Barrier(NUM_SOCKETS + 1)
-    taken: queue.SimpleQueue[SendJob] = queue.SimpleQueue()
-
-    def run(line: PlayedLine) -> None:
-        while not wakeup.is_set:
-            jobs.wait(line)
-            if (job := jobs.take()) is not None:
-                together.wait(WAIT_S)
-                taken.put(job)
-
-    threads = [threading.Thread(target=run, args=(PlayedLine(wakeup, number),)) for number in range(NUM_SOCKETS)]
-    for thread in threads:
-        thread.start()
-    for index in range(0, 300, NUM_SOCKETS):
-        sent = [
-            SendJob(SendTicket(), BlockHeader(1, 1, index + i, 8, b"h" * 16), memoryview(b""), None)
-            for i in range(NUM_SOCKETS)
-        ]
-        for job in sent:
-            jobs.put(job)
-        together.wait(WAIT_S)
-        assert {taken.get(timeout=WAIT_S).header.block_index for _ in sent} == {job.header.block_index for job in sent}
-    wakeup.set()
-    for thread in threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    jobs.close()
-    wakeup.close()
 
 
 def test_a_further_line_that_cannot_be_had_is_done_without(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import socket
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ import pytest
 from kvrelay.wire.block_frames import _copy_beside_others
 from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.shared_receiver import SharedReceiver
+from kvrelay.wire.shared_takers import sent
 
 from .handoffs import offer_for
 from .rig import BLOCK_NBYTES, BLOCK_SIZE, WAIT_S, Rig, content_of, until
@@ -75,14 +78,11 @@ def test_connections_are_served_side_by_side_and_each_by_one_thread(rig: Rig) ->
     rig.leases.abort_peer("p")
 
 
-def test_who_has_much_to_send_does_not_keep_others_waiting(rig: Rig) -> None:
-    """With one thread, and thirty blocks that lie there already: turns of eight."""
+def test_a_sender_that_has_just_begun_has_its_turn_within_eight_blocks_of_anothers(rig: Rig) -> None:
+    """With one thread, and thirty blocks that lie there already. Who is told yes has a place in the line."""
     receiver = SharedReceiver(SharedPlace(), rig.leases, BLOCK_NBYTES, rig.decode_metrics)
     receiver.start()
     with Crowd(rig, receiver, 2) as crowd:
-        crowd.send(1, 31)  # once this is back, the thread looks at its connection again before it takes the next block
-        assert crowd.peers[1].slots_back() == [31]
-        assert next_inside(rig) == 31
         rig.leases.may_finish.clear()
         for index in range(30):
             crowd.send(0, index)
@@ -90,9 +90,58 @@ def test_who_has_much_to_send_does_not_keep_others_waiting(rig: Rig) -> None:
         crowd.send(1, 30)
         rig.leases.may_finish.set()
         order += [next_inside(rig) for _ in range(30)]
-        assert order.index(30) < 30, "the other one's block waited for all of them"
-        assert [rig.next_block() for _ in range(32)] == ["ok"] * 32
+        assert order == [*range(8), 30, *range(8, 30)]
+        assert [rig.next_block() for _ in range(31)] == ["ok"] * 31
     receiver.stop()
+    rig.leases.abort_peer("p")
+
+
+def test_a_packet_that_comes_just_as_a_turn_begins_keeps_no_place_in_the_line(rig: Rig) -> None:
+    """The kernel's ready list then has a connection whose turn it is, as if it had come for the next one already."""
+    receiver = SharedReceiver(SharedPlace(), rig.leases, BLOCK_NBYTES, rig.decode_metrics)
+    receiver.start()
+    with Crowd(rig, receiver, 2) as crowd:
+        rig.leases.may_finish.clear()
+        for index in range(30):
+            crowd.send(0, index)
+        order = [next_inside(rig)]
+        first, epoll = next(iter(receiver._takers._senders)), receiver._takers._epoll
+        epoll.modify(first, select.EPOLLIN)  # it is put on the list, and nobody looks at that now
+        epoll.modify(first, select.EPOLLONESHOT)  # as the kernel leaves it: on the list, and not asked for
+        crowd.send(1, 30)
+        rig.leases.may_finish.set()
+        order += [next_inside(rig) for _ in range(30)]
+        assert order == [*range(8), 30, *range(8, 30)]
+    receiver.stop()
+    rig.leases.abort_peer("p")
+
+
+def test_who_has_been_let_in_is_served_however_late_the_door_is_behind_its_answer(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The door's thread stands still right behind the yes, as it may where many threads want the same processors."""
+    receiver = SharedReceiver(SharedPlace(), rig.leases, BLOCK_NBYTES, rig.decode_metrics)
+    has_answered, may_go_on = threading.Event(), threading.Event()
+
+    def sent_and_then_nothing(connection: socket.socket, packet: bytes) -> bool:
+        is_sent = sent(connection, packet)
+        has_answered.set()
+        assert may_go_on.wait(WAIT_S)
+        return is_sent
+
+    monkeypatch.setattr("kvrelay.wire.shared_receiver.sent", sent_and_then_nothing)
+    receiver.start()
+    with Crowd(rig, receiver, 1) as crowd:
+        assert has_answered.wait(WAIT_S)
+        crowd.send(0, 0)
+        assert crowd.peers[0].slots_back() == [0]
+        assert not may_go_on.is_set()
+        crowd.peers[0].socket.close()
+        until(lambda: receiver.num_connections == 0, "who has left is still there")  # and closed, while the door has it
+        may_go_on.set()
+    assert receiver.is_alive
+    receiver.stop()
+    assert rig.next_block() == "ok"
     rig.leases.abort_peer("p")
 
 
