@@ -7,6 +7,7 @@ a block depend on, and nothing else: not the software's version (rolling upgrade
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import msgspec
 
@@ -55,3 +56,20 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     block_nbytes: int  # bytes of one block, all layers
     device_type: str = "cpu"  # in torch's words
     processors: tuple[str, ...] = ()  # names of the operator's logits processors that requests may ask for
+
+
+class SharedLimits(msgspec.Struct, frozen=True):
+    """What every one of several workers can do."""
+
+    max_model_len: int
+    vocab_size: int
+    processors: frozenset[str]
+
+    @classmethod
+    def of(cls, cards: Sequence[ModelCard]) -> SharedLimits:
+        """Of at least one card."""
+        return cls(
+            max_model_len=min(card.max_model_len for card in cards),
+            vocab_size=min(card.vocab_size for card in cards),
+            processors=frozenset.intersection(*(frozenset(card.processors) for card in cards)),
+        )

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import BaseModel
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from kvrelay.gateway.api_docs import (
     REQUEST_HEADERS,
@@ -19,22 +19,22 @@ from kvrelay.gateway.api_docs import (
     TextAnswer,
     answers,
 )
+from kvrelay.gateway.api_request import ApiRequest, Endpoint
 from kvrelay.gateway.bodies import read_body
 from kvrelay.gateway.chat_format import ChatFormat
 from kvrelay.gateway.chats import ChatReader
 from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError
 from kvrelay.gateway.formats import AnswerHead, CompletionFormat, Shown
 from kvrelay.gateway.generation import Generation
-from kvrelay.gateway.http import Endpoint
-from kvrelay.gateway.intake import Intake, arrival_of, internal_id
+from kvrelay.gateway.intake import Intake, arrival_of
 from kvrelay.gateway.jobs import Format, Job
 from kvrelay.gateway.openai_schema import ChatBody, CompletionBody
-from kvrelay.gateway.params import limit_tokens
 from kvrelay.gateway.sampling_schema import SamplingBody
 from kvrelay.gateway.spec import GenerationSpec
 from kvrelay.gateway.streaming import Responder
 from kvrelay.gateway.timings import HEADER as TIMINGS_HEADER
 
+_TIMINGS = TIMINGS_HEADER.encode()
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -89,7 +89,7 @@ class OpenAIRoutes:
             )
         return self._model_entry()
 
-    async def chat(self, body: ChatBody, request: Request) -> Response:
+    async def chat(self, body: ChatBody, request: ApiRequest) -> ASGIApp:
         """Answer a chat."""
         self._intake.check(body.model)
         if body.top_logprobs is not None and not body.logprobs:
@@ -114,7 +114,7 @@ class OpenAIRoutes:
 
         return await self._respond("/v1/chat/completions", request, body, spec, generations, make_format)
 
-    async def completions(self, body: CompletionBody, request: Request) -> Response:
+    async def completions(self, body: CompletionBody, request: ApiRequest) -> ASGIApp:
         """Continue one text, or several."""
         self._intake.check(body.model)
         max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -154,12 +154,12 @@ class OpenAIRoutes:
     async def _respond(
         self,
         route: str,
-        request: Request,
+        request: ApiRequest,
         body: SamplingBody,
         spec: GenerationSpec,
         generations: list[Generation],
         make_format: Callable[[], Format],
-    ) -> Response:
+    ) -> ASGIApp:
         job = Job(
             route,
             generations,
@@ -167,12 +167,12 @@ class OpenAIRoutes:
             is_stream=bool(body.stream),
             num_per_prompt=1 if spec.beam_search is not None else max(spec.best_of, spec.num_choices),
             num_returned=spec.num_choices,
-            includes_timings=request.headers.get(TIMINGS_HEADER, "0") == "1",
+            includes_timings=request.field(_TIMINGS) == "1",
         )
         return await self._responder.respond(request, job)
 
-    def _head(self, request: Request) -> AnswerHead:
-        return AnswerHead(internal_id(request), self._intake.model_name, self._intake.system_fingerprint())
+    def _head(self, request: ApiRequest) -> AnswerHead:
+        return AnswerHead(request.internal_id, self._intake.model_name, self._intake.system_fingerprint())
 
     def _model_entry(self) -> dict[str, Any]:
         entry: dict[str, Any] = {
@@ -181,16 +181,16 @@ class OpenAIRoutes:
             "created": 0,
             "owned_by": "kvrelay",
         }
-        if cards := self._intake.known_cards():
-            entry["max_model_len"] = limit_tokens(cards)
+        if (limits := self._intake.known_limits()) is not None:
+            entry["max_model_len"] = limits.max_model_len
         return entry
 
 
-def reading(model: type[Body], answer: Callable[[Body, Request], Awaitable[Response]]) -> Endpoint:
+def reading(model: type[Body], answer: Callable[[Body, ApiRequest], Awaitable[ASGIApp]]) -> Endpoint:
     """An endpoint that reads its body as ``model`` and answers it."""
 
-    async def endpoint(request: Request) -> Response:
-        return await answer(await read_body(model, request), request)
+    async def endpoint(request: ApiRequest) -> ASGIApp:
+        return await answer(read_body(model, request), request)
 
     return endpoint
 

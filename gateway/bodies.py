@@ -7,16 +7,16 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from starlette.requests import Request
 
+from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.errors import InvalidRequestError
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read_body(model: type[Body], request: Request) -> Body:
+def read_body(model: type[Body], request: ApiRequest) -> Body:
     """The body of ``request`` as ``model``. Raises InvalidRequestError."""
-    return parse_body(model, request.headers.get("content-type"), await request.body())
+    return parse_body(model, request.field(b"content-type"), request.whole_body)
 
 
 def parse_body(model: type[Body], content_type: str | None, body: bytes) -> Body:

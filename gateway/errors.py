@@ -100,6 +100,14 @@ class ModelNotFoundError(ApiError):
     code = "model_not_found"
 
 
+class NotFoundError(ApiError):
+    """Nothing is at that path."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
 class SlowClientError(ApiError):
     """Headers or body took too long to arrive."""
 

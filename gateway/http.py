@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import secrets
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -16,10 +13,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay.gateway.api_keys import ApiKeys
+from kvrelay.gateway.api_request import ApiRequest, Endpoint
 from kvrelay.gateway.errors import (
     ApiError,
     BodyTooLargeError,
     InvalidRequestError,
+    NotFoundError,
     ShuttingDownError,
     SlowClientError,
     TooManyRequestsError,
@@ -35,14 +34,10 @@ from kvrelay.gateway.tgi.errors import tgi_error
 
 logger = logging.getLogger(__name__)
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # What probes and Prometheus ask for, and what only describes the API.
 _OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/ping", "/metrics", "/docs", "/redoc", "/openapi.json"}
 )
-
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Edge:
@@ -76,17 +71,9 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request = _WholeRequest(scope, receive)
+        request = ApiRequest(scope, receive)
         exchange: Exchange | None = scope.get("extensions", {}).get(EXTENSION)
-        given = request.headers.get("x-request-id", "")
-        # An id from outside goes into logs and messages: only what is plainly an id is taken.
-        is_given = _REQUEST_ID.fullmatch(given) is not None
-        request_id = given if is_given else secrets.token_hex(12)
-        state = scope.setdefault("state", {})
-        state["request_id"], state["is_id_given"] = request_id, is_given
-        state["received_s"] = time.monotonic()
-        state["internal_id"] = None
-        reply = Reply(send, request_id, exchange)
+        reply = Reply(send, request.request_id, exchange)
         endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
 
         self._num_in_flight += 1
@@ -94,9 +81,18 @@ class Edge:
         try:
             try:
                 if self._api_keys is not None and scope["path"] not in _OPEN_PATHS:
-                    use = self._api_keys.enter(request.headers.get("authorization"))
+                    use = self._api_keys.enter(request.field(b"authorization"))
                 request.whole_body = await self._read_body(receive, request, exchange)
-            except (BodyTooLargeError, SlowClientError, UnauthorizedError, TooManyRequestsError) as error:
+                if not scope["path"].isprintable():
+                    # For the framework a path with a line end behind it is the path, and it would call an endpoint.
+                    raise NotFoundError("Not Found")
+            except (
+                BodyTooLargeError,
+                SlowClientError,
+                UnauthorizedError,
+                TooManyRequestsError,
+                NotFoundError,
+            ) as error:
                 await error_response(error, scope["path"])(scope, receive, reply)
                 return
             if endpoint is None:
@@ -117,21 +113,22 @@ class Edge:
             path = scope["path"] if endpoint is not None else route.path if route is not None else "other"
             self._metrics.requests.labels(path, str(reply.status) if reply.status else "client_left").inc()
 
-    async def _read_body(self, receive: Receive, request: Request, exchange: Exchange | None) -> bytes:
+    async def _read_body(self, receive: Receive, request: ApiRequest, exchange: Exchange | None) -> bytes:
         """Raises BodyTooLargeError, SlowClientError, and ClientLeftError if only a part of the body came."""
         limit = self._max_body_bytes
-        announced = request.headers.get("content-length", "0")
+        announced = request.field(b"content-length") or "0"
         if announced.isdigit() and int(announced) > limit:
             raise BodyTooLargeError(f"the body has {announced} bytes; the limit is {limit}")
+        # Mostly all of it has come with the head, and a timer costs as much as parsing a short body.
+        whole = None if exchange is None else exchange.take_body()
+        if whole is not None:
+            if len(whole) > limit:
+                raise self._too_large()
+            return whole
         body = bytearray()
-        # A timer costs as much as parsing a short body; mostly all of it has come with the head.
-        is_here = exchange is not None and exchange.has_whole_request
         try:
-            if is_here:
+            async with asyncio.timeout(self._client_timeout_s):
                 await self._read_into(body, receive)
-            else:
-                async with asyncio.timeout(self._client_timeout_s):
-                    await self._read_into(body, receive)
         except TimeoutError as error:
             self._metrics.refused_connections.labels(Reason.BODY_TIMEOUT).inc()
             raise SlowClientError(
@@ -147,19 +144,12 @@ class Edge:
                 raise ClientLeftError
             body += message.get("body", b"")
             if len(body) > limit:
-                raise BodyTooLargeError(f"the body has more than {limit} bytes, which is the limit")
+                raise self._too_large()
             if not message.get("more_body", False):
                 return
 
-
-class _WholeRequest(Request):
-    """A request whose body has been read."""
-
-    whole_body = b""
-
-    async def body(self) -> bytes:
-        """All of it."""
-        return self.whole_body
+    def _too_large(self) -> ApiError:
+        return BodyTooLargeError(f"the body has more than {self._max_body_bytes} bytes, which is the limit")
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
@@ -172,7 +162,7 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _answer(endpoint: Endpoint, request: Request, reply: Reply) -> None:
+async def _answer(endpoint: Endpoint, request: ApiRequest, reply: Reply) -> None:
     try:
         response = await endpoint(request)
         await response(request.scope, request.receive, reply)

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
-from starlette.requests import Request
 
-from kvrelay.common.model_card import ModelCard
+from kvrelay.common.model_card import ModelCard, SharedLimits
 from kvrelay.gateway.admission import Admission
 from kvrelay.gateway.api_docs import SECONDS, TIMEOUT_HEADER
+from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
 from kvrelay.gateway.generation import Generation
 from kvrelay.gateway.output_text import TextOptions
@@ -30,6 +29,7 @@ from kvrelay.gateway.workers import WorkerPool
 T = TypeVar("T")
 
 _SECONDS = re.compile(SECONDS)
+_TIMEOUT = TIMEOUT_HEADER.encode()
 _LONG_TEXT = 4_000  # characters (about 1 ms) from which encoding goes to a thread, so that no stream waits for it
 _NO_NAMES = ("tgi", "dummy")  # what Hugging Face's clients send when nobody named a model
 
@@ -57,7 +57,7 @@ class Intake:
         To be called before any work goes into a request.
         """
         self.check_name(model)
-        self.cards()
+        self.limits()
         self._admission.check_not_full()
 
     def check_name(self, model: str | None) -> None:
@@ -67,21 +67,26 @@ class Intake:
                 f"model {model[:200]!r} is not served here; this deployment serves {self.model_name!r}", param="model"
             )
 
-    def known_cards(self) -> list[ModelCard]:
-        """The cards of the workers that are up, maybe none."""
-        return self._pool.cards()
+    def known_limits(self) -> SharedLimits | None:
+        """What all workers that are up can do; None while none is."""
+        return self._pool.limits()
 
     def cards(self) -> list[ModelCard]:
-        """The cards of the workers that are up.
+        """The cards of the workers that are up. Raises UnavailableError as :meth:`limits` does."""
+        self.limits()
+        return self._pool.cards()
+
+    def limits(self) -> SharedLimits:
+        """What all workers that are up can do.
 
         Raises UnavailableError if none is, or if nobody is there who could serve: to wait for room then, as for a worker that
         is busy or lost, might be to wait for ever. So it may be after every await.
         """
-        cards, absent = self._pool.cards(), self._pool.absent()
-        if absent or not cards:
+        limits, absent = self._pool.limits(), self._pool.absent()
+        if absent or limits is None:
             reasons = absent or [reason.split(" (")[0] for reason in self._pool.not_ready()]
             raise UnavailableError(f"{'; '.join(reasons)}; try again later", retry_after_s=1.0)
-        return cards
+        return limits
 
     def system_fingerprint(self) -> str | None:
         """Equal as long as model, weights and number format are; None while no worker is up."""
@@ -110,7 +115,7 @@ class Intake:
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raises InvalidRequestError on an id that the model does not have."""
-        check_token_ids(token_ids, min(card.vocab_size for card in self.cards()), param)
+        check_token_ids(token_ids, self.limits().vocab_size, param)
 
     def generations(
         self, arrival: Arrival, prompts: Sequence[Sequence[int]], spec: GenerationSpec, *, prompt_param: str
@@ -120,12 +125,13 @@ class Intake:
         kept = [token_id for token in spec.kept_tokens if (token_id := self.tokenizer.token_id(token)) is not None]
         text = TextOptions(spec.stops, spec.includes_stop, spec.keeps_special, frozenset(kept))
         generations: list[Generation] = []
+        limits = self.limits()
         for given in prompts:
             prompt = list(given if spec.truncate is None else given[-spec.truncate :])
             sampling = sampling_params(
                 spec,
                 num_prompt_tokens=len(prompt),
-                cards=self.cards(),
+                limits=limits,
                 tokenizer=self.tokenizer,
                 prompt_param=prompt_param,
             )
@@ -149,28 +155,14 @@ class Intake:
         return generations
 
 
-def arrival_of(request: Request) -> Arrival:
+def arrival_of(request: ApiRequest) -> Arrival:
     """Of an HTTP request. Raises InvalidRequestError if its client's own timeout is none."""
-    return Arrival(internal_id(request), request.scope["state"]["received_s"], client_timeout_s(request))
+    given = request.field(_TIMEOUT)
+    return Arrival(request.internal_id, request.received_s, None if given is None else _timeout_s(given))
 
 
-def internal_id(request: Request) -> str:
-    """The request's id, with something of its own if it came from outside: the same may come twice at a time, workers go by ids."""
-    state: dict[str, Any] = request.scope["state"]
-    request_id: str = state["request_id"]
-    if not state["is_id_given"]:
-        return request_id
-    if state["internal_id"] is None:
-        state["internal_id"] = f"{request_id}.{secrets.token_hex(4)}"
-    internal: str = state["internal_id"]
-    return internal
-
-
-def client_timeout_s(request: Request) -> float | None:
-    """What the client gives the request, in seconds, by its header; None without. Raises InvalidRequestError."""
-    given = request.headers.get(TIMEOUT_HEADER)
-    if given is None:
-        return None
+def _timeout_s(given: str) -> float:
+    """What the client gives the request, in seconds, by its header. Raises InvalidRequestError."""
     if _SECONDS.fullmatch(given.strip()) is None or float(given) <= 0:
         raise InvalidRequestError(
             f"{TIMEOUT_HEADER} is {given[:80]!r}; it must be a number of seconds above 0, such as 30 or 2.5",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from kvrelay.common.model_card import ModelCard
+from kvrelay.common.model_card import SharedLimits
 from kvrelay.common.sampling import SamplingParams, Watermark
 from kvrelay.gateway.errors import ContextLengthError, InvalidRequestError, UnusableGuideError
 from kvrelay.gateway.spec import GenerationSpec
@@ -27,7 +27,7 @@ def sampling_params(
     spec: GenerationSpec,
     *,
     num_prompt_tokens: int,
-    cards: Sequence[ModelCard],
+    limits: SharedLimits,
     tokenizer: Tokenizer,
     prompt_param: str,
 ) -> list[SamplingParams]:
@@ -37,7 +37,7 @@ def sampling_params(
     cannot do, or on fields that contradict each other.
     """
     _check_together(spec)
-    limit, vocab_size = limit_tokens(cards), min(card.vocab_size for card in cards)
+    limit, vocab_size = limits.max_model_len, limits.vocab_size
     room = limit - num_prompt_tokens
     if room < 1:
         raise ContextLengthError(
@@ -63,7 +63,7 @@ def sampling_params(
         check_token_ids(spec.allowed_token_ids, vocab_size, "allowed_token_ids")
     if spec.stop_token_ids:
         check_token_ids(spec.stop_token_ids, vocab_size, "stop_token_ids")
-    _check_workers_limits(spec, num_prompt_tokens, cards)
+    _check_workers_limits(spec, num_prompt_tokens, limits)
     drawn = secrets.randbits(63) if spec.temperature and spec.seed is None else 0  # greedy sampling draws nothing
     needs_logprobs = spec.best_of > spec.num_choices
     first = SamplingParams(
@@ -99,11 +99,6 @@ def sampling_params(
     return [first, *others]
 
 
-def limit_tokens(cards: Iterable[ModelCard]) -> int:
-    """What every worker that is up can hold of one request."""
-    return min(card.max_model_len for card in cards)
-
-
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raises InvalidRequestError on an id that the model does not have."""
     largest = max(token_ids, default=0)
@@ -132,12 +127,11 @@ def _check_together(spec: GenerationSpec) -> None:
         )
 
 
-def _check_workers_limits(spec: GenerationSpec, num_prompt_tokens: int, cards: Sequence[ModelCard]) -> None:
+def _check_workers_limits(spec: GenerationSpec, num_prompt_tokens: int, limits: SharedLimits) -> None:
     """What a worker would refuse is refused here, before it costs anything, and by its field's name."""
     for name in spec.processors:
-        if not all(name in card.processors for card in cards):
-            served = set.intersection(*(set(card.processors) for card in cards))
-            known = ", ".join(sorted(served)) or "there are none"
+        if name not in limits.processors:
+            known = ", ".join(sorted(limits.processors)) or "there are none"
             raise InvalidRequestError(
                 f"logits_processors holds {name!r}; this deployment's processors: {known}", param="logits_processors"
             )

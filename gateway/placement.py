@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from kvrelay.gateway.prefixes import PrefixMap, RequestPrefix
 from kvrelay.gateway.progress import GenerationRequest, Progress
@@ -50,7 +50,6 @@ class Placement:
 
     def route(self, progress: Progress, *, backlog_s: float = math.inf, num_tokens_to_hold: int = 0) -> Pair | None:
         """A pair of workers; with a bound on what waits there, or blocks to be free, only such as keep it."""
-        now_s = time.monotonic()
         num_tokens = progress.num_tokens
         if (shared := self._shared_route(progress, num_tokens_to_hold)) is not None:
             return shared
@@ -67,23 +66,28 @@ class Placement:
         cached = CachedPrefix(num_cached, self._settings.prefix_weight, local_max)
         if not is_local and not prefills:
             decodes = [view for view in decodes if cached.is_enough(view, num_tokens)]
-        if progress.avoidance.is_any:
-            for worker in self._pool.workers:
-                progress.avoidance.forgive(worker.address, worker.up_since_s)
         self._sequence_number += 1
-        addresses = [[view.address for view in views] for views in (prefills, decodes)]
-        for allowed_prefills, allowed_decodes in progress.avoidance.choices(addresses[0], addresses[1], now_s):
-            route = self._policy(
-                [view for view in prefills if view.address in allowed_prefills],
-                [view for view in decodes if view.address in allowed_decodes],
-                num_tokens + 1,
-                self._sequence_number,
-                cached,
-            )
+        for some, others in self._choices(progress, prefills, decodes):
+            route = self._policy(some, others, num_tokens + 1, self._sequence_number, cached)
             if route is not None:
                 prefill = None if route.prefill is None else self._pool.prefills[route.prefill]
                 return prefill, self._pool.decodes[route.decode]
         return None
+
+    def _choices(
+        self, progress: Progress, prefills: list[WorkerView], decodes: list[WorkerView]
+    ) -> Iterator[tuple[list[WorkerView], list[WorkerView]]]:
+        """Whom the policy may choose among, the best choice first."""
+        avoidance = progress.avoidance
+        if not avoidance.is_any:
+            yield prefills, decodes
+            return
+        for worker in self._pool.workers:
+            avoidance.forgive(worker.address, worker.up_since_s)
+        addresses = [[view.address for view in views] for views in (prefills, decodes)]
+        for allowed_prefills, allowed_decodes in avoidance.choices(addresses[0], addresses[1], time.monotonic()):
+            some = [view for view in prefills if view.address in allowed_prefills]
+            yield some, [view for view in decodes if view.address in allowed_decodes]
 
     def _shared_route(self, progress: Progress, num_tokens_to_hold: int) -> Pair | None:
         """The decode worker that has the prompt already, for another choice of it; None if it cannot take one more."""
@@ -105,4 +109,4 @@ class Placement:
 
 def views(workers: Iterable[Worker], num_tokens: int) -> list[WorkerView]:
     """The usable workers that hold a request of ``num_tokens``."""
-    return [view for worker in workers if worker.holds(num_tokens) and (view := worker.view())]
+    return [view for worker in workers if (view := worker.view(num_tokens)) is not None]

@@ -22,10 +22,16 @@ class Exchange:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
 
-    @property
-    def has_whole_request(self) -> bool:
-        """Whether all of its body is here, so that receiving it does not wait."""
-        return not self._cycle.more_body
+    def take_body(self) -> bytes | None:
+        """The body, if all of it is here; ``receive`` then waits for what comes behind it. Else None, and nothing is taken."""
+        cycle = self._cycle
+        if cycle.more_body or cycle.disconnected:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        cycle.waiting_for_100_continue = False  # nothing more is to come
+        cycle.message_event.clear()
+        cycle.flow.resume_reading()
+        return body
 
     def begin(self, headers: Headers, body: bytes) -> bool:
         """Write a head of status 200 and a first part; False, and nothing written, if the client is behind, or gone."""

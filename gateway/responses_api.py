@@ -6,17 +6,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
-from starlette.responses import Response
+from fastapi import APIRouter
+from starlette.types import ASGIApp
 
 from kvrelay.common.sampling import FinishReason
 from kvrelay.gateway.api import reading
 from kvrelay.gateway.api_docs import REQUEST_HEADERS, ResponseAnswer, answers
+from kvrelay.gateway.api_request import ApiRequest, Endpoint
 from kvrelay.gateway.chats import ChatReader
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import TextDelta, Usage
-from kvrelay.gateway.http import Endpoint
-from kvrelay.gateway.intake import Intake, arrival_of, internal_id
+from kvrelay.gateway.intake import Intake, arrival_of
 from kvrelay.gateway.jobs import Choice, Format, Job
 from kvrelay.gateway.logprob_bodies import chat_logprobs
 from kvrelay.gateway.response_items import ResponseItems
@@ -128,7 +128,7 @@ class ResponsesRoutes:
         """What answers a POST to these paths."""
         return {ROUTE: reading(ResponseBody, self.respond)}
 
-    async def respond(self, body: ResponseBody, request: Request) -> Response:
+    async def respond(self, body: ResponseBody, request: ApiRequest) -> ASGIApp:
         """Answer a conversation."""
         self._intake.check(body.model)
         chat = self._chats.read(body.chat())
@@ -144,9 +144,9 @@ class ResponsesRoutes:
         job = Job(ROUTE, generations, make_format, is_stream=bool(body.stream))
         return await self._responder.respond(request, job)
 
-    def _head(self, body: ResponseBody, request: Request) -> dict[str, Any]:
+    def _head(self, body: ResponseBody, request: ApiRequest) -> dict[str, Any]:
         return {
-            "id": f"resp_{internal_id(request)}",
+            "id": f"resp_{request.internal_id}",
             "object": "response",
             "created_at": int(time.time()),
             "error": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -98,8 +99,8 @@ def least_loaded(
     return _pick(
         prefills,
         decodes,
-        lambda views: min(_rotated(views, sequence_number), key=prefill_load),
-        lambda views: min(_rotated(views, sequence_number), key=decode_load),
+        lambda views: _first(views, sequence_number, prefill_load),
+        lambda views: _first(views, sequence_number, decode_load),
     )
 
 
@@ -137,8 +138,8 @@ def prefix(
     route = _pick(
         prefills,
         decodes,
-        lambda views: min(_rotated(views, sequence_number), key=prefill_cost),
-        lambda views: min(_rotated(views, sequence_number), key=decode_cost),
+        lambda views: _first(views, sequence_number, prefill_cost),
+        lambda views: _first(views, sequence_number, decode_cost),
     )
     if route is None or route.prefill is None:
         return route
@@ -200,8 +201,13 @@ def _pick(
     return Route(pick_prefill(fitting).address, decode.address)
 
 
+def _first(
+    views: Sequence[WorkerView], sequence_number: int, cost: Callable[[WorkerView], tuple[Any, ...]]
+) -> WorkerView:
+    """The one that costs least; of several, another one each time."""
+    return views[0] if len(views) == 1 else min(_rotated(views, sequence_number), key=cost)
+
+
 def _rotated(views: Sequence[WorkerView], by: int) -> list[WorkerView]:
-    if len(views) == 1:
-        return list(views)
     ordered = sorted(views, key=lambda view: view.address)
     return [ordered[(index + by) % len(ordered)] for index in range(len(ordered))]

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kvrelay.gateway.errors import ApiError, ShuttingDownError
@@ -56,25 +55,20 @@ def _json(body: Any) -> bytes:
     return data
 
 
-class EventStream(Response):
-    """Server-sent events. ``produce`` gives them to :meth:`write` as they come, and returns those that end the stream.
+class EventStream:
+    """An ASGI application: server-sent events. ``produce`` gives them to :meth:`write` as they come, and returns the last ones.
 
     It is cancelled when the client leaves. What it raises before the first event is raised to whoever sends the response, who may
     send another one; later it must not raise. ``failed`` writes the last words of a stream that is cut off.
     """
 
     def __init__(self, produce: Callable[[EventStream], Awaitable[bytes]], failed: Callable[[ApiError], bytes]) -> None:
-        super().__init__()
         self.has_begun = False  # there is a status, and no other answer any more
         self._produce = produce
         self._failed = failed
         self._reply: Reply | None = None
         self._pending: list[bytes] = []  # what the client could not take at once
         self._sender: asyncio.Task[None] | None = None  # while something is pending
-
-    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
-        """Called by Starlette, which would take longer to make them."""
-        self.raw_headers = list(_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, or stop at a disconnect. Raises ClientLeftError."""
@@ -108,11 +102,11 @@ class EventStream(Response):
         """Whether it could be done at once."""
         if self.has_begun:
             return not events or reply.write(events)
-        return reply.begin(self.raw_headers, events)
+        return reply.begin(_HEADERS, events)
 
     async def _send_pending(self, reply: Reply) -> None:
         if reply.status == 0:
-            await reply({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await reply({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         while num_taken := len(self._pending):
             await reply({"type": "http.response.body", "body": b"".join(self._pending), "more_body": True})
             del self._pending[:num_taken]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp
 
+from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import Generator, TextDelta
 from kvrelay.gateway.jobs import Format, Job, total
@@ -28,7 +29,7 @@ class Responder:
         self._generator = generator
         self._metrics = metrics
 
-    async def respond(self, request: Request, job: Job) -> Response:
+    async def respond(self, request: ApiRequest, job: Job) -> ASGIApp:
         """The response. What fails before its status line is raised, as ApiError or ClientLeftError, here or when it is sent."""
         answer = Soon(job.make_format)
         if job.is_stream:

@@ -10,16 +10,17 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from kvrelay.gateway.api import reading
+from kvrelay.gateway.api_request import ApiRequest, Endpoint
 from kvrelay.gateway.chats import ChatReader
 from kvrelay.gateway.errors import ApiError, InvalidRequestError
-from kvrelay.gateway.http import Endpoint, error_response
+from kvrelay.gateway.http import error_response
 from kvrelay.gateway.intake import Intake
 from kvrelay.gateway.openai_schema import ChatBody, DetokenizeBody, TokenizeBody
-from kvrelay.gateway.params import check_token_ids, limit_tokens
+from kvrelay.gateway.params import check_token_ids
 from kvrelay.gateway.tgi.docs import (
     TOKENIZE_ERRORS,
     ChatTokens,
@@ -64,7 +65,7 @@ class TokenizeRoutes:
             "/detokenize": reading(DetokenizeBody, self.detokenize),
         }
 
-    async def tokenize(self, body: AnyTokenizeBody, request: Request) -> Response:
+    async def tokenize(self, body: AnyTokenizeBody, request: ApiRequest) -> Response:
         """The tokens of a text or a chat."""
         given = [name for name in ("inputs", "prompt", "messages") if getattr(body, name) is not None]
         if len(given) != 1:
@@ -79,7 +80,7 @@ class TokenizeRoutes:
         except ApiError as error:
             return error_response(error)  # in vLLM's shape, which is OpenAI's
 
-    async def chat_tokenize(self, body: ChatBody, request: Request) -> Response:
+    async def chat_tokenize(self, body: ChatBody, request: ApiRequest) -> Response:
         """A chat as text, and its tokens."""
         text = self._chats.read(body.chat()).prompt
         return await self._spans(
@@ -90,12 +91,12 @@ class TokenizeRoutes:
             tail=b',"templated_text":' + msgspec.json.encode(text) + b"}",
         )
 
-    async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
+    async def detokenize(self, body: DetokenizeBody, request: ApiRequest) -> Response:
         """The text of tokens, special ones included."""
         self._intake.check_name(body.model)
         tokenizer = self._intake.tokenizer
-        sizes = [card.vocab_size for card in self._intake.known_cards()]
-        check_token_ids(body.tokens, min(sizes, default=tokenizer.vocab_size), "tokens")
+        limits = self._intake.known_limits()
+        check_token_ids(body.tokens, tokenizer.vocab_size if limits is None else limits.vocab_size, "tokens")
 
         def work() -> bytes:
             return msgspec.json.encode({"prompt": tokenizer.decode_all(body.tokens)})
@@ -118,13 +119,13 @@ class TokenizeRoutes:
             )
             text, param = self._chats.read(chat.chat()).prompt, "messages"
             adds_special_tokens = bool(body.add_special_tokens)
-        tokenizer, cards = self._intake.tokenizer, self._intake.known_cards()
+        tokenizer, limits = self._intake.tokenizer, self._intake.known_limits()
 
         def work() -> bytes:
             ids = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
             answer = {
                 "count": len(ids),
-                "max_model_len": limit_tokens(cards) if cards else None,
+                "max_model_len": None if limits is None else limits.max_model_len,
                 "tokens": ids,
                 "token_strs": [tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None,
             }

@@ -194,12 +194,13 @@ class Worker:
         """Whether a request of so many tokens, output included, is within its limit."""
         return self.welcome is not None and num_tokens <= self.welcome.card.max_model_len
 
-    def view(self) -> WorkerView | None:
-        """What routing sees; None if it is not usable."""
+    def view(self, num_tokens: int) -> WorkerView | None:
+        """What routing sees; None if it is not usable, or does not hold a request of so many tokens."""
         if self.welcome is None or self.fingerprint is None or self.load is None or not self.is_usable:
             return None
-        card = self.welcome.card
-        status = self.status
+        card, status = self.welcome.card, self.status
+        if num_tokens > card.max_model_len:
+            return None
         return WorkerView(
             address=self.address,
             fingerprint=self.fingerprint,

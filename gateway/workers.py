@@ -15,7 +15,7 @@ from functools import partial
 
 import zmq
 
-from kvrelay.common.model_card import ModelCard
+from kvrelay.common.model_card import ModelCard, SharedLimits
 from kvrelay.gateway.load import Key
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.routing import choose_fingerprint
@@ -63,6 +63,7 @@ class WorkerPool:
         self._fingerprint: bytes | None = None  # of the KV of all workers that are used
         self._is_told = False  # who is there
         self._cards: list[ModelCard] = []
+        self._limits: SharedLimits | None = None
         self._absent = self._missing_roles()
         self.is_local_only = not needs_prefill_workers  # decode workers compute all prompts
         self._listeners: dict[Key, Listener] = {}
@@ -106,6 +107,10 @@ class WorkerPool:
     def cards(self) -> list[ModelCard]:
         """The cards of the workers that are up."""
         return self._cards
+
+    def limits(self) -> SharedLimits | None:
+        """What all workers that are up can do; None while none is."""
+        return self._limits
 
     @property
     def fingerprint(self) -> bytes | None:
@@ -223,6 +228,7 @@ class WorkerPool:
         self._metrics.workers_refused.set(sum(1 for worker in up if worker.misfit))
         # Each request looks at these several times.
         self._cards = [worker.welcome.card for worker in up if worker.welcome is not None and not worker.misfit]
+        self._limits = SharedLimits.of(self._cards) if self._cards else None
         self._absent = self._missing_roles()
         self.is_local_only = not self._needs_prefill_workers and not self._staying(Role.PREFILL)
         self.changed.set()

@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from kvrelay import __version__
 from kvrelay.gateway.api import reading
 from kvrelay.gateway.api_docs import ChatAnswer, TextAnswer
+from kvrelay.gateway.api_request import ApiRequest, Endpoint
 from kvrelay.gateway.errors import InvalidRequestError
-from kvrelay.gateway.http import Endpoint
 from kvrelay.gateway.intake import Intake, arrival_of
 from kvrelay.gateway.jobs import Job
-from kvrelay.gateway.params import limit_tokens
 from kvrelay.gateway.sampling_schema import MAX_CHOICES, MAX_STOPS
 from kvrelay.gateway.streaming import Responder
 from kvrelay.gateway.tgi.docs import EXTRA, HEALTHY, GenerateAnswer, Info, StreamEvent, tgi_answers
@@ -95,19 +95,19 @@ class TgiRoutes:
             "/invocations": reading(AnyBody, self.invocations),
         }
 
-    async def generate(self, body: GenerateBody, request: Request) -> Response:
+    async def generate(self, body: GenerateBody, request: ApiRequest) -> ASGIApp:
         """Continue a text."""
         return await self._respond("/generate", body, request, is_stream=False)
 
-    async def generate_stream(self, body: GenerateBody, request: Request) -> Response:
+    async def generate_stream(self, body: GenerateBody, request: ApiRequest) -> ASGIApp:
         """Continue a text, an event for each token."""
         return await self._respond("/generate_stream", body, request, is_stream=True)
 
-    async def compat_generate(self, body: CompatBody, request: Request) -> Response:
+    async def compat_generate(self, body: CompatBody, request: ApiRequest) -> ASGIApp:
         """Continue a text, with ``stream`` in events. The answer begins with the prompt unless ``return_full_text`` is false."""
         return await self._respond("/", body, request, is_stream=bool(body.stream), is_compat=True)
 
-    async def invocations(self, body: AnyBody, request: Request) -> Response:
+    async def invocations(self, body: AnyBody, request: ApiRequest) -> ASGIApp:
         """SageMaker's route: whatever ``/``, ``/v1/chat/completions`` or ``/v1/completions`` would answer."""
         given = [name for name in self._invocations if getattr(body, name) is not None]
         if len(given) != 1:
@@ -119,14 +119,13 @@ class TgiRoutes:
 
     async def info(self) -> dict[str, Any]:
         """What is served, and within which limits."""
-        cards = self._intake.cards()
-        limit = limit_tokens(cards)
-        layout = cards[0].layout
+        card, limit = self._intake.cards()[0], self._intake.limits().max_model_len
+        layout = card.layout
         return {
             "model_id": self._intake.model_name,
             "model_sha": layout.weights_digest,
             "model_dtype": f"torch.{layout.kv_dtype}",
-            "model_device_type": cards[0].device_type,
+            "model_device_type": card.device_type,
             "model_pipeline_tag": "text-generation",
             "max_concurrent_requests": self._limits.max_concurrent_requests,
             "max_best_of": MAX_CHOICES,
@@ -142,14 +141,14 @@ class TgiRoutes:
             "docker_label": None,
         }
 
-    async def health(self) -> Response:
+    async def health(self) -> ASGIApp:
         """Nothing, if there are workers that could generate; else 503 with the reason."""
-        self._intake.cards()
+        self._intake.limits()
         return Response()
 
     async def _respond(
-        self, route: str, body: GenerateBody, request: Request, *, is_stream: bool, is_compat: bool = False
-    ) -> Response:
+        self, route: str, body: GenerateBody, request: ApiRequest, *, is_stream: bool, is_compat: bool = False
+    ) -> ASGIApp:
         self._intake.check(None)
         parameters = body.wanted
         spec = parameters.spec(is_stream=is_stream)

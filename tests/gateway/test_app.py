@@ -206,6 +206,9 @@ async def test_bodies(model_directory: Path, tokenizer: Callable[[], Tokenizer])
         assert (response.status_code, response.headers["allow"]) == (405, "POST")
         assert response.json()["error"]["code"] == "method_not_allowed"
         assert (await app.client.get("/nowhere")).json()["error"]["code"] == "not_found"
+        for path in ("/v1/completions%0A", "/v1/chat/completions%0A", "/generate%0A"):  # the framework would call them
+            answer = await app.client.post(path, json={"prompt": "x", "inputs": "x", "messages": []})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
 
 async def test_request_ids(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:

@@ -69,7 +69,7 @@ async def test_workers_that_go_while_a_prompt_is_encoded_are_a_503(
         encode = Tokenizer.encode
 
         def slow(self: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-            monkeypatch.setattr(WorkerPool, "cards", lambda self: [])
+            monkeypatch.setattr(WorkerPool, "limits", lambda self: None)
             return encode(self, text, add_special_tokens=add_special_tokens)
 
         monkeypatch.setattr(Tokenizer, "encode", slow)

@@ -203,3 +203,16 @@ async def test_a_body_that_does_not_come_is_408(app: Recorder, rest: bytes) -> N
     counted = metrics.registry.get_sample_value("kvrelay_refused_connections_total", {"reason": "body_timeout"})
     assert counted == 1
     assert app.paths == []
+
+
+@pytest.mark.parametrize("length", [10, 11])
+async def test_a_body_in_chunks_that_has_come_at_once_is_bounded(app: Recorder, length: int) -> None:
+    edge = Edge(cast(ASGIApp, app), {}, 10, 60.0, GatewayMetrics(CollectorRegistry()))
+    async with serving(edge) as port:
+        body = b"%x\r\n" % length + b"x" * length + b"\r\n0\r\n\r\n"
+        said = await port.talk(POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n" + body)
+        if length == 10:
+            assert said.startswith(b"HTTP/1.1 200")
+        else:
+            assert "more than 10 bytes, which is the limit" in error_of(said, 413)["message"]
+    assert len(app.paths) == (length == 10)
