@@ -1,6 +1,6 @@
 """What the gateway costs: time added to each token, tokens per second with many streams, memory.
 
-    .venv/bin/python benchmarks/gateway.py            # about four minutes
+    .venv/bin/python benchmarks/gateway.py            # about seven minutes
     .venv/bin/python benchmarks/gateway.py --help
 
 *Added time* is measured on one clock: this process plays the decode worker (the real control socket; one message a step with a
@@ -9,7 +9,9 @@ client has it; the first token's also holds the way of the request, from the cli
 is measured without a gateway, with a client that speaks to the worker over its control link. What the gateway adds is a
 token's time with it, less the median without it. Beside it stands what the least process adds that could stand there
 (``least_gateway.py``): sockets, wake-ups and codecs, which no gateway of this kind can do without. The three are measured one after
-the other, ``--repeats`` times; the medians count, and ratios are those within one repeat.
+the other, ``--repeats`` times; the medians count, and ratios are those within one repeat. All of that is done twice, in
+turns: as the machine is, and with its CPUs kept awake (``awake.py``). Between two steps a process sleeps, and so does its CPU; what
+it takes to wake that on a virtual machine is a matter of the host, and a large part of all these times.
 
 *Throughput* is real processes: one gateway, one decode worker with the fake engine, ``kvrelay bench`` with 200 streams that
 ask for more than can be had. CPU time by component tells what limits it. With ``--workers 1 --workers 2`` the gateway is measured
@@ -40,151 +42,15 @@ import msgspec
 import psutil
 import uvloop
 import zmq
+from awake import awake_cpus
+from gateway_ends import FIRST_MARK, DirectClient, PacedWorker, prompt_of
 from gateway_load import throughput
-from prometheus_client import CollectorRegistry
 
-from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
-from kvrelay.engine.fake import fake_card
 from kvrelay.launcher.bench.client import StreamingClient
 from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.summary import percentile
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.ports import free_ports
-from kvrelay.wire.control_client import ControlClient
-from kvrelay.wire.control_server import ControlServer
-from kvrelay.wire.messages import (
-    Hello,
-    HelloRefused,
-    Message,
-    Role,
-    Status,
-    Submit,
-    Timings,
-    TokenDelta,
-    Tokens,
-    Welcome,
-    WorkerState,
-)
-from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.settings import LinkSettings
-
-VOCAB_SIZE = 49_152
-FIRST_MARK = 1000  # requests are told apart by their prompt's first token
-
-
-class PacedWorker:
-    """A decode worker on a real control socket: a token for every running request, every ``step_s``. Implements ServerHandler."""
-
-    def __init__(self, step_s: float, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.received_s: dict[int, float] = {}  # by the request's mark
-        self.sent_s: dict[int, list[float]] = {}
-        self._step_s = step_s
-        self._running: dict[int, Submit] = {}
-        self._waiting: list[list[float]] = []  # where the moment of the next message is to be noted
-        self._gateway = ""
-        metrics = WireMetrics(CollectorRegistry())
-        self.server = ControlServer("tcp://127.0.0.1:*", self, LinkSettings(), metrics=metrics, context=context)
-
-    def welcome(self, hello: Hello) -> Welcome | HelloRefused:
-        """Everybody is welcome."""
-        card = fake_card(num_blocks=4096, block_size=16, vocab_size=VOCAB_SIZE)
-        return Welcome(role=Role.DECODE, worker_id="paced", epoch=1, protocol=1, card=card)
-
-    def status(self) -> Status:
-        """Always room."""
-        return Status(
-            state=WorkerState.READY,
-            num_running=len(self._running),
-            num_waiting=0,
-            num_waiting_tokens=0,
-            num_free_blocks=4096,
-            num_blocks=4096,
-        )
-
-    def on_message(self, peer_id: str, role: Role, message: Message) -> None:
-        """Take requests."""
-        self._gateway = peer_id
-        if isinstance(message, Submit):
-            mark = message.token_ids[0]
-            self.received_s[mark] = time.monotonic()
-            self._running[mark] = message
-            self.sent_s[mark] = []
-
-    def on_peer_lost(self, peer_id: str, role: Role) -> None:
-        """The end of the run."""
-
-    async def run(self) -> None:
-        """Steps, until cancelled."""
-        while True:
-            started_s = time.monotonic()
-            items = [self._next_token(mark, submit) for mark, submit in list(self._running.items())]
-            if items:
-                now_s = time.monotonic()
-                for sent in self._waiting:
-                    sent.append(now_s)
-                self._waiting.clear()
-                self.server.send(self._gateway, Tokens(items=items))
-            await asyncio.sleep(max(0.0, started_s + self._step_s - time.monotonic()))
-
-    def _next_token(self, mark: int, submit: Submit) -> TokenDelta:
-        sent = self.sent_s[mark]
-        index = len(sent)
-        is_last = index + 1 == submit.sampling.max_tokens
-        if is_last:
-            del self._running[mark]
-        self._waiting.append(sent)
-        return TokenDelta(
-            request_id=submit.request_id,
-            attempt=submit.attempt,
-            index=index,
-            tokens=[SampledToken(2000 + (37 * index + mark) % 15_000)],
-            finish_reason=FinishReason.LENGTH if is_last else None,
-            num_cached_tokens=None if index else 0,
-            timings=None if index else Timings(queue_s=0.0, prefill_s=self._step_s),
-        )
-
-
-class DirectClient:
-    """A client without a gateway: requests over the worker's control link. Implements ClientHandler."""
-
-    def __init__(self, address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.is_up = asyncio.Event()
-        self._arrived_s: dict[str, list[float]] = {}
-        self._is_over: dict[str, asyncio.Event] = {}
-        hello = Hello(role=Role.GATEWAY, peer_id="direct")
-        metrics = WireMetrics(CollectorRegistry())
-        self.link = ControlClient(address, hello, self, LinkSettings(), metrics=metrics, context=context)
-
-    def on_welcome(self, welcome: Welcome) -> None:
-        """Begin."""
-        self.is_up.set()
-
-    def on_message(self, message: Message) -> None:
-        """Note when tokens came."""
-        now_s = time.monotonic()
-        for item in message.items if isinstance(message, Tokens) else ():
-            self._arrived_s[item.request_id].append(now_s)
-            if item.finish_reason is not None:
-                self._is_over[item.request_id].set()
-
-    def on_lost(self, reason: str) -> None:
-        """The end of the run."""
-
-    def on_refused(self, refused: HelloRefused) -> None:
-        """Never in a benchmark."""
-
-    async def ask(self, mark: int, tokens: int) -> tuple[float, list[float]]:
-        """When a request was sent, and when its tokens came."""
-        name = str(mark)
-        self._arrived_s[name], self._is_over[name] = [], asyncio.Event()
-        prompt = _prompt(mark)
-        sampling = SamplingParams(max_tokens=tokens, temperature=0.0)
-        sent_s = time.monotonic()
-        self.link.send(Submit(
-            request_id=name, attempt=1, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=sampling
-        ))  # fmt: skip
-        await self._is_over[name].wait()
-        return sent_s, self._arrived_s.pop(name)
 
 
 @contextmanager
@@ -215,6 +81,9 @@ async def playing(worker: PacedWorker) -> AsyncIterator[str]:
         steps.cancel()
         await asyncio.gather(steps, return_exceptions=True)
         await worker.server.stop()
+
+
+_AWAKE = ", CPUs kept awake"
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,13 +165,9 @@ async def measure_gateway(directory: Path | None, load: Load) -> dict[str, list[
     return times
 
 
-def _prompt(mark: int) -> list[int]:
-    return [mark, *range(2000, 2127)]
-
-
 def _body(mark: int, tokens: int) -> bytes:
     body = {
-        "prompt": _prompt(mark), "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0,
+        "prompt": prompt_of(mark), "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
     return msgspec.json.encode(body)
@@ -359,20 +224,24 @@ def added_time(pace: Load, repeats: int) -> dict[str, float]:
     measured: dict[str, list[float]] = {}
     directory = resolve_model("demo", needs_weights=False)
     for _ in range(repeats):
-        direct = uvloop.run(measure_direct(pace))
-        least = uvloop.run(measure_gateway(None, pace))
-        through = uvloop.run(measure_gateway(directory, pace))
-        for name in direct:
-            for figure, value in _added(name, direct[name], least[name], through[name]).items():
-                measured.setdefault(figure, []).append(value)
+        for is_awake in (False, True):
+            with awake_cpus() if is_awake else contextlib.nullcontext():
+                direct = uvloop.run(measure_direct(pace))
+                least = uvloop.run(measure_gateway(None, pace))
+                through = uvloop.run(measure_gateway(directory, pace))
+            for name in direct:
+                for figure, value in _added(name, direct[name], least[name], through[name]).items():
+                    measured.setdefault(f"{figure}{_AWAKE if is_awake else ''}", []).append(value)
     figures = {figure: statistics.median(values) for figure, values in measured.items()}
-    for name in ("first token", "later tokens"):
-        shown = ", ".join(f"{q} {figures[f'{name} {q} ms']:.2f}" for q in ("p50", "p99", "max"))
-        print(
-            f"added to {name} ({pace.streams} streams, median of {repeats}): {shown} ms; without gateway "
-            f"{figures[f'{name} direct ms']:.2f} ms; the least gateway adds p50 {figures[f'{name} least p50 ms']:.2f} ms, "
-            f"ours {figures[f'{name} p50 to least']:.2f} times that"
-        )
+    for suffix in ("", _AWAKE):
+        print(f"{pace.streams} streams, median of {repeats}{suffix}:")
+        for name in ("first token", "later tokens"):
+            shown = ", ".join(f"{q} {figures[f'{name} {q} ms{suffix}']:.2f}" for q in ("p50", "p99", "max"))
+            least_ms, ratio = figures[f"{name} least p50 ms{suffix}"], figures[f"{name} p50 to least{suffix}"]
+            print(
+                f"  added to {name}: {shown} ms; the least gateway adds p50 {least_ms:.2f} ms, ours {ratio:.2f} times that"
+            )
+            print(f"    without a gateway it takes {figures[f'{name} direct ms{suffix}']:.2f} ms")
     return figures
 
 

@@ -1,0 +1,152 @@
+"""The two ends of what ``gateway.py`` measures: a played decode worker, and a client that speaks to it without a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.engine.fake import fake_card
+from kvrelay.wire.control_client import ControlClient
+from kvrelay.wire.control_server import ControlServer
+from kvrelay.wire.messages import (
+    Hello,
+    HelloRefused,
+    Message,
+    Role,
+    Status,
+    Submit,
+    Timings,
+    TokenDelta,
+    Tokens,
+    Welcome,
+    WorkerState,
+)
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.settings import LinkSettings
+
+FIRST_MARK = 1000  # requests are told apart by their prompt's first token
+VOCAB_SIZE = 49_152
+
+
+class PacedWorker:
+    """A decode worker on a real control socket: a token for every running request, every ``step_s``. Implements ServerHandler."""
+
+    def __init__(self, step_s: float, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.received_s: dict[int, float] = {}  # by the request's mark
+        self.sent_s: dict[int, list[float]] = {}
+        self._step_s = step_s
+        self._running: dict[int, Submit] = {}
+        self._waiting: list[list[float]] = []  # where the moment of the next message is to be noted
+        self._gateway = ""
+        metrics = WireMetrics(CollectorRegistry())
+        self.server = ControlServer("tcp://127.0.0.1:*", self, LinkSettings(), metrics=metrics, context=context)
+
+    def welcome(self, hello: Hello) -> Welcome | HelloRefused:
+        """Everybody is welcome."""
+        card = fake_card(num_blocks=4096, block_size=16, vocab_size=VOCAB_SIZE)
+        return Welcome(role=Role.DECODE, worker_id="paced", epoch=1, protocol=1, card=card)
+
+    def status(self) -> Status:
+        """Always room."""
+        return Status(
+            state=WorkerState.READY,
+            num_running=len(self._running),
+            num_waiting=0,
+            num_waiting_tokens=0,
+            num_free_blocks=4096,
+            num_blocks=4096,
+        )
+
+    def on_message(self, peer_id: str, role: Role, message: Message) -> None:
+        """Take requests."""
+        self._gateway = peer_id
+        if isinstance(message, Submit):
+            mark = message.token_ids[0]
+            self.received_s[mark] = time.monotonic()
+            self._running[mark] = message
+            self.sent_s[mark] = []
+
+    def on_peer_lost(self, peer_id: str, role: Role) -> None:
+        """The end of the run."""
+
+    async def run(self) -> None:
+        """Steps, until cancelled."""
+        while True:
+            started_s = time.monotonic()
+            items = [self._next_token(mark, submit) for mark, submit in list(self._running.items())]
+            if items:
+                now_s = time.monotonic()
+                for sent in self._waiting:
+                    sent.append(now_s)
+                self._waiting.clear()
+                self.server.send(self._gateway, Tokens(items=items))
+            await asyncio.sleep(max(0.0, started_s + self._step_s - time.monotonic()))
+
+    def _next_token(self, mark: int, submit: Submit) -> TokenDelta:
+        sent = self.sent_s[mark]
+        index = len(sent)
+        is_last = index + 1 == submit.sampling.max_tokens
+        if is_last:
+            del self._running[mark]
+        self._waiting.append(sent)
+        return TokenDelta(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            index=index,
+            tokens=[SampledToken(2000 + (37 * index + mark) % 15_000)],
+            finish_reason=FinishReason.LENGTH if is_last else None,
+            num_cached_tokens=None if index else 0,
+            timings=None if index else Timings(queue_s=0.0, prefill_s=self._step_s),
+        )
+
+
+class DirectClient:
+    """A client without a gateway: requests over the worker's control link. Implements ClientHandler."""
+
+    def __init__(self, address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.is_up = asyncio.Event()
+        self._arrived_s: dict[str, list[float]] = {}
+        self._is_over: dict[str, asyncio.Event] = {}
+        hello = Hello(role=Role.GATEWAY, peer_id="direct")
+        metrics = WireMetrics(CollectorRegistry())
+        self.link = ControlClient(address, hello, self, LinkSettings(), metrics=metrics, context=context)
+
+    def on_welcome(self, welcome: Welcome) -> None:
+        """Begin."""
+        self.is_up.set()
+
+    def on_message(self, message: Message) -> None:
+        """Note when tokens came."""
+        now_s = time.monotonic()
+        for item in message.items if isinstance(message, Tokens) else ():
+            self._arrived_s[item.request_id].append(now_s)
+            if item.finish_reason is not None:
+                self._is_over[item.request_id].set()
+
+    def on_lost(self, reason: str) -> None:
+        """The end of the run."""
+
+    def on_refused(self, refused: HelloRefused) -> None:
+        """Never in a benchmark."""
+
+    async def ask(self, mark: int, tokens: int) -> tuple[float, list[float]]:
+        """When a request was sent, and when its tokens came."""
+        name = str(mark)
+        self._arrived_s[name], self._is_over[name] = [], asyncio.Event()
+        prompt = prompt_of(mark)
+        sampling = SamplingParams(max_tokens=tokens, temperature=0.0)
+        sent_s = time.monotonic()
+        self.link.send(Submit(
+            request_id=name, attempt=1, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=sampling
+        ))  # fmt: skip
+        await self._is_over[name].wait()
+        return sent_s, self._arrived_s.pop(name)
+
+
+def prompt_of(mark: int) -> list[int]:
+    """The prompt of one request."""
+    return [mark, *range(2000, 2127)]
