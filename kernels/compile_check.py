@@ -113,14 +113,19 @@ class KernelResources:
     programs: int  # that one multiprocessor holds at once
     loops: LoopInstructions | None  # None where there is no PTX
 
-    def broken_limits(self, shared_limit: int) -> list[str]:
+    def broken_limits(self, shared_limit: int, spill_limit: int) -> list[str]:
         """The limits that do not hold, in words."""
         broken = []
         if self.shared_bytes > shared_limit:
             broken.append(f"{self.shared_bytes} bytes of shared memory, limit {shared_limit}")
-        if self.spill_bytes:
+        if self.spill_bytes > spill_limit:
             broken.append(f"{self.spill_bytes} bytes spilled")
         return broken
+
+
+def spill_limit(triton_version: str) -> int:
+    """Bytes per thread: none with the Triton that tiles are chosen by. Triton 3.6 parks up to 88 around loops, none in them."""
+    return 0 if tuple(map(int, triton_version.split(".")[:2])) >= (3, 9) else 96
 
 
 def _specialise(case: str, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
@@ -324,7 +329,7 @@ def main() -> int:
         sys.stdout.write(f"{_HEADER}\n")
     failed = False
     for resources in compile_all(options.jobs):
-        broken = resources.broken_limits(limits[resources.target])
+        broken = resources.broken_limits(limits[resources.target], spill_limit(triton.__version__))
         failed |= bool(broken)
         line = json.dumps(asdict(resources)) if options.json else _table_row(resources, broken)
         sys.stdout.write(line + "\n")

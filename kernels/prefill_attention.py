@@ -32,7 +32,7 @@ from kvrelay.kernels.kv_scales import dequantise, require_compute_dtype
 
 @dataclass(frozen=True)
 class _Tile:
-    """Launch parameters; the compile check holds its specialisations to no spills.
+    """Launch parameters; the compile check holds its specialisations to no spills (from Triton 3.9 on).
 
     Outside of it two are known to spill, at most 92 bytes per thread: bf16, head_dim 128, group 7 or 32 on
     sm80 (half the rows avoid it for 7; their speed is not measured), and fp32, head_dim 256 on gfx942.

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from kvrelay.common.sampling import SamplingParams
+from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.engine_options import EngineOptions
 from kvrelay.engine.guide_compiler import XGrammarCompiler
 from kvrelay.engine.guide_vocabulary import load_vocabulary
@@ -52,6 +52,14 @@ def save_model(directory: Path, config: Any, *, shard_size: str = "5GB", dtype: 
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(directory, max_shard_size=shard_size)
     return model.eval()
+
+
+def assert_same_tokens(given: list[SampledToken], expected: list[SampledToken]) -> None:
+    """But for the last bits of log probabilities: in fp32 the rounding of a product may depend on what else is in its batch."""
+    assert [token.token_id for token in given] == [token.token_id for token in expected]
+    for ours, theirs in zip(given, expected, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+        assert dict(ours.top_logprobs) == pytest.approx(dict(theirs.top_logprobs), abs=1e-5)
 
 
 def load(directory: Path, **options: Any) -> TorchEngine:

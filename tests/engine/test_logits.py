@@ -58,7 +58,7 @@ def test_logit_bias_is_hugging_faces() -> None:
     logits = random_logits(1)
     bias = ((3, 2.5), (89, -100.0), (0, 0.25), (40, 1e6))
     of = sequence([1, 2], [], logit_bias=bias)
-    theirs = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias])
+    theirs = SequenceBiasLogitsProcessor({(token,): value for token, value in bias})
     torch.testing.assert_close(processed(logits, [of]), theirs(torch.tensor([of.token_ids]), logits.clone()))
     twice = sequence([1], [], logit_bias=((3, 1.0), (3, 0.5)))
     torch.testing.assert_close(processed(logits, [twice])[0, 3], logits[0, 3] + 1.5)

@@ -227,9 +227,21 @@ print("same", len(given))
 """
 
 
+MENDED = """
+import sys
+
+sys.path.append({root!r})
+import pytest
+from tests.triton_interpreter import mend_loops
+
+mend_loops(pytest.MonkeyPatch())
+"""
+
+
 def run_interpreted(script: str, model_dir: Path, *arguments: str) -> str:
+    mended = MENDED.format(root=str(Path(__file__).parents[2]))
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(model_dir), *arguments],
+        [sys.executable, "-c", mended + textwrap.dedent(script), str(model_dir), *arguments],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,

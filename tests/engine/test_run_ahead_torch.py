@@ -13,7 +13,7 @@ from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence, SequenceStatus
 from kvrelay.engine.torch_engine import TorchEngine
-from tests.engine.conftest import VOCAB, load, sequence
+from tests.engine.conftest import VOCAB, assert_same_tokens, load, sequence
 from tests.guides import ChainState
 
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -85,7 +85,7 @@ def test_a_row_takes_its_token_from_the_step_before_it(llama: tuple[Path, Any]) 
     given.append(take(given_of, [1] * 9, launched.wait()))
     for step, (ours, theirs) in enumerate(zip(given, expected, strict=True)):
         turn = 3 * step % 9
-        assert ours == theirs[turn:] + theirs[:turn], step
+        assert_same_tokens(ours, theirs[turn:] + theirs[:turn])
 
 
 def test_who_joins_and_who_is_ahead_share_a_step(llama: tuple[Path, Any]) -> None:

@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from kvrelay.kernels import norm
+from tests.triton_interpreter import mend_loops
 
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
@@ -28,8 +29,8 @@ def device() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def faithful_interpreter(device: str) -> Iterator[None]:
-    """Closes gaps of the interpreter: casts to bf16 and e4m3 do not round there, or take integers for bits, and `tl.dot`
-    multiplies bf16's raw bits.
+    """Closes gaps of the interpreter: casts to bf16 and e4m3 do not round there, or take integers for bits, `tl.dot`
+    multiplies bf16's raw bits, and loops may need mending.
     """
     if device == "cuda":
         # Triton 3.9 warns where this is unset, and a warning is an error here; 1 is its default.
@@ -64,6 +65,7 @@ def faithful_interpreter(device: str) -> Iterator[None]:
         return original_dot(self, a, b, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
+        mend_loops(patch)
         patch.setattr(builder, "cast_impl", cast_impl)
         patch.setattr(builder, "create_dot", create_dot)
         patch.setattr(builder, "create_fp_to_fp", create_fp_to_fp)
