@@ -133,6 +133,16 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Stage]]:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("block-sender")]
 
 
+def assert_all_ends(on: Stage, tickets: list[SendTicket]) -> None:
+    """All threads, and every block of ``tickets``."""
+    for thread in on.sender._threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert not on.sender.is_alive
+    for ticket in tickets:
+        assert_done_soon(ticket)
+
+
 def test_a_link_with_little_to_do_stays_with_one_line(stage: Callable[[int], Stage]) -> None:
     on = stage(NUM_SOCKETS)
     on.next_round(0)
@@ -202,12 +212,7 @@ def test_when_one_line_breaks_all_end_and_no_block_is_held(
     until(lambda: sum(len(line.taken) for line in on.lines) == 2 + NUM_SOCKETS, "each line has a block")
     on.lines[broken].error = error
     on.lines[broken].takes.release()
-    for thread in on.sender._threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    assert not on.sender.is_alive
-    for ticket in tickets:
-        assert_done_soon(ticket)
+    assert_all_ends(on, tickets)
     with pytest.raises(WireError, match="closed"):
         on.send()
 
@@ -235,12 +240,7 @@ def test_who_gives_up_ends_all_lines_and_says_so(stage: Callable[[int], Stage]) 
     on.sender.give_up()
     on.sender.give_up()
     assert on.has_ended.wait(WAIT_S)
-    for thread in on.sender._threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    assert not on.sender.is_alive
-    for ticket in tickets:
-        assert_done_soon(ticket)
+    assert_all_ends(on, tickets)
 
 
 def test_closing_ends_lines_that_wait_for_room_for_a_block_and_for_the_wire(stage: Callable[[int], Stage]) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import select
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 
 from kvrelay.wire.block_frames import _copy_beside_others
+from kvrelay.wire.shared_packets import Greeting
 from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.shared_receiver import SharedReceiver
+from kvrelay.wire.shared_ring import RingShape, make_ring
 from kvrelay.wire.shared_takers import sent
 
 from .handoffs import offer_for
@@ -78,42 +82,42 @@ def test_connections_are_served_side_by_side_and_each_by_one_thread(rig: Rig) ->
     rig.leases.abort_peer("p")
 
 
-def test_a_sender_that_has_just_begun_has_its_turn_within_eight_blocks_of_anothers(rig: Rig) -> None:
-    """With one thread, and thirty blocks that lie there already. Who is told yes has a place in the line."""
+@contextmanager
+def first_of_thirty(rig: Rig) -> Iterator[tuple[Crowd, SharedReceiver]]:
+    """A receiver with one thread, and two senders: the first one's first block is being taken, 29 more lie there."""
     receiver = SharedReceiver(SharedPlace(), rig.leases, BLOCK_NBYTES, rig.decode_metrics)
     receiver.start()
     with Crowd(rig, receiver, 2) as crowd:
         rig.leases.may_finish.clear()
         for index in range(30):
             crowd.send(0, index)
-        order = [next_inside(rig)]
-        crowd.send(1, 30)
-        rig.leases.may_finish.set()
-        order += [next_inside(rig) for _ in range(30)]
-        assert order == [*range(8), 30, *range(8, 30)]
-        assert [rig.next_block() for _ in range(31)] == ["ok"] * 31
+        assert next_inside(rig) == 0
+        yield crowd, receiver
     receiver.stop()
     rig.leases.abort_peer("p")
+
+
+def assert_next_but_for_eight(rig: Rig, crowd: Crowd) -> None:
+    """The second sender's block is taken behind eight of the first one's."""
+    crowd.send(1, 30)
+    rig.leases.may_finish.set()
+    assert [next_inside(rig) for _ in range(30)] == [*range(1, 8), 30, *range(8, 30)]
+    assert [rig.next_block() for _ in range(31)] == ["ok"] * 31
+
+
+def test_a_sender_that_has_just_begun_has_its_turn_within_eight_blocks_of_anothers(rig: Rig) -> None:
+    """With one thread, and thirty blocks that lie there already. Who is told yes has a place in the line."""
+    with first_of_thirty(rig) as (crowd, _):
+        assert_next_but_for_eight(rig, crowd)
 
 
 def test_a_packet_that_comes_just_as_a_turn_begins_keeps_no_place_in_the_line(rig: Rig) -> None:
     """The kernel's ready list then has a connection whose turn it is, as if it had come for the next one already."""
-    receiver = SharedReceiver(SharedPlace(), rig.leases, BLOCK_NBYTES, rig.decode_metrics)
-    receiver.start()
-    with Crowd(rig, receiver, 2) as crowd:
-        rig.leases.may_finish.clear()
-        for index in range(30):
-            crowd.send(0, index)
-        order = [next_inside(rig)]
+    with first_of_thirty(rig) as (crowd, receiver):
         first, epoll = next(iter(receiver._takers._senders)), receiver._takers._epoll
         epoll.modify(first, select.EPOLLIN)  # it is put on the list, and nobody looks at that now
         epoll.modify(first, select.EPOLLONESHOT)  # as the kernel leaves it: on the list, and not asked for
-        crowd.send(1, 30)
-        rig.leases.may_finish.set()
-        order += [next_inside(rig) for _ in range(30)]
-        assert order == [*range(8), 30, *range(8, 30)]
-    receiver.stop()
-    rig.leases.abort_peer("p")
+        assert_next_but_for_eight(rig, crowd)
 
 
 def test_who_has_been_let_in_is_served_however_late_the_door_is_behind_its_answer(
@@ -231,3 +235,49 @@ def test_a_copy_out_of_memory_that_is_read_only_lets_other_threads_run() -> None
     other.join(WAIT_S)
     assert ran_meanwhile
     assert target == source
+
+
+def test_who_cannot_be_told_yes_is_dropped(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands in line already, and would be a sender that does not know that it is one."""
+    receiver = SharedReceiver(SharedPlace(), rig.leases, BLOCK_NBYTES, rig.decode_metrics)
+    monkeypatch.setattr("kvrelay.wire.shared_receiver.sent", lambda connection, packet: False)
+    receiver.start()
+    ring, descriptor = make_ring(RingShape.of(BLOCK_NBYTES))
+    with SharedPeer(receiver.name) as peer:
+        socket.send_fds(peer.socket, [Greeting(ring.shape, b"").pack()], [descriptor])
+        assert peer.ended_with() == b""
+        until(lambda: receiver.num_connections == 0, "a sender that was never told")
+    os.close(descriptor)
+    ring.close()
+    assert receiver.is_alive
+    receiver.stop()
+
+
+class FullEpoll:
+    """The kernel's, without room for one more."""
+
+    def __init__(self, epoll: select.epoll) -> None:
+        self._epoll = epoll
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._epoll, name)
+
+    def register(self, descriptor: int, events: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_sender_that_finds_no_place_in_the_line_again_is_dropped_and_no_other(rig: Rig) -> None:
+    receiver = SharedReceiver(SharedPlace(), rig.leases, BLOCK_NBYTES, rig.decode_metrics)
+    receiver.start()
+    with Crowd(rig, receiver, 2) as crowd:
+        takers: Any = receiver._takers
+        whole, takers._epoll = takers._epoll, FullEpoll(takers._epoll)
+        crowd.send(0, 0)
+        assert crowd.peers[0].slots_back() == [0]
+        assert crowd.peers[0].ended_with() == b""
+        takers._epoll = whole
+        crowd.send(1, 1)
+        assert crowd.peers[1].slots_back() == [1]
+        assert receiver.is_alive
+    receiver.stop()
+    rig.leases.abort_peer("p")
