@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from kvrelay.gateway.errors import ApiError, HeadersTooLargeError, InvalidHttpError, SlowClientError
+from kvrelay.gateway.gathered_writes import GatheredWrites
 from kvrelay.gateway.refusals import Reason, Refusals
 from kvrelay.gateway.reply import EXTENSION, Exchange
 from kvrelay.gateway.settings import HttpLimits
@@ -56,12 +57,14 @@ class HttpProtocol(HttpToolsProtocol):
         *,
         limits: HttpLimits,
         refusals: Refusals,
+        writes: GatheredWrites,
         on_lost: Callable[[HttpProtocol], None],
     ) -> None:
-        """``on_lost`` is called when the connection has ended, if it was ever made."""
+        """``writes``: of all connections. ``on_lost`` is called when this one has ended, if it was ever made."""
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._refusals = refusals
+        self._writes = writes
         self._on_lost = on_lost
         self._is_refused = False
         self._is_in_headers = False
@@ -181,7 +184,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        extensions: dict[str, Any] = {EXTENSION: Exchange(cycle)}
+        extensions: dict[str, Any] = {EXTENSION: Exchange(cycle, self._writes)}
         cycle.scope["extensions"] = extensions
         super()._start_asgi_task(cycle, app)
 

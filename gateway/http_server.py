@@ -23,6 +23,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvrelay.gateway.errors import ConnectionsError
+from kvrelay.gateway.gathered_writes import GatheredWrites
 from kvrelay.gateway.http_protocol import HttpProtocol, raw_response
 from kvrelay.gateway.refusals import Reason, Refusals
 from kvrelay.gateway.settings import HttpLimits
@@ -74,7 +75,9 @@ class HttpServer(uvicorn.Server):
         """
         # From being accepted on: uvicorn counts them after the TLS handshake.
         self._connections: set[HttpProtocol] = set()
-        protocol = functools.partial(HttpProtocol, limits=limits, refusals=refusals, on_lost=self._forget)
+        protocol = functools.partial(
+            HttpProtocol, limits=limits, refusals=refusals, writes=GatheredWrites(), on_lost=self._forget
+        )
         super().__init__(
             uvicorn.Config(
                 app,

@@ -1,7 +1,8 @@
 """One request's answer on its way out: ASGI's ``send`` with what every answer has, and a shorter way for streams.
 
 ASGI sends by coroutines, and so by tasks. For a stream of tokens that is too long a way: an :class:`Exchange` writes to the
-connection in the very call that brings a token. It refuses if the client is behind: then ``send``, which waits, is the way.
+connection in the very call that brings a first token, and just behind what brings more (:mod:`kvrelay.gateway.gathered_writes`). It
+refuses if the client is behind: then ``send``, which waits, is the way.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Iterable
 from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from kvrelay.gateway.gathered_writes import GatheredWrites
+
 EXTENSION = "kvrelay.exchange"  # of the ASGI scope, with an Exchange
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -19,8 +22,10 @@ Headers = Iterable[tuple[bytes, bytes]]
 class Exchange:
     """One request and its answer on uvicorn's connection, beside ASGI: what has come, and writing chunks as ``send`` would."""
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
+    def __init__(self, cycle: RequestResponseCycle, writes: GatheredWrites) -> None:
+        """``writes``: of all connections."""
         self._cycle = cycle
+        self._writes = writes
 
     def take_body(self) -> bytes | None:
         """The body, if all of it is here; ``receive`` then waits for what comes behind it. Else None, and nothing is taken."""
@@ -49,12 +54,16 @@ class Exchange:
         return True
 
     def write(self, body: bytes) -> bool:
-        """Write one more part, not empty; False, and nothing written, if the client is behind, or gone."""
+        """Write one more part, not empty, soon; False, and nothing written, if the client is behind, or gone."""
         cycle = self._cycle
         if cycle.disconnected or cycle.flow.write_paused:
             return False
-        cycle.transport.write(_chunk(body))
+        self._writes.add(cycle, _chunk(body))
         return True
+
+    def write_now(self) -> None:
+        """Write the parts that wait to be; to be called before anything else is sent."""
+        self._writes.write_now(self._cycle)
 
 
 class Reply:
@@ -71,6 +80,8 @@ class Reply:
         """ASGI's ``send``."""
         if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", []), self._id]
+        elif self._exchange is not None:
+            self._exchange.write_now()
         await self._send(message)
         if message["type"] == "http.response.start":
             self.status = message["status"]
@@ -83,7 +94,7 @@ class Reply:
         return True
 
     def write(self, body: bytes) -> bool:
-        """Send a part that is not empty now, or do nothing and return False."""
+        """Send a part that is not empty soon, or do nothing and return False."""
         return self._exchange is not None and self._exchange.write(body)
 
 

@@ -1,0 +1,105 @@
+"""What streams write together: behind what made it, in order, and never behind what comes after it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvrelay.gateway.gathered_writes import GatheredWrites
+from kvrelay.gateway.reply import Exchange, Reply
+
+
+class Flow:
+    """As uvicorn's, as far as writing is concerned."""
+
+    write_paused = False
+
+
+class Connection:
+    """uvicorn's cycle and its transport; ``log`` has what is written to all connections."""
+
+    def __init__(self, name: str, log: list[tuple[str, bytes]]) -> None:
+        self.name = name
+        self.log = log
+        self.disconnected = False
+        self.closing = False
+        self.flow = Flow()
+        self.transport = self
+
+    def write(self, data: bytes) -> None:
+        self.log.append((self.name, data))
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+
+def connections(count: int) -> tuple[list[Any], list[tuple[str, bytes]]]:
+    log: list[tuple[str, bytes]] = []
+    return [Connection(str(number), log) for number in range(count)], log
+
+
+async def turn_of_the_loop() -> None:
+    await asyncio.sleep(0)
+
+
+async def test_parts_of_one_go_are_written_behind_it_and_those_of_a_connection_together() -> None:
+    (one, other), log = connections(2)
+    writes = GatheredWrites()
+    for cycle, part in ((one, b"a"), (other, b"b"), (one, b"c")):
+        writes.add(cycle, part)
+    assert log == []
+    await turn_of_the_loop()
+    assert log == [("0", b"ac"), ("1", b"b")]
+    writes.add(other, b"d")  # and again
+    await turn_of_the_loop()
+    assert log[2:] == [("1", b"d")]
+
+
+async def test_many_streams_do_not_wait_for_all_others() -> None:
+    cycles, log = connections(100)
+    writes = GatheredWrites()
+    num_written = []
+    for cycle in cycles:
+        writes.add(cycle, b"x")
+        num_written.append(len(log))
+    assert max(number - written for number, written in enumerate(num_written, start=1)) < 32
+    await turn_of_the_loop()
+    assert [name for name, _ in log] == [cycle.name for cycle in cycles]
+
+
+async def test_a_connection_is_not_given_any_number_of_parts_before_it_can_say_that_it_is_full() -> None:
+    (cycle,), log = connections(1)
+    exchange = Exchange(cycle, GatheredWrites())
+    num_taken = 0
+    while exchange.write(b"x") and num_taken < 100:
+        num_taken += 1
+        cycle.flow.write_paused = bool(log)  # one write, and it is full
+    assert num_taken == 8
+    await turn_of_the_loop()
+    assert log == [("0", b"1\r\nx\r\n" * 8)]
+
+
+@pytest.mark.parametrize("what", ["disconnected", "closing"])
+async def test_nothing_is_written_to_a_connection_that_ended_meanwhile(what: str) -> None:
+    (gone, other), log = connections(2)
+    writes = GatheredWrites()
+    writes.add(gone, b"a")
+    writes.add(other, b"b")
+    setattr(gone, what, True)
+    await turn_of_the_loop()
+    assert log == [("1", b"b")]
+
+
+async def test_what_is_sent_the_long_way_comes_behind_what_is_gathered() -> None:
+    (cycle,), log = connections(1)
+
+    async def send(message: Any) -> None:
+        cycle.write(message["body"])
+
+    reply = Reply(send, "r1", Exchange(cycle, GatheredWrites()))
+    assert reply.write(b"first")
+    await reply({"type": "http.response.body", "body": b"last", "more_body": False})
+    await turn_of_the_loop()
+    assert log == [("0", b"5\r\nfirst\r\n"), ("0", b"last")]
