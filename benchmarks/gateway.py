@@ -1,6 +1,6 @@
 """What the gateway costs: time added to each token, tokens per second with many streams, memory.
 
-    .venv/bin/python benchmarks/gateway.py            # about seven minutes
+    .venv/bin/python benchmarks/gateway.py            # about eight minutes
     .venv/bin/python benchmarks/gateway.py --help
 
 *Added time* is measured on one clock: this process plays the decode worker (the real control socket; one message a step with a
@@ -14,10 +14,10 @@ turns: as the machine is, and with its CPUs kept awake (``awake.py``). Between t
 it takes to wake that on a virtual machine is a matter of the host, and a large part of all these times.
 
 *Throughput* is real processes: one gateway, one decode worker with the fake engine, ``kvrelay bench`` with 200 streams that
-ask for more than can be had. CPU time by component tells what limits it. With ``--workers 1 --workers 2`` the gateway is measured
-with one process, then with two. Where the generator needs the same cores, tokens per second tell nothing about more
-processes; CPU time per token does: as long as it stays the same, nothing is shared, and N processes on N free cores take N times
-as many tokens. ``--only-throughput`` leaves the added time out.
+ask for more than can be had; then the same with the least gateway. CPU time by component tells what limits it. With
+``--workers 1 --workers 2`` the gateway is measured with one process, then with two. Where the generator needs the same
+cores, tokens per second tell nothing about more processes; CPU time per token does: as long as it stays the same, nothing is
+shared, and N processes on N free cores take N times as many tokens. ``--only-throughput`` leaves the added time out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ import uvloop
 import zmq
 from awake import awake_cpus
 from gateway_ends import FIRST_MARK, DirectClient, PacedWorker, prompt_of
-from gateway_load import throughput
+from gateway_load import least_gateway, throughput
 
 from kvrelay.launcher.bench.client import StreamingClient
 from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
@@ -54,15 +54,12 @@ from kvrelay.launcher.ports import free_ports
 
 
 @contextmanager
-def gateway_process(worker_address: str, directory: Path | None) -> Iterator[tuple[str, psutil.Process]]:
-    """A gateway with one decode worker, or without a model the least one; its URL and process."""
+def gateway_process(worker_address: str, directory: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """A gateway with one decode worker; its URL and process."""
     (port,) = free_ports(1)
-    arguments = ["--port", str(port), "--decode-workers", worker_address]
-    command = [sys.executable, str(Path(__file__).with_name("least_gateway.py")), *arguments]
-    if directory is not None:
-        program = ["-P", "-m", "kvrelay.launcher", "gateway", "--log-level", "warning"]
-        command = [sys.executable, *program, "--model", str(directory), *arguments]
-    process = subprocess.Popen(command)
+    arguments = ["--model", str(directory), "--port", str(port), "--decode-workers", worker_address]
+    program = ["-P", "-m", "kvrelay.launcher", "gateway", "--log-level", "warning"]
+    process = subprocess.Popen([sys.executable, *program, *arguments])
     try:
         yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
     finally:
@@ -143,7 +140,8 @@ async def measure_gateway(directory: Path | None, load: Load) -> dict[str, list[
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     worker = PacedWorker(load.step_s, context)
     async with playing(worker) as worker_address:
-        with gateway_process(worker_address, directory) as (url, process):
+        process_of = least_gateway(worker_address) if directory is None else gateway_process(worker_address, directory)
+        with process_of as (url, process):
             await _ready(url)
             http = HttpStreams(ServerAddress(url), {})
             client = StreamingClient(http, "completions", timeout_s=60.0, clock=time.monotonic)

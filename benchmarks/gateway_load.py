@@ -1,4 +1,8 @@
-"""Streamed tokens per second through a gateway of one process or several, and what they use of the CPU: for ``gateway.py``."""
+"""Streamed tokens per second through a gateway of one process or several, and what they use of the CPU: for ``gateway.py``.
+
+Beside it the same through the least process that could stand there (``least_gateway.py``), so that a figure says something on a
+machine that is at times half as fast as at others.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -17,25 +22,30 @@ from kvrelay.launcher.bench.records import read_result
 from kvrelay.launcher.bench.summary import summarize
 from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model
+from kvrelay.launcher.ports import free_ports
 from kvrelay.launcher.settings import LocalSettings
+
+_LEAST = 0  # in the place of a number of processes: the least gateway
 
 
 def throughput(streams: int, seconds: float, step_ms: float, workers: Sequence[int], rounds: int) -> dict[str, float]:
     """Measure and print it, for each number of gateway processes; figures of others than the first are named after it.
 
-    Each round measures all of them; ratios are those within a round, so a machine that is slower for a while is slower for all.
-    Of everything the median counts.
+    Each round measures all of them, and the least gateway; ratios are those within a round, so a machine that is slower for a while
+    is slower for all. Of everything the median counts.
     """
     measured = [
-        {count: measure_throughput(streams, seconds, step_ms, count) for count in workers} for _ in range(rounds)
+        {count: measure_throughput(streams, seconds, step_ms, count) for count in (_LEAST, *workers)}
+        for _ in range(rounds)
     ]
     figures: dict[str, float] = {}
-    for count in workers:
+    for count in (*workers, _LEAST):
         load = {name: statistics.median(one[count][name] for one in measured) for name in measured[0][count]}
-        suffix = "" if count == workers[0] else f" workers={count}"
+        what = "the least gateway" if count == _LEAST else f"{count} gateway process(es)"
+        suffix = "" if count == workers[0] else f" {'least' if count == _LEAST else f'workers={count}'}"
         figures |= {f"{name}{suffix}": value for name, value in load.items()}
         print(
-            f"{streams} streams, {count} gateway process(es): {load['tokens_per_s']:.0f} tokens/s; gateway "
+            f"{streams} streams, {what}: {load['tokens_per_s']:.0f} tokens/s; gateway "
             f"{load['gateway_us_per_token']:.1f} CPU s per million tokens ({load['gateway_busiest_share']:.0%} of it in one "
             f"process) and {load['gateway_mb']:.0f} MB, worker {load['worker_us_per_token']:.1f} CPU s; "
             f"generator {load.get('generator_cores', float('nan')):.2f} cores"
@@ -47,7 +57,7 @@ def throughput(streams: int, seconds: float, step_ms: float, workers: Sequence[i
             }
             figures |= {f"{name}{suffix} ratio": value for name, value in ratios.items()}
             print(
-                f"  {count} against {workers[0]}: {ratios['gateway_us_per_token']:.2f} times the CPU time per token, "
+                f"  {what} against {workers[0]}: {ratios['gateway_us_per_token']:.2f} times the CPU time per token, "
                 f"{ratios['tokens_per_s']:.2f} times the tokens/s here"
             )
     return figures
@@ -59,27 +69,27 @@ def measure_throughput(streams: int, seconds: float, step_ms: float, workers: in
         "KVRELAY_FAKE_STEP_MS": f"{step_ms:g}", "KVRELAY_FAKE_TOKEN_US": "0", "KVRELAY_FAKE_TOKEN_BYTES": "64",
         "KVRELAY_MAX_NUM_SEQS": f"{streams + 56}",
     }  # fmt: skip
-    settings = LocalSettings(engine="fake", prefill=0, decode=1, port=0, workers=workers, log_level="warning")
+    settings = LocalSettings(engine="fake", prefill=0, decode=1, port=0, workers=max(1, workers), log_level="warning")
     with (
         tempfile.TemporaryDirectory() as directory,
         LocalDeployment.from_settings(settings, resolve_model("demo")) as deployment,
     ):
         deployment.wait_ready(timeout_s=60)
-        processes = {name: psutil.Process(pid) for name, pid in deployment.pids.items()}
-        gateways = _until_all_serve(processes["gateway"], workers)
-        output = Path(directory) / "result.json"
-        command = [
-            sys.executable, "-P", "-m", "kvrelay.launcher", "bench", "--url", deployment.url, "--concurrency", str(streams),
-            "--input-len", "32", "--output-len", "256", "--duration-s", str(seconds), "--output", str(output),
-        ]  # fmt: skip
-        before_s, worker_before_s = [_cpu_s(one) for one in gateways], _cpu_s(processes["decode-0"])
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if not output.exists():
-            raise SystemExit(f"the generator failed: {ended.stderr[-2000:]}")
-        used_s = [_cpu_s(one) - before for one, before in zip(gateways, before_s, strict=True)]
-        worker_s = _cpu_s(processes["decode-0"]) - worker_before_s
-        memory_mb = sum(one.memory_info().rss for one in gateways) / 2**20
-        result = read_result(output)
+        with _gateway_of(deployment, workers) as (url, gateways):
+            worker = psutil.Process(deployment.pids["decode-0"])
+            output = Path(directory) / "result.json"
+            command = [
+                sys.executable, "-P", "-m", "kvrelay.launcher", "bench", "--url", url, "--concurrency", str(streams),
+                "--input-len", "32", "--output-len", "256", "--duration-s", str(seconds), "--output", str(output),
+            ]  # fmt: skip
+            before_s, worker_before_s = [_cpu_s(one) for one in gateways], _cpu_s(worker)
+            ended = subprocess.run(command, capture_output=True, text=True, check=False)
+            if not output.exists():
+                raise SystemExit(f"the generator failed: {ended.stderr[-2000:]}")
+            used_s = [_cpu_s(one) - before for one, before in zip(gateways, before_s, strict=True)]
+            worker_s = _cpu_s(worker) - worker_before_s
+            memory_mb = sum(one.memory_info().rss for one in gateways) / 2**20
+            result = read_result(output)
     whole = summarize(result).all
     if whole.num_ok != whole.num_requests:
         raise SystemExit(f"{whole.num_requests - whole.num_ok} requests failed: {whole.errors}")
@@ -94,6 +104,34 @@ def measure_throughput(streams: int, seconds: float, step_ms: float, workers: in
     if result.cpu is not None:
         figures |= {"generator_cores": result.cpu.generator, "other_cores": result.cpu.others + result.cpu.stolen}
     return figures
+
+
+@contextmanager
+def _gateway_of(deployment: LocalDeployment, workers: int) -> Iterator[tuple[str, list[psutil.Process]]]:
+    """URL and processes of the deployment's gateway, or of the least one beside it."""
+    if workers != _LEAST:
+        yield deployment.url, _until_all_serve(psutil.Process(deployment.pids["gateway"]), workers)
+        return
+    decode = next(spec for spec in deployment.plan.specs if spec.name == "decode-0").command
+    address = next(argument.removeprefix("--address=") for argument in decode if argument.startswith("--address="))
+    with least_gateway(address) as (url, process):
+        yield url, [process]
+
+
+@contextmanager
+def least_gateway(worker_address: str) -> Iterator[tuple[str, psutil.Process]]:
+    """URL and process of ``least_gateway.py``, once it answers."""
+    (port,) = free_ports(1)
+    script = str(Path(__file__).with_name("least_gateway.py"))
+    command = [sys.executable, script, "--port", str(port), "--decode-workers", worker_address]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def _until_all_serve(gateway: psutil.Process, workers: int) -> list[psutil.Process]:

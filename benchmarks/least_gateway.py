@@ -26,7 +26,8 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.settings import LinkSettings
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-_READY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+_MODELS = b'{"object":"list","data":[{"id":"least"}]}'  # what a generator asks for
+_READY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(_MODELS), _MODELS)
 
 
 class _Body(msgspec.Struct):
@@ -115,6 +116,7 @@ async def _serve(port: int, address: str) -> None:
     gateway.link.start()
     await gateway.is_up.wait()
     server = await asyncio.get_running_loop().create_server(lambda: _Connection(gateway), "127.0.0.1", port)
+    print("ready", flush=True)
     await server.serve_forever()
 
 
