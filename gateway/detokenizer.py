@@ -3,6 +3,9 @@
 A token's text can depend on the tokens before it (leading spaces, bytes of one character spread over tokens), so a piece is
 what a short window of ids decodes to, less what was sent of it. A window that ends in an unfinished character waits for its rest,
 but only as long as a character can be: bytes that never become one are sent as U+FFFD, and no window grows with the text.
+
+The tokens of many models are bytes and nothing else. A token that is whole characters then adds its own text, whatever came before
+it, and no window is decoded for it: twice per token that took a sixth of all that a gateway does with one.
 """
 
 from __future__ import annotations
@@ -16,8 +19,16 @@ _MAX_HELD_TOKENS = 4  # a character has at most four bytes, and a token at least
 class Detokenizer:
     """One sequence's output as text. ``decode`` turns ids into text; ``silent_ids`` have none, whatever it makes of them."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], silent_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        silent_ids: Collection[int] = (),
+        *,
+        text_of: Callable[[int], str] | None = None,
+    ) -> None:
+        """``text_of``: what one token decodes to, where tokens are bytes that are decoded together; None: they are not."""
         self._decode = decode
+        self._text_of = text_of
         self._silent_ids = frozenset(silent_ids)
         self._window: list[int] = []  # what the next piece's text depends on
         self._num_sent_chars = 0  # of the window's text
@@ -34,6 +45,10 @@ class Detokenizer:
         return text
 
     def _push_one(self, token_id: int) -> str:
+        if self._text_of is not None and self._num_held == 0 and _REPLACEMENT not in (own := self._text_of(token_id)):
+            if self._window:
+                self._window, self._num_sent_chars = [], 0  # whole characters: nothing depends on them
+            return own
         self._window.append(token_id)
         self._num_held += 1
         text = self._decode(self._window)

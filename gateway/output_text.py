@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.gateway.detokenizer import Detokenizer
 from kvrelay.gateway.stop import StopMatcher
 from kvrelay.gateway.tokenizer import Tokenizer
 
@@ -31,7 +30,7 @@ class OutputText:
         if not options.includes_stop:
             # A tokenizer need not call a model's end tokens special; no client wants to read them.
             silent = silent.union(sampling.stop_token_ids)
-        self._detokenizer = Detokenizer(tokenizer.decode_all, silent)
+        self._detokenizer = tokenizer.detokenizer(silent)
         self._stop = StopMatcher(options.stops, includes_stop=options.includes_stop)
         self._min_tokens = sampling.min_tokens if options.stops else 0
         self._stop_token_ids = frozenset(sampling.stop_token_ids) - frozenset(tokenizer.eos_ids)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+import tokenizers.decoders
 
 from kvrelay.common.errors import ModelError
+from kvrelay.gateway.detokenizer import Detokenizer
 
 
 class Tokenizer:
@@ -27,6 +29,7 @@ class Tokenizer:
         self.eos_ids = eos_ids
         # Every token of every output is decoded on its own, too (see detokenizer.py). As many as the model has ids.
         self._token_texts: dict[int, str] = {}
+        self._decodes_bytes = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -77,6 +80,10 @@ class Tokenizer:
         if len(token_ids) == 1:
             return self.token_text(token_ids[0])
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def detokenizer(self, silent_ids: Collection[int] = ()) -> Detokenizer:
+        """For one sequence's output, special tokens included, but for ``silent_ids``."""
+        return Detokenizer(self.decode_all, silent_ids, text_of=self.token_text if self._decodes_bytes else None)
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name in the vocabulary, such as ``<tool_call>``; None if there is none."""

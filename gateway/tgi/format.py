@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.common.sampling import FinishReason, SampledToken
-from kvrelay.gateway.detokenizer import Detokenizer
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import Generation, TextDelta, Usage
 from kvrelay.gateway.jobs import Choice
@@ -42,7 +41,7 @@ class GenerateFormat:
         self._sampling = generation.sampling
         self._wanted = wanted
         # Of a stream:
-        self._detokenizer = Detokenizer(tokenizer.decode_all)
+        self._detokenizer = tokenizer.detokenizer()
         self._texts: list[str] = []
         self._num_tokens = 0
         self._held: list[SampledToken] = []  # the last token, if it came before the word that it is the last
@@ -114,7 +113,7 @@ class GenerateFormat:
 
     def _details(self, choice: Choice) -> dict[str, Any]:
         tokens = choice.tokens
-        detokenizer = Detokenizer(self._tokenizer.decode_all)
+        detokenizer = self._tokenizer.detokenizer()
         texts = [detokenizer.push([token.token_id]) for token in tokens]
         if texts:
             texts[-1] += detokenizer.finish()

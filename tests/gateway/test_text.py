@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import tokenizers
 import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.common.errors import ModelError
@@ -32,10 +32,20 @@ def byte_tokenizer() -> Tokenizer:
 
 
 BYTES = byte_tokenizer()
+Make = Callable[..., Detokenizer]
 
 
-def pieces_of(token_ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
-    detokenizer = Detokenizer(BYTES.decode_all)
+@pytest.fixture(params=[True, False], ids=["tokens are bytes", "tokens depend on others"])
+def detokenizer_of(request: pytest.FixtureRequest) -> Make:
+    """Both ways to the same text."""
+
+    def make(silent_ids: Sequence[int] = ()) -> Detokenizer:
+        return BYTES.detokenizer(silent_ids) if request.param else Detokenizer(BYTES.decode_all, silent_ids)
+
+    return make
+
+
+def pieces_of(detokenizer: Detokenizer, token_ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
     pieces: list[str] = []
     start = 0
     for length in [*cuts, len(token_ids)]:
@@ -46,9 +56,10 @@ def pieces_of(token_ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
     return [*pieces, detokenizer.finish()]
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(1, 5), max_size=60))
-def test_pieces_add_up_and_are_whole_characters(text: str, cuts: list[int]) -> None:
-    pieces = pieces_of(BYTES.encode(text, add_special_tokens=False), cuts)
+def test_pieces_add_up_and_are_whole_characters(detokenizer_of: Make, text: str, cuts: list[int]) -> None:
+    pieces = pieces_of(detokenizer_of(), BYTES.encode(text, add_special_tokens=False), cuts)
     assert "".join(pieces) == text.rstrip("\ufffd") or "".join(pieces) == text
     for piece in pieces:
         piece.encode()  # no half of anything
@@ -56,14 +67,15 @@ def test_pieces_add_up_and_are_whole_characters(text: str, cuts: list[int]) -> N
 
 
 @pytest.mark.parametrize("text", ["a€", "日本語", "🙂", "e\u0301"])
-def test_an_unfinished_character_at_the_end_is_dropped(text: str) -> None:
+def test_an_unfinished_character_at_the_end_is_dropped(detokenizer_of: Make, text: str) -> None:
     ids = BYTES.encode(text, add_special_tokens=False)
-    assert "".join(pieces_of(ids[:-1], [1] * 20)) == text[:-1]
+    assert "".join(pieces_of(detokenizer_of(), ids[:-1], [1] * 20)) == text[:-1]
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(token_ids=st.lists(st.integers(0, 255), max_size=60))
-def test_bytes_that_are_no_text_come_out_as_the_whole_decodes_them(token_ids: list[int]) -> None:
-    pieces = pieces_of(token_ids, [1] * len(token_ids))
+def test_bytes_that_are_no_text_come_out_as_the_whole_decodes_them(detokenizer_of: Make, token_ids: list[int]) -> None:
+    pieces = pieces_of(detokenizer_of(), token_ids, [1] * len(token_ids))
     whole = BYTES.decode(token_ids)
     sent = "".join(pieces)
     assert whole.startswith(sent)
@@ -71,10 +83,30 @@ def test_bytes_that_are_no_text_come_out_as_the_whole_decodes_them(token_ids: li
     assert len(whole) - len(sent) <= 4
 
 
-def test_an_end_token_that_the_tokenizer_does_not_call_special_stays_silent() -> None:
+def test_an_end_token_that_the_tokenizer_does_not_call_special_stays_silent(detokenizer_of: Make) -> None:
     ids = BYTES.encode("ab", add_special_tokens=False)
-    detokenizer = Detokenizer(BYTES.decode_all, silent_ids=(ids[1],))
+    detokenizer = detokenizer_of((ids[1],))
     assert detokenizer.push(ids) + detokenizer.push(ids[:1]) + detokenizer.finish() == "aa"
+
+
+def test_tokens_that_are_bytes_are_not_decoded_again_with_those_before_them() -> None:
+    seen: list[list[int]] = []
+
+    def counting(token_ids: Sequence[int]) -> str:
+        seen.append(list(token_ids))
+        return BYTES.decode_all(token_ids)
+
+    detokenizer = Detokenizer(counting, text_of=BYTES.token_text)
+    ids = BYTES.encode("abéc", add_special_tokens=False)
+    assert [detokenizer.push([token_id]) for token_id in ids] == ["a", "b", "", "é", "c"]
+    assert {tuple(window) for window in seen} == {tuple(ids[2:3]), tuple(ids[2:4])}
+
+
+def test_tokens_that_depend_on_others_are_decoded_with_them() -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1}, "▁a"))
+    backend.decoder = tokenizers.decoders.Metaspace()
+    detokenizer = Tokenizer(backend, {}, ()).detokenizer()
+    assert [detokenizer.push([token_id]) for token_id in (0, 1, 0)] == ["a", " b", " a"]
 
 
 def test_no_window_grows_with_the_text() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvrelay.common.sampling import FinishReason, SampledToken
-from kvrelay.gateway.detokenizer import Detokenizer
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.wire.messages import FailureCode, Submit
 
@@ -227,7 +226,7 @@ async def test_info_and_health(model_directory: Path, tokenizer: Callable[[], To
 def test_texts_of_tokens_are_those_of_the_detokenizer(tokenizer: Callable[[], Tokenizer]) -> None:
     """The premise of the tests above: some of these tokens are a part of a character only."""
     known = tokenizer()
-    detokenizer = Detokenizer(known.decode_all)
+    detokenizer = known.detokenizer()
     texts = [detokenizer.push([token_id]) for token_id in known.encode("🏃", add_special_tokens=False)]
     assert texts[-1] == "🏃"
     assert set(texts[:-1]) == {""}
