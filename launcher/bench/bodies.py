@@ -1,14 +1,16 @@
 """Makes the JSON bodies of planned requests: random token ids, or random words for chats.
 
 The same seed makes the same prompts. Pieces that prompts share are kept encoded: a long shared prefix costs its making once.
+A long prompt takes tens of milliseconds, and the loop that it is made on notes when chunks come: it is made in small steps.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -18,6 +20,7 @@ from kvrelay.launcher.bench.workload import Piece, PlannedRequest
 
 _NUM_KEPT = 4096  # encoded shared pieces; of 512 tokens each they take about 12 MB
 _MIN_WORDS = 16
+_STEP_TOKENS = 500  # made without a pause: about 0.15 ms
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -34,6 +37,7 @@ class BodySpec:
     words: tuple[str, ...] = ()  # for chats
     ignore_eos: bool = True
     temperature: float = 0.0
+    seed: int = 0  # of the run: with a temperature, requests carry seeds drawn from it
 
 
 class BodyWriter:
@@ -42,7 +46,7 @@ class BodyWriter:
     def __init__(self, spec: BodySpec) -> None:
         self._spec = spec
         self._ids = range(spec.first_id, spec.last_id + 1)
-        self._shared = lru_cache(_NUM_KEPT)(self._encoded)
+        self._kept: OrderedDict[Piece, bytes] = OrderedDict()  # shared pieces, the one used last at the end
         fixed: dict[str, Any] = {
             "model": spec.model,
             "temperature": spec.temperature,
@@ -53,26 +57,54 @@ class BodyWriter:
             fixed["ignore_eos"] = True
         self._fixed = msgspec.json.encode(fixed)[:-1]
 
-    def body(self, request: PlannedRequest) -> bytes:
-        """The JSON body of ``request``."""
-        parts = [self._shared(piece) if piece.is_shared else self._encoded(piece) for piece in request.pieces]
+    async def make(self, request: PlannedRequest) -> bytes:
+        """The JSON body of ``request``. Everything else on the loop has its turn between two steps of the making."""
+        steps = self._steps(request)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                body: bytes = end.value
+                return body
+            await asyncio.sleep(0)
+
+    def _steps(self, request: PlannedRequest) -> Generator[None, None, bytes]:
+        parts: list[bytes] = []
+        for piece in request.pieces:
+            part = yield from (self._shared(piece) if piece.is_shared else self._encoded(piece))
+            parts.append(part)
         if self._spec.api == "chat":
             prompt = b'"messages":[{"role":"user","content":"%s"}]' % b" ".join(parts)
         else:
             prompt = b'"prompt":[%s]' % b",".join(parts)
-        return b'%s,"max_tokens":%d,%s}' % (self._fixed, request.output_tokens, prompt)
+        seed = b"" if self._spec.temperature == 0 else b'"seed":%d,' % self._sampling_seed(request)
+        return b'%s,"max_tokens":%d,%s%s}' % (self._fixed, request.output_tokens, seed, prompt)
 
-    def token_ids(self, piece: Piece) -> list[int]:
-        """The tokens of ``piece``."""
-        return self._chooser(piece).choices(self._ids, k=piece.length)
+    def _shared(self, piece: Piece) -> Generator[None, None, bytes]:
+        found = self._kept.pop(piece, None)
+        if found is None:
+            found = yield from self._encoded(piece)
+        self._kept[piece] = found
+        if len(self._kept) > _NUM_KEPT:
+            self._kept.popitem(last=False)
+        return found
 
-    def _encoded(self, piece: Piece) -> bytes:
-        if self._spec.api == "chat":
-            return " ".join(self._chooser(piece).choices(self._spec.words, k=piece.length)).encode()
-        return msgspec.json.encode(self.token_ids(piece))[1:-1]
+    def _encoded(self, piece: Piece) -> Generator[None, None, bytes]:
+        chooser = random.Random(f"{self._spec.prompt_seed}/{piece.key}")  # noqa: S311 - the same prompts are wanted
+        parts: list[bytes] = []
+        for start in range(0, piece.length, _STEP_TOKENS):
+            num = min(_STEP_TOKENS, piece.length - start)
+            if self._spec.api == "chat":
+                parts.append(" ".join(chooser.choices(self._spec.words, k=num)).encode())
+            else:
+                parts.append(msgspec.json.encode(chooser.choices(self._ids, k=num))[1:-1])
+            yield
+        return (b" " if self._spec.api == "chat" else b",").join(parts)
 
-    def _chooser(self, piece: Piece) -> random.Random:
-        return random.Random(f"{self._spec.prompt_seed}/{piece.key}")  # noqa: S311 - the same prompts are wanted
+    def _sampling_seed(self, request: PlannedRequest) -> int:
+        """The request's own: with one for all, the same prompt would always have the same answer."""
+        chooser = random.Random(f"{self._spec.seed}/sampling/{request.stream}/{request.number}")  # noqa: S311
+        return chooser.getrandbits(31)
 
 
 def single_token_words(encode: Encode) -> tuple[str, ...]:

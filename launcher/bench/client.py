@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from kvrelay.launcher.bench.http_stream import Connection, HttpStreams
-from kvrelay.launcher.bench.records import TtftParts
+from kvrelay.launcher.bench.records import SHORT_ANSWER, TtftParts
 from kvrelay.launcher.bench.sse import EventSplitter, EventTooLongError
 
 TIMINGS_HEADER = "x-kvrelay-timings"  # asks a kvrelay gateway where the time went; others ignore it
@@ -68,6 +68,7 @@ class Answer:
 
     sent_s: float
     finished_s: float = 0.0
+    ended_s: float = 0.0  # nothing more was waited for: after [DONE] that is the end of the body
     chunk_s: list[float] = field(default_factory=list)
     prompt_tokens: int | None = None  # as the server counted them
     output_tokens: int | None = None
@@ -173,9 +174,18 @@ class _Exchange:
         if self._is_done:  # all was said
             self._end()
         else:
-            self.fail("broken stream" if self._status == 200 else "connection", reason)
+            self._fail_of(reason)
 
     # --------------------------------------------------------------------------------------------------------------
+
+    def _fail_of(self, reason: str) -> None:
+        """The answer broke off. What it had said by then counts: a refusal is one without the end of its text too."""
+        if self._status == 200:
+            self.fail("broken stream", reason)
+        elif self._status > 200:
+            self.fail(f"http {self._status}", _message(self._error_body) or reason)
+        else:
+            self.fail("connection", reason)
 
     def _on_event(self, event: bytes, now_s: float) -> None:
         if event == b"[DONE]":
@@ -201,20 +211,25 @@ class _Exchange:
     def _end(self) -> None:
         if not self._is_over:
             self._is_over = True
-            self.answer.finished_s = self.answer.finished_s or self._clock()
+            self.answer.ended_s = self._clock()
+            self.answer.finished_s = self.answer.finished_s or self.answer.ended_s
             if not self.done.done():
                 self.done.set_result(None)
 
 
 def _check_length(answer: Answer, exact_tokens: int) -> None:
+    has_usage = answer.output_tokens is not None
     num_tokens = len(answer.chunk_s) if answer.output_tokens is None else answer.output_tokens
-    # Without usage chunks are all we have, and one may bring several tokens.
-    is_short = num_tokens != exact_tokens if answer.output_tokens is not None else num_tokens == 0
+    # Without usage chunks are all we have, and one may bring several tokens: too few chunks are whole, unless the server says
+    # that the answer ended for another reason than its length.
+    is_short = num_tokens != exact_tokens
+    if not has_usage and num_tokens:
+        is_short = num_tokens < exact_tokens and answer.finish_reason not in (None, "length")
     if is_short:
-        answer.error = "short answer"
+        answer.error = SHORT_ANSWER
         answer.error_text = (
-            f"{num_tokens} tokens instead of {exact_tokens} (finish reason: {answer.finish_reason}); "
-            "a server that does not know ignore_eos needs --no-ignore-eos"
+            f"{num_tokens} {'tokens' if has_usage else 'chunks'} instead of {exact_tokens} "
+            f"(finish reason: {answer.finish_reason}); a server that does not know ignore_eos needs --no-ignore-eos"
         )[:_MAX_ERROR_TEXT]
 
 

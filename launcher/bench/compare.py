@@ -22,6 +22,9 @@ _LOAD_SETTINGS = (
     "api", "rate", "arrival", "concurrency", "trace", "trace_speed", "trace_block_tokens", "burst", "duration_s", "requests",
     "warmup", "input_len", "output_len", "prefix_tokens", "prefix_groups", "seed", "ignore_eos", "temperature",
 )  # fmt: skip
+_MACHINE = ("machine", "cpu", "cores")
+# Not the load but how it was sent and served: a difference may be why the runs are compared.
+_SIDE_SETTINGS = ("self_serve", "serve", "processes", "timeout_s", "token_ids", "tokenizer")
 _MAX_CPU_DIFFERENCE = 0.2  # cores that others took, between two runs
 _NOISE = 0.05  # ratios nearer to 1 are no difference
 
@@ -44,6 +47,8 @@ def run_compare(paths: Sequence[Path], plots: Path | None) -> int:
     console = Console()
     for doubt in comparison_doubts(results):
         console.print(f"warning: {doubt}", style="yellow", highlight=False, markup=False)
+    for difference in differences(results):
+        console.print(difference, highlight=False, markup=False)
     console.print(comparison_table(results))
     if plots is not None:
         from kvrelay.launcher.bench.plots import write_plots  # noqa: PLC0415 - only if there is something to draw
@@ -95,7 +100,8 @@ def comparison_doubts(results: Sequence[RunResult]) -> list[str]:
         if whole.num_ok < whole.num_requests:
             failed = whole.num_requests - whole.num_ok
             doubts.append(
-                f"{failed} of {whole.num_requests} requests of {result.name} failed; its times leave them out"
+                f"{failed} of {whole.num_requests} requests of {result.name} failed; "
+                "its times to the first token and of whole answers leave them out"
             )
     for other in results[1:]:
         if first.model != other.model:
@@ -114,7 +120,7 @@ def comparison_doubts(results: Sequence[RunResult]) -> list[str]:
         ]
         if different:
             doubts.append(f"{first.name} and {other.name} are different loads: {', '.join(different)}")
-        for name in ("machine", "cpu", "cores"):
+        for name in _MACHINE:
             if first.environment.get(name) != other.environment.get(name):
                 doubts.append(
                     f"{first.name} and {other.name} ran on different machines: "
@@ -128,6 +134,21 @@ def comparison_doubts(results: Sequence[RunResult]) -> list[str]:
                     "measure again, alternating"
                 )
     return doubts
+
+
+def differences(results: Sequence[RunResult]) -> list[str]:
+    """How the others differ from the first in what may well be compared on purpose: versions, variables, how it was served."""
+    first, found = results[0], []
+    for other in results[1:]:
+        names = sorted((first.environment.keys() | other.environment.keys()) - set(_MACHINE))
+        pairs = [(name, first.settings.get(name), other.settings.get(name)) for name in _SIDE_SETTINGS]
+        pairs += [(name, first.environment.get(name), other.environment.get(name)) for name in names]
+        different = [
+            f"{name} {before or 'unset'} and {after or 'unset'}" for name, before, after in pairs if before != after
+        ]
+        if different:
+            found.append(f"{first.name} and {other.name} differ in: {', '.join(different)}")
+    return found
 
 
 def ratio_text(ratio: float, *, is_less_better: bool) -> str:
@@ -164,7 +185,11 @@ def _figures() -> list[Figure]:
     ) -> Callable[[StreamSummary], float | None]:
         def value(stream: StreamSummary) -> float | None:
             found = get(stream)
-            return None if found is None else {"p50": found.p50, "p99": found.p99, "max": found.max}[name]
+            return (
+                None
+                if found is None
+                else {"p50": found.p50, "p90": found.p90, "p99": found.p99, "max": found.max}[name]
+            )
 
         return value
 
@@ -181,6 +206,7 @@ def _figures() -> list[Figure]:
         ("end to end", lambda stream: stream.e2e),
     ):
         figures += [
-            Figure(f"{name} {q}", quantile(get, q), time_text, is_less_better=True) for q in ("p50", "p99", "max")
+            Figure(f"{name} {q}", quantile(get, q), time_text, is_less_better=True)
+            for q in ("p50", "p90", "p99", "max")
         ]
     return figures

@@ -28,6 +28,7 @@ from kvrelay.launcher.bench.records import RequestRecord
 from kvrelay.launcher.bench.settings import BenchSettings
 from kvrelay.launcher.bench.spec import workload_spec
 from kvrelay.launcher.bench.trace import read_trace
+from kvrelay.launcher.bench.watch import Watched
 from kvrelay.launcher.bench.workload import Share, plan_workload
 
 _COUNTS_EVERY_S = 0.25
@@ -49,9 +50,8 @@ class Report(msgspec.Struct, kw_only=True):
     """What came of it. The records' index is their number within their stream."""
 
     records: list[RequestRecord]
-    max_lag_s: float
     is_stopped: bool
-    cpu_s: float  # CPU time that the sending took
+    watched: Watched
 
 
 class _Line(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -84,17 +84,11 @@ async def generate(job: Job, on_runner: OnRunner) -> Report:
         exact_output=settings.prompt.ignore_eos,
     )
     on_runner(runner)
-    before_s = time.process_time()
     try:
         records = await runner.run()
     finally:
         await streams.close()
-    return Report(
-        records=records,
-        max_lag_s=runner.max_lag_s,
-        is_stopped=runner.is_stopped,
-        cpu_s=time.process_time() - before_s,
-    )
+    return Report(records=records, is_stopped=runner.is_stopped, watched=runner.watched)
 
 
 class GeneratorProcess:

@@ -2,6 +2,9 @@
 
 The open loop sends at the due times whatever the server does, and never waits for an answer; the closed loop sends when an answer
 has ended. After the last request the answers that are still under way are waited for; ``stop`` gives them up.
+
+Whatever takes long on this loop makes chunks look later than they were: bodies are made ahead, and requests that are due together
+are sent with turns for everything else in between.
 """
 
 from __future__ import annotations
@@ -11,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvrelay.launcher.bench.ahead import BodiesAhead
 from kvrelay.launcher.bench.bodies import BodyWriter
 from kvrelay.launcher.bench.client import Answer, StreamingClient
 from kvrelay.launcher.bench.records import RequestRecord
+from kvrelay.launcher.bench.watch import Watched, watch
 from kvrelay.launcher.bench.workload import ClosedLoop, PlannedRequest, Workload
-
-_LAG_TICK_S = 0.02
 
 
 @dataclass(slots=True)
@@ -43,14 +46,14 @@ class LoadRunner:
     ) -> None:
         """``clock`` gives seconds since the start of the run. ``exact_output``: an answer of another length has failed."""
         self.counts = Counts()
-        self.max_lag_s = 0.0  # longest that the event loop was late
+        self.watched = Watched()
         self._client = client
         self._writer = writer
         self._workload = workload
         self._clock = clock
         self._exact_output = exact_output
         self._records: list[RequestRecord] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._sending: asyncio.Future[Any] | None = None
         self._is_stopped = False
         self._failure: BaseException | None = None  # ours: what a server does wrong is in a record
@@ -62,10 +65,18 @@ class LoadRunner:
 
     async def run(self) -> list[RequestRecord]:
         """Send everything and wait for the answers; records of those that ended. Their index is to be given by the caller."""
-        lag = asyncio.create_task(self._measure_lag())
+        timed = BodiesAhead(self._writer, self._workload.timed, self._clock)
+        work = [watch(self.watched, self._clock), timed.run()]
+        senders = [self._send_timed(timed)]
         closed = self._workload.closed
-        places = [self._place(closed) for _ in range(closed.concurrency)] if closed is not None else []
-        sending = asyncio.gather(self._send_timed(), *places)
+        if closed is not None:
+            bodies = BodiesAhead(self._writer, closed.upcoming(), self._clock, max_num=closed.concurrency)
+            work.append(bodies.run())
+            senders += [self._place(closed, bodies) for _ in range(closed.concurrency)]
+        helpers = [asyncio.create_task(one) for one in work]
+        for helper in helpers:  # nobody awaits them: what goes wrong there must end the run
+            helper.add_done_callback(self._on_task_done)
+        sending = asyncio.gather(*senders)
         self._sending = sending
         try:
             if not self._is_stopped:
@@ -76,7 +87,7 @@ class LoadRunner:
             if not self._is_stopped:
                 raise
         finally:
-            await _cancelled(lag, sending, *self._tasks)
+            await _cancelled(*helpers, sending, *self._tasks)
         if self._failure is not None:
             raise self._failure
         return self._records
@@ -89,46 +100,49 @@ class LoadRunner:
         if self._sending is not None:
             self._sending.cancel()
 
-    async def _send_timed(self) -> None:
-        for request in self._workload.timed:
+    async def _send_timed(self, bodies: BodiesAhead) -> None:
+        while (ready := await bodies.next()) is not None:
+            request, body = ready
             assert request.due_s is not None, "only a closed loop has no due times"
-            body = self._writer.body(request)  # before it is due: making it must not make it late
             # A timer may ring a little early.
             while (wait_s := request.due_s - self._clock()) > 0:  # noqa: ASYNC110 - waits for a time, not a state
                 await asyncio.sleep(wait_s)
             task = asyncio.create_task(self._ask(request, body, request.due_s))
             self._tasks.add(task)
             task.add_done_callback(self._on_task_done)
+            await asyncio.sleep(0)  # of many that are due together each is sent, and chunks are noted, before the next
 
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
             self.stop()
 
-    async def _place(self, closed: ClosedLoop) -> None:
-        """One of the places of the closed loop."""
+    async def _place(self, closed: ClosedLoop, bodies: BodiesAhead) -> None:
+        """One of the places of the closed loop. A request is due when the place is free; the first when the run begins."""
         while (wait_s := -self._clock()) > 0:  # noqa: ASYNC110 - the run has not begun
             await asyncio.sleep(wait_s)
-        while (request := closed.next_request(self._clock())) is not None:
-            await self._ask(request, self._writer.body(request), None)
+        free_s = 0.0
+        while (ready := await bodies.next()) is not None:
+            planned, body = ready
+            request = closed.next_request(self._clock())
+            if request is None:
+                return
+            assert request.number == planned.number, f"body of {planned.number} for {request.number}"
+            answer = await self._ask(request, body, free_s)
+            free_s = answer.ended_s
 
-    async def _ask(self, request: PlannedRequest, body: bytes, due_s: float | None) -> None:
+    async def _ask(self, request: PlannedRequest, body: bytes, due_s: float) -> Answer:
         self.counts.sent += 1
         expected = request.output_tokens if self._exact_output else None
         answer = await self._client.ask(body, exact_tokens=expected, on_chunk=self._count_chunk)
         self.counts.answered += 1
         self.counts.failed += answer.error is not None
-        self._records.append(_record(request, answer, answer.sent_s if due_s is None else due_s))
+        self._records.append(_record(request, answer, due_s))
+        return answer
 
     def _count_chunk(self) -> None:
         self.counts.chunks += 1
-
-    async def _measure_lag(self) -> None:
-        while True:
-            before_s = self._clock()
-            await asyncio.sleep(_LAG_TICK_S)
-            self.max_lag_s = max(self.max_lag_s, self._clock() - before_s - _LAG_TICK_S)
 
 
 def _record(request: PlannedRequest, answer: Answer, due_s: float) -> RequestRecord:
@@ -143,6 +157,7 @@ def _record(request: PlannedRequest, answer: Answer, due_s: float) -> RequestRec
         prompt_tokens=request.prompt_tokens if num_prompt is None else num_prompt,
         planned_output_tokens=request.output_tokens,
         output_tokens=len(answer.chunk_s) if num_output is None else num_output,
+        has_usage=num_output is not None or answer.error is not None,
         chunk_s=answer.chunk_s,
         error=answer.error,
         error_text=answer.error_text,

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from kvrelay.launcher.bench.records import RequestRecord, RunResult
 from kvrelay.launcher.bench.report import time_text
-from kvrelay.launcher.bench.summary import gaps, percentile, ttft
+from kvrelay.launcher.bench.summary import gap_ends, gaps, percentile, ttft
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#777777"
 _SERIES = (_BLUE, _ORANGE, _GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -49,8 +49,8 @@ def latency_over_time(result: RunResult, path: Path) -> Path:
     pooled: list[list[float]] = [[], []]
     has_bursts = any(record.stream == _BURST for record in result.requests)
     for is_burst, colors in ((False, (_ORANGE, _BLUE)), (True, (_GREY, _GREY))):
-        records = [record for record in _good(result) if (record.stream == _BURST) == is_burst]
-        firsts = [(record.chunk_s[0], value) for record in records if (value := ttft(record)) is not None]
+        records = [record for record in _counted(result) if (record.stream == _BURST) == is_burst]
+        firsts = [(record.chunk_s[0], value) for record in _good(records) if (value := ttft(record)) is not None]
         points = [point for record in records for point in _gap_points(record)]
         label = "the bursts' own requests" if is_burst else "main load"
         above.scatter(
@@ -79,7 +79,7 @@ def itl_over_time(results: Sequence[RunResult], path: Path) -> Path:
     figure, panels = _figure(len(results), 1.0 + 2.1 * len(results), title)
     everything: list[float] = []
     for index, (axes, result) in enumerate(zip(panels, results, strict=True)):
-        records = [record for record in _good(result) if record.stream != _BURST]
+        records = [record for record in _counted(result) if record.stream != _BURST]
         points = [point for record in records for point in _gap_points(record)]
         axes.scatter(*_columns(points), s=4, color=_SERIES[index % len(_SERIES)], linewidths=0, alpha=0.6)
         values = sorted(value for _, value in points)
@@ -106,8 +106,8 @@ def distributions(results: Sequence[RunResult], path: Path) -> Path:
     axes_of = [figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)]
     pooled: list[list[float]] = [[], []]
     for index, result in enumerate(results):
-        records = _good(result)
-        firsts = [value for record in records if (value := ttft(record)) is not None]
+        records = _counted(result)
+        firsts = [value for record in _good(records) if (value := ttft(record)) is not None]
         all_gaps = [gap for record in records for gap in gaps(record)]
         for axes, values, pool in zip(axes_of, (firsts, all_gaps), pooled, strict=True):
             ordered = sorted(values)
@@ -127,20 +127,16 @@ def distributions(results: Sequence[RunResult], path: Path) -> Path:
 
 
 def throughput(results: Sequence[RunResult], path: Path) -> Path:
-    """Output tokens (chunks, to be exact) per second over time, one line per run."""
+    """Output tokens per second over time, one line per run; the tokens of an answer are spread evenly over its chunks."""
     figure, (axes,) = _figure(1, 3.4, "Throughput over time")
     for index, result in enumerate(results):
-        times = sorted(time for record in _good(result) for time in record.chunk_s)
-        if not times:
-            continue
         width = max(0.5, _end_s([result]) / 60)
-        counts = [0] * (int(times[-1] / width) + 1)
-        for time in times:
-            counts[max(0, int(time / width))] += 1
-        edges = [place * width for place in range(len(counts) + 1)]
+        rates = tokens_per_s(_good(_counted(result)), width)
+        if not rates:
+            continue
         axes.stairs(
-            [count / width for count in counts],
-            edges,
+            rates,
+            [place * width for place in range(len(rates) + 1)],
             color=_SERIES[index % len(_SERIES)],
             label=_plain(result.name),
             linewidth=1.6,
@@ -154,13 +150,35 @@ def throughput(results: Sequence[RunResult], path: Path) -> Path:
     return _save(figure, path)
 
 
-def _good(result: RunResult) -> list[RequestRecord]:
-    return [record for record in result.requests if record.error is None and not record.is_warmup]
+def tokens_per_s(records: Sequence[RequestRecord], width_s: float) -> list[float]:
+    """Output tokens per second in each ``width_s`` from the start on, up to the last chunk."""
+    shares = [
+        (time_s, record.output_tokens / len(record.chunk_s) / width_s)
+        for record in records
+        for time_s in record.chunk_s
+    ]
+    rates = [0.0] * max((int(time_s / width_s) + 1 for time_s, _ in shares), default=0)
+    for time_s, share in shares:
+        rates[max(0, int(time_s / width_s))] += share
+    return rates
+
+
+def burst_times_s(result: RunResult) -> list[float]:
+    """When bursts that count were due."""
+    return sorted({record.due_s for record in _counted(result) if record.stream == _BURST})
+
+
+def _counted(result: RunResult) -> list[RequestRecord]:
+    return [record for record in result.requests if not record.is_warmup]
+
+
+def _good(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    return [record for record in records if record.error is None]
 
 
 def _gap_points(record: RequestRecord) -> list[tuple[float, float]]:
-    """(when the later token came, how long it took)"""
-    return list(zip(record.chunk_s[1:], gaps(record), strict=True))
+    """(when the later token came, or the answer broke off, how long it took)"""
+    return list(zip(gap_ends(record), gaps(record), strict=True))
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -172,7 +190,7 @@ def _end_s(results: Sequence[RunResult]) -> float:
 
 
 def _mark_bursts(axes: Axes, result: RunResult) -> None:
-    for due_s in sorted({record.due_s for record in result.requests if record.stream == _BURST}):
+    for due_s in burst_times_s(result):
         axes.axvline(due_s, color=_GREY, linewidth=0.8, alpha=0.6, zorder=0)
 
 

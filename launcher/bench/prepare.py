@@ -5,6 +5,7 @@ A measurement takes minutes; what would spoil it must be found before it starts.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from kvrelay.common.errors import SettingsError
@@ -16,6 +17,9 @@ from kvrelay.launcher.bench.workload import Workload
 from kvrelay.launcher.models import resolve_model
 
 _NUM_LOOKED_AT = 100  # requests of a closed loop whose lengths are compared with the model's
+_TOKENS_PER_S = 1e6  # of prompts, that one process makes at least
+_FIRST_S = 0.5  # what is due in that time is made before the start
+_MAX_MAKING_S = 10.0
 
 
 def check_places(settings: BenchSettings) -> None:
@@ -57,6 +61,7 @@ def body_spec(settings: BenchSettings, model: ServedModel, num_ids: int | None) 
         words=words,
         ignore_eos=prompt.ignore_eos,
         temperature=prompt.temperature,
+        seed=prompt.seed,
     )
 
 
@@ -97,3 +102,11 @@ def length_warnings(workload: Workload, model: ServedModel) -> list[str]:
             f"{num_long} of {len(requests)} planned requests ask for more than the {limit} tokens that {model.name} takes"
         ]
     return []
+
+
+def making_s(workload: Workload) -> float:
+    """How long the prompts take to make that are due at the start; the run begins that much later."""
+    requests = [request for request in workload.timed if (request.due_s or 0.0) < _FIRST_S]
+    if workload.closed is not None:
+        requests += itertools.islice(workload.closed.upcoming(), workload.closed.concurrency)
+    return min(_MAX_MAKING_S, sum(request.prompt_tokens for request in requests) / _TOKENS_PER_S)

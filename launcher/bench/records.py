@@ -1,7 +1,8 @@
 """What a benchmark run leaves behind: one record per request, everything else is computed from them.
 
-The file that ``kvrelay bench --output`` writes is a :class:`RunResult` as JSON; ``kvrelay bench compare`` and the plots read it
-back. All times are seconds since the start of the run (``RunResult.started_at`` on the wall clock), on one monotonic clock.
+The file that ``kvrelay bench --output`` writes is a :class:`RunResult` as JSON, with its figures as ``summary`` for readers;
+``kvrelay bench compare`` and the plots read it back, and compute the figures again. All times are seconds since the start of
+the run (``RunResult.started_at`` on the wall clock), on one monotonic clock.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 from kvrelay.common.errors import KvrelayError
 
 FORMAT = 1
+SHORT_ANSWER = "short answer"  # the one kind of failure in which the whole answer came
 
 
 class ResultFileError(KvrelayError):
@@ -37,12 +39,13 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     stream: str  # the name of the part of the load: "main" or "burst"
     is_warmup: bool = False
-    due_s: float  # when the plan wanted it sent
+    due_s: float  # when the plan wanted it sent; in a closed loop: when the answer before it had ended
     sent_s: float  # when it was sent; lateness is the generator's fault, not the server's
     finished_s: float
     prompt_tokens: int  # as the server counted them, else as planned
     planned_output_tokens: int
     output_tokens: int  # as the server counted them, else the number of chunks
+    has_usage: bool = True  # whether the server counted them
     chunk_s: list[
         float
     ] = []  # arrival of every chunk with content; the first is TTFT, differences are inter-token latencies
@@ -54,7 +57,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine that ran the generator did meanwhile, in cores (1.0 = one core busy all the time)."""
+    """What the machine that ran the generator did, in cores (1.0 = one core busy all the time).
+
+    From when the first counted request was due until the end of the time that rates are over: no start, no warm-up, no tail.
+    """
 
     num_cores: int
     generator: float  # this process and its helpers
@@ -62,6 +68,8 @@ class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
     others: float  # everything else
     stolen: float  # taken by the hypervisor
     generator_max_lag_s: float  # longest that the generator's event loop was late
+    generator_lag_p99_s: float | None = None  # late by at most that in 99 of 100 moments; None: unknown
+    generator_busiest: float | None = None  # cores that one generator process used in its busiest second; None: unknown
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +78,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     name: str  # what the run is called in tables and plots
     started_at: str  # ISO 8601, UTC
-    duration_s: float  # from the first counted request's due time until the last answer ended
+    duration_s: float  # what rates are over, see ``summary.rate_window``
     url: str
     model: str
     settings: dict[str, str]  # every setting of the run, as given
@@ -81,14 +89,8 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str] = []  # what makes the figures doubtful: the generator was late, others used the CPU
 
 
-def write_result(path: Path, result: RunResult) -> None:
-    """Write ``result`` as JSON (indented). Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
-
-
 def read_result(path: Path) -> RunResult:
-    """Read what ``write_result`` wrote. Raises ResultFileError."""
+    """Read what ``result_file.write_result`` wrote; figures come from the records again. Raises ResultFileError."""
     try:
         result = msgspec.json.decode(path.read_bytes(), type=RunResult)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A run as a table, on a terminal or in Markdown."""
+"""A run as tables on a terminal."""
 
 from __future__ import annotations
 
@@ -24,29 +24,12 @@ def print_report(result: RunResult, console: Console) -> None:
     for kind, count in summary.all.errors.items():
         console.print(f"{count} failed: {kind}{_example(result, kind)}", style="red", highlight=False, markup=False)
     console.print(_times(summary.streams))
-    if summary.parts is not None:
-        console.print(_parts(summary.parts))
+    # Together they would be the times of nobody: a burst's prompts are not the main load's.
+    for stream in summary.streams if len(summary.streams) == 1 else summary.streams[1:]:
+        if stream.parts is not None:
+            console.print(_parts(stream.name, stream.parts))
     if result.cpu is not None:
         console.print(cpu_line(result.cpu), highlight=False, markup=False)
-
-
-def markdown_table(results: Sequence[RunResult]) -> str:
-    """One line per run and stream: the figures that ``docs/performance.md`` quotes."""
-    lines = [
-        "| run | requests (failed) | output tok/s | total tok/s | TTFT p50 / p99 | ITL p50 / p99 / max | others' CPU |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for result in results:
-        others = "?" if result.cpu is None else f"{result.cpu.others + result.cpu.stolen:.2f} cores"
-        for stream in summarize(result).streams:
-            name = result.name.replace("|", "\\|") + ("" if stream.name == ALL else f": {stream.name}")
-            lines.append(
-                f"| {name} | {stream.num_requests} ({stream.num_requests - stream.num_ok}) "
-                f"| {rate_text(stream.output_tokens_per_s)} | {rate_text(stream.total_tokens_per_s)} "
-                f"| {_pick(stream.ttft, 'p50')} / {_pick(stream.ttft, 'p99')} "
-                f"| {_pick(stream.itl, 'p50')} / {_pick(stream.itl, 'p99')} / {_pick(stream.itl, 'max')} | {others} |"
-            )
-    return "\n".join(lines) + "\n"
 
 
 def time_text(seconds: float) -> str:
@@ -69,9 +52,13 @@ def rate_text(per_s: float) -> str:
 def cpu_line(cpu: CpuUse) -> str:
     """Who used the machine that the generator ran on."""
     server = "" if cpu.server is None else f"server {cpu.server:.2f}, "
+    others = "others" if cpu.server is not None else "others (a server on this machine too)"
+    busiest = "" if cpu.generator_busiest is None else f" ({cpu.generator_busiest:.2f} in a process's busiest second)"
+    late = "" if cpu.generator_lag_p99_s is None else f"{time_text(cpu.generator_lag_p99_s)} at p99, "
     return (
-        f"CPU of this machine, in cores of {cpu.num_cores}: {server}generator {cpu.generator:.2f}, others {cpu.others:.2f}, "
-        f"stolen {cpu.stolen:.2f}; the generator was late by {time_text(cpu.generator_max_lag_s)} at most"
+        f"CPU of this machine, in cores of {cpu.num_cores}: {server}generator {cpu.generator:.2f}{busiest}, "
+        f"{others} {cpu.others:.2f}, stolen {cpu.stolen:.2f}; the generator's loop was late by {late}"
+        f"{time_text(cpu.generator_max_lag_s)} at most"
     )
 
 
@@ -81,7 +68,7 @@ def _rates(name: str, streams: Sequence[StreamSummary]) -> Table:
         table.add_column(column, justify="left" if not column else "right")
     has_slo = streams[0].num_within_slo is not None
     if has_slo:
-        table.add_column("in SLO", justify="right")
+        table.add_column("in SLO", justify="right", min_width=len("100.0%"))  # other columns may wrap their titles
         table.add_column("good/s", justify="right")
     for stream in streams:
         row = [
@@ -102,7 +89,7 @@ def _rates(name: str, streams: Sequence[StreamSummary]) -> Table:
 
 
 def _times(streams: Sequence[StreamSummary]) -> Table:
-    table = _distribution_table("")
+    table = _distribution_table("", "count")
     for index, stream in enumerate(streams):
         prefix = "" if stream.name == ALL else f"{stream.name}: "
         rows = [("first token", stream.ttft), ("inter-token", stream.itl), ("end to end", stream.e2e)]
@@ -110,45 +97,38 @@ def _times(streams: Sequence[StreamSummary]) -> Table:
             rows.insert(1, ("  … from sending", stream.ttft_from_send))
             rows.insert(3, ("  … request means", stream.tpot))
         for name, values in rows:
-            _add(table, prefix + name, values)
+            table.add_row(prefix + name, str(0 if values is None else values.count), *_shown(values))
         if index + 1 < len(streams):
             table.add_section()
     return table
 
 
-def _parts(parts: PartsSummary) -> Table:
-    table = _distribution_table(f"where the time went, says the server ({parts.num_requests} requests; means add up)")
+def _parts(stream_name: str, parts: PartsSummary) -> Table:
+    of_name = "" if stream_name == ALL else f"{stream_name}: "
+    table = _distribution_table(f"{of_name}where the time went ({parts.num_requests} requests; means add up)")
     for name, values in parts.first_token.items():
-        _add(table, f"  {name}", values)
-    _add(table, "= first token", parts.first_token_whole)
+        table.add_row(f"  {name}", *_shown(values))
+    table.add_row("= first token", *_shown(parts.first_token_whole))
     if parts.second_token_whole is not None:
         table.add_section()
         for name, values in parts.second_token.items():
-            _add(table, f"  {name}", values)
-        _add(table, "= first to second token", parts.second_token_whole)
+            table.add_row(f"  {name}", *_shown(values))
+        table.add_row("= to second token", *_shown(parts.second_token_whole))
     return table
 
 
-def _distribution_table(title: str) -> Table:
+def _distribution_table(title: str, *first_columns: str) -> Table:
     table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("")
-    for column in ("count", *_COLUMNS):
+    for column in (*first_columns, *_COLUMNS):
         table.add_column(column, justify="right")
     return table
 
 
-def _add(table: Table, name: str, values: Distribution | None) -> None:
+def _shown(values: Distribution | None) -> list[str]:
     if values is None:
-        table.add_row(name, "0", *["-"] * len(_COLUMNS))
-        return
-    shown = (values.mean, values.p50, values.p90, values.p99, values.max)
-    table.add_row(name, str(values.count), *[time_text(value) for value in shown])
-
-
-def _pick(values: Distribution | None, name: str) -> str:
-    if values is None:
-        return "-"
-    return time_text({"p50": values.p50, "p99": values.p99, "max": values.max}[name])
+        return ["-"] * len(_COLUMNS)
+    return [time_text(value) for value in (values.mean, values.p50, values.p90, values.p99, values.max)]
 
 
 def _example(result: RunResult, kind: str) -> str:

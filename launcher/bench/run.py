@@ -29,13 +29,16 @@ from kvrelay.launcher.bench.errors import BenchError
 from kvrelay.launcher.bench.generator import GeneratorProcess, Job, Report, generate
 from kvrelay.launcher.bench.load import Counts, LoadRunner
 from kvrelay.launcher.bench.load_view import Update, load_view
-from kvrelay.launcher.bench.prepare import body_spec, check_places, length_warnings, tokenizer_directory
-from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult, write_result
+from kvrelay.launcher.bench.prepare import body_spec, check_places, length_warnings, making_s, tokenizer_directory
+from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult
+from kvrelay.launcher.bench.result_file import write_result
 from kvrelay.launcher.bench.server import DEFAULT_URL, ServedModel, local_settings, served_model, vocab_size
 from kvrelay.launcher.bench.settings import BenchSettings
 from kvrelay.launcher.bench.spec import LoadKind, WorkloadSpec, parse_slo, workload_spec
+from kvrelay.launcher.bench.summary import rate_window
 from kvrelay.launcher.bench.trace import read_trace
 from kvrelay.launcher.bench.values import parse_id_range
+from kvrelay.launcher.bench.watch import generator_load
 from kvrelay.launcher.bench.workload import Share, plan_workload
 from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model, served_name
@@ -77,9 +80,11 @@ def run(settings: BenchSettings) -> int:
         prompt = dataclasses.replace(settings.prompt, prompt_seed=secrets.randbelow(2**31))
         settings = dataclasses.replace(settings, prompt=prompt)
     with _target(settings) as target:
-        warnings = length_warnings(plan_workload(spec, trace), target.model)
+        plan = plan_workload(spec, trace)
+        before_s = making_s(plan)
+        warnings = length_warnings(plan, target.model)
         body = body_spec(settings, target.model, target.vocab_size)
-        measured = uvloop.run(_measure(settings, spec, body, target))
+        measured = uvloop.run(_measure(settings, spec, body, target, before_s))
         restarts = [] if target.deployment is None else _restarts(target.deployment)
     result = make_result(settings, target, measured, [*warnings, *restarts])
     return _report(settings, result)
@@ -100,10 +105,11 @@ def make_result(settings: BenchSettings, target: Target, measured: Measured, war
     found += doubts(
         counted, measured.cpu, num_processes=settings.load.processes, is_self_served=target.deployment is not None
     )
+    from_s, until_s = rate_window(counted)
     return RunResult(
         name=settings.report.name or target.model.name,
         started_at=measured.started_at.isoformat(timespec="seconds"),
-        duration_s=max(record.finished_s for record in counted) - min(record.due_s for record in counted),
+        duration_s=until_s - from_s,
         url=target.url,
         model=target.model.name,
         settings=settings_as_given(settings),
@@ -162,10 +168,12 @@ def _target(settings: BenchSettings) -> Iterator[Target]:
         yield Target(deployment.url, model, vocab_size(directory), deployment)
 
 
-async def _measure(settings: BenchSettings, spec: WorkloadSpec, body: BodySpec, target: Target) -> Measured:
-    """Send the load with one or several processes."""
+async def _measure(
+    settings: BenchSettings, spec: WorkloadSpec, body: BodySpec, target: Target, before_s: float
+) -> Measured:
+    """Send the load with one or several processes; ``before_s``: what they need before it begins, once they run."""
     num = settings.load.processes
-    start_s = time.monotonic() + (_START_AFTER_S if num == 1 else _START_PROCESSES_AFTER_S)
+    start_s = time.monotonic() + (_START_AFTER_S if num == 1 else _START_PROCESSES_AFTER_S) + before_s
     jobs = [Job(settings, body, target.url, Share(index, num), start_s) for index in range(num)]
     runners: list[LoadRunner | GeneratorProcess] = []
     work: list[asyncio.Task[Report]] = []
@@ -204,7 +212,20 @@ async def _measure(settings: BenchSettings, spec: WorkloadSpec, body: BodySpec, 
             for task in work:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
-    return Measured(reports, meter.stop(max(report.max_lag_s for report in reports)), started_at)
+    return Measured(reports, counted_cpu(meter, reports, start_s), started_at)
+
+
+def counted_cpu(meter: CpuMeter, reports: Sequence[Report], start_s: float) -> CpuUse | None:
+    """End the meter; CPU use and lateness of the time that rates are over.
+
+    Neither a start and a warm-up nor the wait for a last answer may blur it. ``start_s`` of the run is on ``time.monotonic()``.
+    """
+    window = rate_window([record for report in reports for record in report.records if not record.is_warmup])
+    load = generator_load([report.watched for report in reports], *window)
+    cpu = meter.stop(load.max_lag_s, from_s=start_s + window[0], until_s=start_s + window[1])
+    if cpu is None:
+        return None
+    return msgspec.structs.replace(cpu, generator_lag_p99_s=load.lag_p99_s, generator_busiest=load.busiest)
 
 
 async def _watch(

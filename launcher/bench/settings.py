@@ -1,6 +1,6 @@
 """Settings of ``kvrelay bench``, in groups; each group is what one part of the benchmark needs.
 
-Texts such as ``--burst "every=5s,n=4"`` are read by ``options.py``; here is only what the command line shows.
+Texts such as ``--burst "every=5s,n=4"`` are read by ``spec.py`` and ``values.py``; here is only what the command line shows.
 """
 
 from __future__ import annotations

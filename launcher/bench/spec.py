@@ -9,7 +9,8 @@ import enum
 from dataclasses import dataclass
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.launcher.bench.settings import BenchSettings, LoadSettings
+from kvrelay.common.settings import describe
+from kvrelay.launcher.bench.settings import BenchSettings, LoadSettings, PromptSettings
 from kvrelay.launcher.bench.values import Lengths, parse_lengths, parse_pairs, parse_time_s
 
 _DEFAULT_CONCURRENCY = 8
@@ -71,6 +72,8 @@ def workload_spec(settings: BenchSettings) -> WorkloadSpec:
     """The load that ``settings`` ask for. Raises SettingsError."""
     load, prompt = settings.load, settings.prompt
     kind = _kind(load)
+    if kind is LoadKind.TRACE:
+        _check_trace(prompt)
     if load.duration_s is not None and load.requests is not None:
         raise SettingsError("--duration-s and --requests are both given; one of them ends the run, leave the other out")
     duration_s = load.duration_s
@@ -151,6 +154,17 @@ def _kind(load: LoadSettings) -> LoadKind:
         flags = " and ".join(f"--{kind.value}" for kind in chosen)
         raise SettingsError(f"{flags} are given; one of them decides when requests are sent, leave the others out")
     return chosen[0] if chosen else LoadKind.CONCURRENCY
+
+
+def _check_trace(prompt: PromptSettings) -> None:
+    """A trace has lengths and shared prefixes of its own; others must not be asked for in vain."""
+    for info in describe(PromptSettings):
+        is_decided = info.name in ("input_len", "output_len", "prefix_tokens", "prefix_groups")
+        if is_decided and getattr(prompt, info.name) != info.default:
+            raise SettingsError(
+                f"{info.flag} and --trace are both given, but a trace says itself how long prompts and answers are and what they "
+                f"share; leave {info.flag} out, or give --rate instead of --trace"
+            )
 
 
 def _warmup(text: str) -> Warmup:

@@ -2,12 +2,16 @@
 
 What is counted how:
 
-- Warm-up requests are left out everywhere, failed requests out of all times and token counts.
+- Warm-up requests are left out everywhere, failed requests out of token counts and of all times but inter-token latency.
 - TTFT runs from when a request was *due*, so that a server (or a generator) that falls behind cannot hide it; in a closed loop a
-  request is due when it is sent.
+  request is due when the answer before it has ended.
 - Inter-token latency is the time between two chunks of one answer, every one of them, over all requests: a pause in one answer
-  is one long gap, not a slightly worse mean. TPOT, the mean per request, is kept beside it to compare with tools that report that.
-- Rates are over the time from the first counted request's due time until the last answer ended, ramps included.
+  is one long gap, not a slightly worse mean. That is what readers saw, so answers that broke off count too, with the
+  time from their last chunk until the error or the timeout. TPOT, the mean per request, is kept beside it to compare with
+  tools that report that.
+- Rates are over ``rate_window``: from the first counted request's due time until the last success, ramps included. A request that
+  fails after that, by a timeout say, delivers nothing in its wait and must not dilute what the others got; the time in which
+  requests were still sent belongs to the load, whatever became of them.
 - A request meets the SLO if it succeeded, its TTFT and end-to-end time are within their limits, and so are 99 % of its own gaps.
 """
 
@@ -17,10 +21,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvrelay.launcher.bench.records import RequestRecord, RunResult, TtftParts
+from kvrelay.launcher.bench.records import SHORT_ANSWER, RequestRecord, RunResult
 
 ALL = "all"
 _SLO_QUANTILE = 0.99
+_OUTSIDE = "network and client"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +71,30 @@ class StreamSummary:
     total_tokens_per_s: float  # prompts included
     num_within_slo: int | None  # None: no SLO was given
     goodput_per_s: float | None
+    parts: PartsSummary | None  # None: the server does not say
 
 
 @dataclass(frozen=True, slots=True)
 class PartsSummary:
-    """Where kvrelay says the time to the first and the second token went; each request's parts add up to its whole."""
+    """Where the time to the first and the second token went; each request's parts add up to what the client saw.
+
+    ``accept``, ``queue``, ``prefill``, ``transfer wait`` and ``first decode step`` are what kvrelay's parts say, ``rest`` is
+    what is missing to what its gateway saw, and ``network and client`` what is missing from there to what the client saw.
+    """
 
     num_requests: int
-    first_token: dict[str, Distribution]  # accept, queue, prefill, rest
-    first_token_whole: Distribution
-    second_token: dict[str, Distribution]  # transfer wait, first decode step, rest; from the first token on
-    second_token_whole: Distribution | None
+    first_token: dict[str, Distribution]  # accept, queue, prefill, rest, network and client
+    first_token_whole: Distribution  # TTFT, from the due time
+    second_token: dict[str, Distribution]  # transfer wait, first decode step, rest, network and client
+    second_token_whole: Distribution | None  # the gap between the first two chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """A run: all of it, then its streams if there are several."""
 
+    window_s: float  # what rates are over
     streams: list[StreamSummary]
-    parts: PartsSummary | None
 
     @property
     def all(self) -> StreamSummary:
@@ -101,10 +111,21 @@ def summarize(result: RunResult) -> Summary:
     """The figures of ``result``."""
     counted = [record for record in result.requests if not record.is_warmup]
     names = sorted({record.stream for record in counted}, reverse=True)  # main before burst
-    streams = [_stream(ALL, counted, result)]
+    from_s, until_s = rate_window(counted)
+    of_names = [(ALL, counted)]
     if len(names) > 1:
-        streams += [_stream(name, [record for record in counted if record.stream == name], result) for name in names]
-    return Summary(streams, _parts([record.parts for record in counted if record.error is None and record.parts]))
+        of_names += [(name, [record for record in counted if record.stream == name]) for name in names]
+    streams = [_stream(name, records, until_s - from_s, result.slo) for name, records in of_names]
+    return Summary(until_s - from_s, streams)
+
+
+def rate_window(counted: Sequence[RequestRecord]) -> tuple[float, float]:
+    """From the first due time until the last success, or the last sending if that is later; (0, 0) of no requests."""
+    if not counted:
+        return 0.0, 0.0
+    last_sent_s = max(record.sent_s for record in counted)
+    last_success_s = max((record.finished_s for record in counted if record.error is None), default=last_sent_s)
+    return min(record.due_s for record in counted), max(last_sent_s, last_success_s)
 
 
 def percentile(ordered: Sequence[float], q: float) -> float:
@@ -117,8 +138,14 @@ def percentile(ordered: Sequence[float], q: float) -> float:
 
 
 def gaps(record: RequestRecord) -> list[float]:
-    """Every inter-token latency of one answer."""
-    return [after - before for before, after in zip(record.chunk_s, record.chunk_s[1:], strict=False)]
+    """Every inter-token latency that the reader of one answer saw; see ``gap_ends``."""
+    return [after - before for before, after in zip(record.chunk_s, gap_ends(record), strict=False)]
+
+
+def gap_ends(record: RequestRecord) -> list[float]:
+    """When each gap of one answer ended: with the next chunk, or, if it broke off, the last one with the error or the timeout."""
+    broke_off = record.error is not None and record.error != SHORT_ANSWER
+    return [*record.chunk_s[1:], record.finished_s] if broke_off and record.chunk_s else record.chunk_s[1:]
 
 
 def ttft(record: RequestRecord) -> float | None:
@@ -147,13 +174,13 @@ def meets(record: RequestRecord, slo: dict[str, float]) -> bool:
     return all(taken[name] <= limit for name, limit in slo.items())
 
 
-def _stream(name: str, records: Sequence[RequestRecord], result: RunResult) -> StreamSummary:
+def _stream(name: str, records: Sequence[RequestRecord], window_s: float, slo: dict[str, float]) -> StreamSummary:
     good = [record for record in records if record.error is None]
     firsts = [value for record in good if (value := ttft(record)) is not None]
-    per_s = 1.0 / result.duration_s if result.duration_s > 0 else 0.0
+    per_s = 1.0 / window_s if window_s > 0 else 0.0
     prompt_tokens = sum(record.prompt_tokens for record in good)
     output_tokens = sum(record.output_tokens for record in good)
-    num_within = sum(meets(record, result.slo) for record in records) if result.slo else None
+    num_within = sum(meets(record, slo) for record in records) if slo else None
     return StreamSummary(
         name=name,
         num_requests=len(records),
@@ -163,7 +190,7 @@ def _stream(name: str, records: Sequence[RequestRecord], result: RunResult) -> S
         output_tokens=output_tokens,
         ttft=Distribution.of(firsts),
         ttft_from_send=Distribution.of(record.chunk_s[0] - record.sent_s for record in good if record.chunk_s),
-        itl=Distribution.of(gap for record in good for gap in gaps(record)),
+        itl=Distribution.of(gap for record in records for gap in gaps(record)),
         tpot=Distribution.of(value for record in good if (value := tpot(record)) is not None),
         e2e=Distribution.of(record.finished_s - record.due_s for record in good),
         requests_per_s=len(good) * per_s,
@@ -171,30 +198,42 @@ def _stream(name: str, records: Sequence[RequestRecord], result: RunResult) -> S
         total_tokens_per_s=(prompt_tokens + output_tokens) * per_s,
         num_within_slo=num_within,
         goodput_per_s=None if num_within is None else num_within * per_s,
+        parts=_parts(good),
     )
 
 
-def _parts(parts: Sequence[TtftParts]) -> PartsSummary | None:
-    """From the gateway's own clock: what the network and the client added is in the client's TTFT, not here."""
-    first: dict[str, list[float]] = {"accept": [], "queue": [], "prefill": [], "rest": []}
-    second: dict[str, list[float]] = {"transfer wait": [], "first decode step": [], "rest": []}
+def _parts(records: Sequence[RequestRecord]) -> PartsSummary | None:
+    """Differences on each side's own clock; what one side cannot see is the difference between two of them."""
+    first: dict[str, list[float]] = {name: [] for name in ("accept", "queue", "prefill", "rest", _OUTSIDE)}
+    second: dict[str, list[float]] = {name: [] for name in ("transfer wait", "first decode step", "rest", _OUTSIDE)}
     first_whole: list[float] = []
     second_whole: list[float] = []
-    for part in parts:
+    for record in records:
+        part, seen_s = record.parts, ttft(record)
+        if part is None or seen_s is None:
+            continue
         if part.ttft_s is None or part.accept_s is None or part.queue_s is None or part.prefill_s is None:
             continue
         first["accept"].append(part.accept_s)
         first["queue"].append(part.queue_s)
         first["prefill"].append(part.prefill_s)
         first["rest"].append(part.ttft_s - part.accept_s - part.queue_s - part.prefill_s)
-        first_whole.append(part.ttft_s)
-        if part.second_token_s is None or part.transfer_s is None or part.first_step_s is None:
+        first[_OUTSIDE].append(seen_s - part.ttft_s)
+        first_whole.append(seen_s)
+        if (
+            part.second_token_s is None
+            or part.transfer_s is None
+            or part.first_step_s is None
+            or len(record.chunk_s) < 2
+        ):
             continue  # prefilled locally, or an answer of one token
-        gap = part.second_token_s - part.ttft_s
+        gap_s = part.second_token_s - part.ttft_s
+        seen_gap_s = record.chunk_s[1] - record.chunk_s[0]
         second["transfer wait"].append(part.transfer_s)
         second["first decode step"].append(part.first_step_s)
-        second["rest"].append(gap - part.transfer_s - part.first_step_s)
-        second_whole.append(gap)
+        second["rest"].append(gap_s - part.transfer_s - part.first_step_s)
+        second[_OUTSIDE].append(seen_gap_s - gap_s)
+        second_whole.append(seen_gap_s)
     whole = Distribution.of(first_whole)
     if whole is None:
         return None

@@ -84,8 +84,15 @@ class ClosedLoop:
             if self._spec.duration_s is not None and now_s >= self._counted_since_s + self._spec.duration_s:
                 return None
             self._num_counted += 1
-        number = self._share.index + self._num_given * self._share.count
         self._num_given += 1
+        return self._request(self._num_given - 1, is_warmup=is_warmup)
+
+    def upcoming(self) -> Iterator[PlannedRequest]:
+        """What ``next_request`` will give, in its order and without an end; whether it is warm-up is not known before."""
+        return (self._request(place, is_warmup=False) for place in itertools.count(self._num_given))
+
+    def _request(self, place: int, *, is_warmup: bool) -> PlannedRequest:
+        number = self._share.index + place * self._share.count
         return _main_request(self._spec, number, None, is_warmup=is_warmup)
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult, TtftParts
 
 PARTS = TtftParts(
-    accept_s=0.001, queue_s=0.01, prefill_s=0.2, transfer_s=0.004, first_step_s=0.02, ttft_s=0.25, second_token_s=0.28
+    accept_s=0.001,
+    queue_s=0.01,
+    prefill_s=0.2,
+    transfer_s=0.002,
+    first_step_s=0.012,
+    ttft_s=0.245,
+    second_token_s=0.262,
 )
 CPU = CpuUse(num_cores=2, generator=0.1, server=1.5, others=0.05, stolen=0.0, generator_max_lag_s=0.003)
 

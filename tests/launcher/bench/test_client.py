@@ -93,12 +93,19 @@ def refused(_: Request) -> Answer:
     return Answer([b'{"error": {"message": "no room", "code": "unavailable"}}'], status=503)
 
 
+def ended_by_itself(_: Request) -> Answer:
+    """And nobody counted."""
+    return Answer([event({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]}), event(b"[DONE]")])
+
+
 @pytest.mark.parametrize(
     ("answer", "kind", "text"),
     [
         (refused, "http 503", "no room"),
         (lambda _: Answer([b'{"detail": "Not Found"}'], status=404), "http 404", "Not Found"),
         (lambda _: Answer([b"x" * 1000], status=500), "http 500", "x" * 200),
+        (lambda _: Answer([b'{"error": "no'], status=503, is_cut=True), "http 503", '{"error": "no'),
+        (lambda _: Answer([], status=503, is_cut=True), "http 503", "the server closed the connection"),
         (cut, "broken stream", "the server closed the connection"),
         (lambda _: Answer(completion(["a"])[:1]), "broken stream", "without [DONE]"),
         (lambda _: Answer([b"{}"]), "broken stream", "without [DONE]"),
@@ -113,7 +120,8 @@ def refused(_: Request) -> Answer:
             "short answer",
             "1 tokens instead of 3 (finish reason: length)",
         ),
-        (lambda _: Answer(completion([])), "short answer", "0 tokens instead of 3"),
+        (lambda _: Answer(completion([])), "short answer", "0 chunks instead of 3 (finish reason: length)"),
+        (ended_by_itself, "short answer", "1 chunks instead of 3 (finish reason: stop)"),
     ],
 )
 async def test_what_fails_has_a_kind_and_a_text(
@@ -132,6 +140,18 @@ async def test_without_a_known_length_a_shorter_answer_is_fine(server: StubServe
     server.answer = lambda _: Answer(completion(["a"], usage=(2, 1)))
     (answer,) = await ask(server)
     assert (answer.error, answer.output_tokens) == (None, 1)
+
+
+async def test_without_usage_fewer_chunks_than_tokens_may_be_whole(server: StubServer) -> None:
+    server.answer = lambda _: Answer(completion(["abc"]))
+    (answer,) = await ask(server, exact=3)
+    assert (answer.error, answer.output_tokens, len(answer.chunk_s)) == (None, None, 1)
+
+
+async def test_an_answer_has_ended_when_its_body_has(server: StubServer) -> None:
+    """What a server does after [DONE] is no part of the answer, but the next request of a closed loop waits for it."""
+    (answer,) = await ask(server)
+    assert answer.chunk_s[-1] <= answer.finished_s < answer.ended_s
 
 
 async def test_an_answer_that_does_not_end_times_out(server: StubServer) -> None:

@@ -12,11 +12,13 @@ from rich.console import Console
 from kvrelay.launcher.bench.compare import (
     comparison_doubts,
     comparison_table,
+    differences,
     ratio_text,
     run_compare,
     with_distinct_names,
 )
-from kvrelay.launcher.bench.records import ResultFileError, RunResult, write_result
+from kvrelay.launcher.bench.records import ResultFileError, RunResult
+from kvrelay.launcher.bench.result_file import write_result
 from tests.launcher.bench.results import CPU, result
 
 
@@ -61,12 +63,29 @@ def test_loads_that_differ_are_named() -> None:
     assert "input_len 100 and 200" in doubts[2]
 
 
+def test_what_may_be_compared_on_purpose_is_named() -> None:
+    environment = {"cpu": "one", "kvrelay": "0.1.0", "commit": "abc", "torch": "2.9"}
+    settings = {"input_len": "100", "seed": "0"}
+    first = good("a", environment=environment, settings={**settings, "serve": "prefill=0"})
+    other = good(
+        "b", environment={"cpu": "one", "kvrelay": "0.2.0", "commit": "def", "python": "3.12"}, settings=settings
+    )
+    assert differences([first, first]) == []
+    assert differences([first, other]) == [
+        "a and b differ in: serve prefill=0 and unset, commit abc and def, kvrelay 0.1.0 and 0.2.0, "
+        "python unset and 3.12, torch 2.9 and unset"
+    ]
+    assert comparison_doubts([first, other]) == []  # a machine or a load would be
+
+
 def test_compare_reads_files_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path in paths:
-        write_result(path, result(path.stem))
+        write_result(path, result(path.stem, environment={"cpu": "one", "torch": path.stem}))
     assert run_compare(paths, tmp_path / "plots") == 0
-    assert "inter-token" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "inter-token p90" in text
+    assert "a and b differ in: torch a and b" in text
     names = {path.name for path in (tmp_path / "plots").iterdir()}
     assert names == {"a-latency.png", "b-latency.png", "itl.png", "cdf.png", "throughput.png"}
     with pytest.raises(ResultFileError, match="two or more"):
@@ -79,7 +98,7 @@ def test_runs_alike_raise_no_doubt() -> None:
 
 def test_failures_are_named_and_counted() -> None:
     doubts = comparison_doubts([good("a"), result("b")])
-    assert doubts == ["1 of 5 requests of b failed; its times leave them out"]
+    assert doubts == ["1 of 5 requests of b failed; its times to the first token and of whole answers leave them out"]
     assert lines_of(good("a"), result("b"))["all: failed"] == ["0", "1", "-"]
     assert lines_of(result("a"), good("b"))["all: failed"] == ["1", "0", "0.00x better"]
 

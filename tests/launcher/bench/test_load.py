@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,6 +17,7 @@ from kvrelay.launcher.bench.errors import BenchError
 from kvrelay.launcher.bench.generator import GeneratorProcess, Job
 from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.load import LoadRunner
+from kvrelay.launcher.bench.records import RequestRecord
 from kvrelay.launcher.bench.settings import BenchSettings
 from kvrelay.launcher.bench.spec import workload_spec
 from kvrelay.launcher.bench.workload import Share, plan_workload
@@ -90,6 +92,22 @@ async def test_the_closed_loop_keeps_its_concurrency(server: StubServer) -> None
     assert len(records) == 24
     assert sum(record.is_warmup for record in records) == 4
     assert server.num_connections == 3
+    # Each place is free when its answer before has ended: what passes until the next sending is the generator's.
+    for place in places_of(records):
+        assert place[0].due_s == 0.0
+        assert all(before.finished_s <= after.due_s <= after.sent_s for before, after in itertools.pairwise(place))
+
+
+def places_of(records: list[RequestRecord]) -> list[list[RequestRecord]]:
+    """The requests of each place in their order: a request follows the answer that ended last before it was due."""
+    places: list[list[RequestRecord]] = []
+    for record in sorted(records, key=lambda one: one.sent_s):
+        free = [place for place in places if place[-1].finished_s <= record.due_s]
+        if record.due_s == 0.0:
+            places.append([record])
+        else:
+            max(free, key=lambda place: place[-1].finished_s).append(record)
+    return places
 
 
 async def test_stop_gives_up_what_is_under_way_and_keeps_what_ended(server: StubServer) -> None:
@@ -127,7 +145,7 @@ async def test_generator_processes_share_a_load(server: StubServer) -> None:
     numbers = sorted(record.index for report in reports for record in report.records)
     assert numbers == list(range(30))
     assert sum(process.counts.answered for process in processes) == 30
-    assert all(report.cpu_s > 0 for report in reports)
+    assert all(report.watched.cpu for report in reports)
 
 
 async def test_a_generator_process_stops_when_told(server: StubServer) -> None:
@@ -147,7 +165,8 @@ async def test_a_generator_process_stops_when_told(server: StubServer) -> None:
 
 
 async def test_a_generator_process_that_dies_is_an_error(server: StubServer, capfd: pytest.CaptureFixture[str]) -> None:
-    process = GeneratorProcess(job(server, Share(), trace="/no/such/trace"))
+    lengths = {"input_len": "128", "output_len": "64"}  # the defaults: a trace has its own
+    process = GeneratorProcess(job(server, Share(), trace="/no/such/trace", **lengths))
     await process.start()
     with pytest.raises(BenchError, match="ended with exit code 1 and no report"):
         await process.report()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from kvrelay.launcher.bench.plots import itl_over_time, write_plots
+from kvrelay.launcher.bench.plots import burst_times_s, itl_over_time, tokens_per_s, write_plots
 from kvrelay.launcher.bench.records import RequestRecord, RunResult
 from tests.launcher.bench.results import result
 
@@ -80,3 +80,17 @@ def test_any_name_can_be_drawn(name: str, tmp_path: Path) -> None:
 def test_runs_of_one_name_have_pictures_of_their_own(tmp_path: Path) -> None:
     paths = write_plots([result("a b"), result("a-b"), result("a-b")], tmp_path)
     assert [path.name for path in paths[:3]] == ["a-b-latency.png", "a-b-2-latency.png", "a-b-3-latency.png"]
+
+
+def test_bursts_of_the_warm_up_are_not_marked() -> None:
+    burst = result().requests[-1]
+    warmup = msgspec.structs.replace(burst, is_warmup=True, due_s=0.2)
+    assert burst_times_s(result(requests=[warmup, burst])) == [0.5]
+
+
+def test_throughput_counts_tokens_and_not_chunks() -> None:
+    """Two chunks that brought six tokens."""
+    record = msgspec.structs.replace(result().requests[0], chunk_s=[0.5, 2.5], output_tokens=6)
+    assert tokens_per_s([record], 1.0) == [3.0, 0.0, 3.0]
+    assert tokens_per_s([record], 2.0) == [1.5, 1.5]
+    assert tokens_per_s([], 1.0) == []

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from kvrelay.launcher.bench.records import ResultFileError, RunResult, read_result, write_result
-from kvrelay.launcher.bench.report import markdown_table, print_report, rate_text, time_text
-from tests.launcher.bench.results import result
+from kvrelay.launcher.bench.records import ResultFileError, RunResult, read_result
+from kvrelay.launcher.bench.report import cpu_line, print_report, rate_text, time_text
+from kvrelay.launcher.bench.result_file import write_result
+from tests.launcher.bench.results import CPU, PARTS, result
 
 
 def printed(run: RunResult) -> str:
@@ -25,9 +27,24 @@ def test_a_report_says_everything_in_80_columns() -> None:
     text = printed(result())
     for part in ("warning: the generator was late", "1 failed: http 503 (no room)", "80.0%", "250 ms", "20.0 ms"):
         assert part in text
-    for part in ("accept", "queue", "prefill", "transfer wait", "first decode step", "= first token", "others 0.05"):
+    for part in (
+        "accept",
+        "queue",
+        "prefill",
+        "transfer wait",
+        "first decode step",
+        "network and client",
+        "= first token",
+        "others 0.05",
+    ):
         assert part in text
     assert "…" not in text.replace("  … ", "")  # nothing was cut
+
+
+def test_large_numbers_cut_no_share() -> None:
+    run = result()
+    large = [msgspec.structs.replace(one, prompt_tokens=9_000_000) for one in run.requests[:-1]]
+    assert "100.0%" in printed(result(requests=large))
 
 
 def test_a_report_of_nothing_does_not_fail() -> None:
@@ -37,7 +54,6 @@ def test_a_report_of_nothing_does_not_fail() -> None:
 def test_a_name_is_shown_as_it_is() -> None:
     name = "fp8 [bold] a|b [/]"
     assert name in printed(result(name))
-    assert markdown_table([result(name)]).splitlines()[2].startswith("| fp8 [bold] a\\|b [/] | 5 (1) |")
 
 
 def test_an_example_of_a_failure_is_a_counted_one() -> None:
@@ -48,11 +64,21 @@ def test_an_example_of_a_failure_is_a_counted_one() -> None:
     assert "still starting" not in text
 
 
-def test_markdown_has_a_line_for_each_stream() -> None:
-    lines = markdown_table([result("a"), result("b", cpu=None)]).splitlines()
-    assert len(lines) == 2 + 2 * 3
-    assert lines[2] == "| a | 5 (1) | 100 | 300 | 250 ms / 250 ms | 20.0 ms / 20.0 ms / 20.0 ms | 0.05 cores |"
-    assert lines[7].endswith("| - / - | - / - / - | ? |")
+def test_parts_of_bursts_are_shown_apart() -> None:
+    run = result()
+    burst = msgspec.structs.replace(run.requests[0], stream="burst", parts=PARTS)
+    text = printed(result(requests=[*run.requests[:-1], burst]))
+    assert "main: where the time went (4 requests" in text
+    assert "burst: where the time went (1 requests" in text
+    assert "\nwhere the time went" not in text
+
+
+def test_the_cpu_line_says_whose_the_others_may_be() -> None:
+    assert "others 0.05" in cpu_line(CPU)
+    line = cpu_line(msgspec.structs.replace(CPU, server=None, generator_busiest=0.7, generator_lag_p99_s=0.001))
+    assert "others (a server on this machine too) 0.05" in line
+    assert "0.70 in a process's busiest second" in line
+    assert "late by 1.00 ms at p99, 3.00 ms at most" in line
 
 
 @pytest.mark.parametrize(
@@ -66,6 +92,40 @@ def test_times(seconds: float, text: str) -> None:
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "result.json"
     write_result(path, result())
+    assert read_result(path) == result()
+
+
+def test_a_result_has_its_figures_for_readers_before_its_requests(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    write_result(path, result())
+    document = json.loads(path.read_text())
+    names = list(document)
+    assert names.index("summary") == len(names) - 2
+    assert names[-1] == "requests"
+    summary = document["summary"]
+    whole, main, burst = summary["streams"]
+    assert summary["window_s"] == pytest.approx(1.53)
+    assert [stream["name"] for stream in (whole, main, burst)] == ["all", "main", "burst"]
+    assert whole["output_tokens_per_s"] == pytest.approx(200 / 1.53)
+    assert (whole["errors"], main["itl"]["count"], burst["ttft"]) == ({"http 503": 1}, 4 * 49, None)
+    assert main["parts"]["first_token"]["prefill"]["p99"] == 0.2
+    assert main["goodput_per_s"] == pytest.approx(4 / 1.53)
+
+
+def test_the_figures_in_a_file_are_not_believed(tmp_path: Path) -> None:
+    """Whoever edits them, or computed them in another way, changes nothing; a file of old has none."""
+    path = tmp_path / "result.json"
+    write_result(path, result())
+    document = json.loads(path.read_text())
+    document["summary"]["streams"][0]["output_tokens_per_s"] = 1e9
+    path.write_text(json.dumps(document))
+    assert read_result(path) == result()
+    del document["summary"]
+    for request in document["requests"]:
+        del request["has_usage"]
+    for name in ("generator_lag_p99_s", "generator_busiest"):
+        del document["cpu"][name]
+    path.write_text(json.dumps(document))
     assert read_result(path) == result()
 
 

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
+import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import msgspec
 import pytest
 
+import kvrelay
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import build
 from kvrelay.launcher import cli
-from kvrelay.launcher.bench.cpu import CpuMeter, machine_times
-from kvrelay.launcher.bench.doubts import doubts
-from kvrelay.launcher.bench.environment import environment
+from kvrelay.launcher.bench.cpu import CpuMeter
+from kvrelay.launcher.bench.environment import checkout_commit, environment
 from kvrelay.launcher.bench.errors import BenchError
+from kvrelay.launcher.bench.generator import Report
 from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult, read_result
-from kvrelay.launcher.bench.run import settings_as_given
+from kvrelay.launcher.bench.run import counted_cpu, settings_as_given
 from kvrelay.launcher.bench.server import local_settings, served_model
 from kvrelay.launcher.bench.settings import BenchSettings
+from kvrelay.launcher.bench.summary import summarize
+from kvrelay.launcher.bench.watch import Watched
+from tests.launcher.bench.results import CPU, result
 from tests.launcher.bench.stub_server import Answer, Request, StubServer, as_asked
 
 
@@ -94,6 +102,7 @@ def test_a_run_from_the_command_line_to_the_file(server: StubServer, shown: Show
     assert result.cpu.generator > 0
     assert {request.headers["authorization"] for request in server.requests} == {"Bearer secret"}
     assert {request.headers["x-kvrelay-timings"] for request in server.requests} == {"1"}
+    assert result.cpu.generator_lag_p99_s is not None
     first = min(record.due_s for record in result.requests if not record.is_warmup)
     assert result.duration_s == pytest.approx(max(record.finished_s for record in result.requests) - first)
 
@@ -106,6 +115,41 @@ def test_two_runs_have_the_same_load_but_other_prompts(server: StubServer, shown
     assert [item.prompt_tokens for item in first.requests] == [item.prompt_tokens for item in second.requests]
     prompts = {tuple(request.body["prompt"]) for request in server.requests}
     assert len(prompts) == 12
+
+
+def test_the_seed_decides_the_seeds_of_sampling(server: StubServer) -> None:
+    arguments = ["bench", "--url", server.url, *SMALL, "--concurrency", "1", "--requests", "3", "--temperature", "0.5"]
+    for seed in ("1", "1", "2"):
+        assert cli.run([*arguments, "--seed", seed]) == 0
+    seeds = [request.body["seed"] for request in server.requests]
+    assert seeds[:3] == seeds[3:6]
+    assert len(set(seeds)) == 6
+
+
+def test_cpu_use_and_lateness_are_of_the_time_that_counts() -> None:
+    """Warm-up until 10 s, answers until 20 s, a request that hangs until 100 s; the run began at 1000 s."""
+
+    class Meter(CpuMeter):
+        asked: dict[str, float | None]
+
+        def stop(self, max_lag_s: float, *, from_s: float | None = None, until_s: float | None = None) -> CpuUse:
+            self.asked = {"from_s": from_s, "until_s": until_s}
+            return msgspec.structs.replace(CPU, generator_max_lag_s=max_lag_s)
+
+    def record(due_s: float, finished_s: float, **changes: object) -> RequestRecord:
+        times = {"due_s": due_s, "sent_s": due_s, "finished_s": finished_s}
+        return msgspec.structs.replace(result().requests[0], **{**times, **changes})
+
+    records = [record(0.0, 9.0, is_warmup=True), record(10.0, 20.0), record(11.0, 100.0, error="timeout")]
+    watched = Watched(
+        lag=[(5.0, 0.9), (15.0, 0.01), (50.0, 0.8)],
+        cpu=[(0.0, 0.0), (9.0, 9.0), (10.0, 9.0), (20.0, 12.0), (100.0, 92.0)],
+    )
+    meter = Meter(list, None)
+    cpu = counted_cpu(meter, [Report(records=records, is_stopped=False, watched=watched)], 1000.0)
+    assert meter.asked == {"from_s": 1010.0, "until_s": 1020.0}
+    assert cpu is not None
+    assert (cpu.generator_max_lag_s, cpu.generator_lag_p99_s, cpu.generator_busiest) == (0.01, 0.01, pytest.approx(0.3))
 
 
 def test_chats_and_processes(server: StubServer, shown: Shown) -> None:
@@ -126,6 +170,34 @@ def test_the_exit_code_is_1_if_every_request_failed(server: StubServer, shown: S
     assert cli.run(arguments) == 1
     assert {record.error for record in shown.tables[0].requests} == {"http 503"}
     assert cli.run(arguments) == 0
+
+
+def test_a_request_that_hangs_is_named_and_stretches_nothing(server: StubServer, shown: Shown) -> None:
+    never = asyncio.Event()
+
+    async def hang() -> None:
+        await never.wait()
+
+    def answer(request: Request) -> Answer:
+        given = as_asked(request)
+        if len(server.requests) == 3:
+            given.wait = hang
+        return given
+
+    server.answer = answer
+    arguments = ["bench", "--url", server.url, *SMALL, "--rate", "100", "--requests", "10", "--timeout-s", "2"]
+    assert cli.run(arguments) == 0
+    (result,) = shown.tables
+    (hung,) = (record for record in result.requests if record.error is not None)
+    others = [record for record in result.requests if record.error is None]
+    ends = [*(record.finished_s for record in others), *(record.sent_s for record in result.requests)]
+    assert hung.error == "timeout"
+    assert hung.chunk_s
+    assert result.duration_s == pytest.approx(max(ends) - min(record.due_s for record in result.requests))
+    assert result.warnings[0].startswith("1 of 10 requests failed (1 timeout)")
+    itl = summarize(result).all.itl
+    assert itl is not None
+    assert itl.max == pytest.approx(hung.finished_s - hung.chunk_s[-1])
 
 
 def refused(_: Request) -> Answer:
@@ -207,54 +279,6 @@ def test_the_settings_of_a_result_build_the_same_settings_again() -> None:
     assert again == dataclasses.replace(settings, target=dataclasses.replace(settings.target, api_key=None))
 
 
-def record(late_s: float) -> RequestRecord:
-    return RequestRecord(
-        index=0,
-        stream="main",
-        due_s=1,
-        sent_s=1 + late_s,
-        finished_s=2,
-        prompt_tokens=1,
-        planned_output_tokens=1,
-        output_tokens=1,
-    )
-
-
-QUIET = CpuUse(num_cores=2, generator=0.1, server=1.5, others=0.05, stolen=0.0, generator_max_lag_s=0.01)
-
-
-@pytest.mark.parametrize(
-    ("changes", "late_s", "words"),
-    [
-        ({}, 0.001, []),
-        ({}, 0.5, ["1 of 2 requests were sent more than 20 ms after they were due, the latest 500 ms"]),
-        ({"generator": 0.9, "server": 0.5}, 0, ["the generator used 0.90 cores with 1 process:"]),
-        ({"generator": 0.4}, 0, ["all cores were busy and the generator used 0.40"]),
-        ({"generator_max_lag_s": 0.3}, 0, ["late by up to 300 ms"]),
-        ({"others": 0.3}, 0, ["other programs used 0.30 of 2 cores"]),
-        ({"stolen": 0.1}, 0, ["the hypervisor took 0.10 of 2 cores"]),
-    ],
-)
-def test_doubts(changes: dict[str, float], late_s: float, words: list[str]) -> None:
-    cpu = CpuUse(**{name: changes.get(name, getattr(QUIET, name)) for name in CpuUse.__struct_fields__})
-    found = doubts([record(0), record(late_s)], cpu, num_processes=1, is_self_served=True)
-    assert len(found) == len(words), found
-    assert all(part in text for part, text in zip(words, found, strict=True))
-
-
-def test_the_meter_sees_what_this_process_uses() -> None:
-    meter = CpuMeter(list, lambda: [os.getppid()])
-    meter.start()
-    before = machine_times()
-    assert before is not None
-    sum(range(3_000_000))
-    use = meter.stop(0.0)
-    assert use is not None
-    assert use.generator > 0
-    assert use.num_cores == before.num_cores >= 1
-    assert machine_times(Path("/no/such/file")) is None
-
-
 def test_the_environment_names_the_machine_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_API_KEY", "secret")
     monkeypatch.setenv("KVRELAY_MAX_NUM_SEQS", "7")
@@ -262,3 +286,22 @@ def test_the_environment_names_the_machine_and_no_secrets(monkeypatch: pytest.Mo
     assert {"cpu", "cores", "kernel", "python", "kvrelay", "torch"} <= found.keys()
     assert found["KVRELAY_MAX_NUM_SEQS"] == "7"
     assert "secret" not in found.values()
+
+
+def test_the_environment_names_the_commit_of_a_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "src" / "kvrelay" / "__init__.py"
+    package.parent.mkdir(parents=True)
+    package.touch()
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-C", str(tmp_path)]
+    assert checkout_commit(package) is None
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
+        subprocess.run([*git, *arguments], check=True, capture_output=True)
+    commit = checkout_commit(package)
+    assert commit is not None
+    monkeypatch.setattr(kvrelay, "__file__", str(package))
+    assert environment()["commit"] == commit
+    assert re.fullmatch("[0-9a-f]{12}", commit)
+    package.write_text("changed = True")
+    assert checkout_commit(package) == f"{commit}-dirty"
+    # Installed in an environment that lies in somebody's checkout.
+    assert checkout_commit(tmp_path / "site-packages" / "kvrelay" / "__init__.py") is None

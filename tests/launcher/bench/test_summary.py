@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.launcher.bench.records import RequestRecord, RunResult, TtftParts
-from kvrelay.launcher.bench.summary import Distribution, percentile, summarize
+from kvrelay.launcher.bench.records import RequestRecord, RunResult
+from kvrelay.launcher.bench.summary import Distribution, gaps, percentile, rate_window, summarize
 
 
 def record(index: int = 0, **changes: object) -> RequestRecord:
@@ -55,14 +53,14 @@ def test_one_request() -> None:
     assert whole.tpot.p50 == 1.0
     assert whole.e2e is not None
     assert whole.e2e.max == 3.0
-    assert (whole.output_tokens_per_s, whole.total_tokens_per_s, whole.requests_per_s) == (0.75, 3.25, 0.25)
+    assert (whole.output_tokens_per_s, whole.total_tokens_per_s, whole.requests_per_s) == (1.0, 13 / 3, 1 / 3)
     assert whole.num_within_slo is None
     assert whole.goodput_per_s is None
 
 
-def test_warm_up_and_failures_have_no_times() -> None:
+def test_warm_up_and_failures_have_no_times_but_gaps_that_were_seen() -> None:
     failed = record(1, error="http 503", chunk_s=[], output_tokens=0)
-    broken = record(2, error="timeout", chunk_s=[0.1, 9.0])
+    broken = record(2, error="timeout", chunk_s=[0.1, 9.0], finished_s=15.0)
     warm = record(3, is_warmup=True, chunk_s=[70.0, 80.0])
     whole = summarize(run_of(record(), failed, broken, warm, record(4, error="timeout"))).all
     assert (whole.num_requests, whole.num_ok) == (4, 1)
@@ -70,8 +68,34 @@ def test_warm_up_and_failures_have_no_times() -> None:
     assert whole.ttft is not None
     assert whole.ttft.count == 1
     assert whole.itl is not None
-    assert whole.itl.max == 1.5
+    assert (whole.itl.count, whole.itl.max) == (7, pytest.approx(8.9))  # 2 + 2 + 3
     assert whole.output_tokens == 3
+
+
+def test_the_wait_that_ended_in_a_timeout_is_a_gap() -> None:
+    hung = record(1, error="timeout", chunk_s=[1.0, 1.5], finished_s=16.5)
+    assert gaps(hung) == [0.5, 15.0]
+    assert gaps(record(2, error="short answer", finished_s=9.0)) == [0.5, 1.5]  # it was whole
+    assert gaps(record(3, error="timeout", chunk_s=[])) == []
+
+
+def test_a_request_that_hangs_does_not_stretch_the_time_of_the_others() -> None:
+    """39 of 40 requests a second apart are answered at once; one hangs from the start until its timeout, far behind the end."""
+    answered = [
+        record(number, due_s=float(number), sent_s=float(number), finished_s=number + 0.5, chunk_s=[number + 0.5])
+        for number in range(1, 40)
+    ]
+    hung = record(0, sent_s=0.0, chunk_s=[], error="timeout", finished_s=300.0)
+    assert rate_window([hung, *answered]) == (0.0, 39.5)
+    assert summarize(run_of(hung, *answered)).all.output_tokens_per_s == 39 * 3 / 39.5
+
+
+def test_the_time_in_which_requests_were_sent_counts_also_if_they_failed() -> None:
+    """A server that stops answering half-way did not do twice the work before."""
+    refused = record(1, due_s=6.0, sent_s=6.0, finished_s=6.1, chunk_s=[], error="http 503")
+    assert rate_window([record(), refused]) == (0.0, 6.0)
+    assert rate_window([refused]) == (6.0, 6.0)
+    assert rate_window([]) == (0.0, 0.0)
 
 
 def test_streams_are_reported_apart_and_together() -> None:
@@ -101,7 +125,7 @@ def test_streams_are_reported_apart_and_together() -> None:
 def test_goodput_counts_requests_that_meet_every_limit(slo: dict[str, float], meets: bool) -> None:
     whole = summarize(run_of(record(), record(1, error="timeout"), slo=slo)).all
     assert whole.num_within_slo == int(meets)
-    assert whole.goodput_per_s == int(meets) / 4
+    assert whole.goodput_per_s == int(meets) / 3
 
 
 def test_an_empty_run_has_no_figures() -> None:
@@ -121,44 +145,3 @@ def test_percentiles_are_ordered_and_within_range(values: list[float]) -> None:
     assert found is not None
     assert min(values) <= found.p50 <= found.p90 <= found.p99 <= found.max == max(values)
     assert min(values) <= found.mean <= max(values)
-
-
-SECONDS = st.floats(0, 100)
-
-
-@given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=20))
-def test_parts_add_up_to_the_whole(rows: list[tuple[float, ...]]) -> None:
-    records = [
-        record(
-            index,
-            parts=TtftParts(
-                accept_s=accept,
-                queue_s=queue,
-                prefill_s=prefill,
-                transfer_s=transfer,
-                first_step_s=step,
-                ttft_s=first,
-                second_token_s=first + gap,
-            ),
-        )
-        for index, (accept, queue, prefill, transfer, step, first, gap) in enumerate(rows)
-    ]
-    parts = summarize(run_of(*records)).parts
-    assert parts is not None
-    assert parts.num_requests == len(rows)
-    assert parts.second_token_whole is not None
-    first_sum = sum(part.mean for part in parts.first_token.values())
-    second_sum = sum(part.mean for part in parts.second_token.values())
-    assert math.isclose(first_sum, parts.first_token_whole.mean, abs_tol=1e-6)
-    assert math.isclose(second_sum, parts.second_token_whole.mean, abs_tol=1e-6)
-
-
-def test_parts_of_local_prefill_have_no_hand_off() -> None:
-    parts = TtftParts(accept_s=0.1, queue_s=0.2, prefill_s=0.3, ttft_s=0.7, second_token_s=0.9)
-    found = summarize(run_of(record(parts=parts), record(1, parts=TtftParts(ttft_s=1.0)), record(2))).parts
-    assert found is not None
-    assert found.num_requests == 1
-    assert found.first_token["rest"].p50 == pytest.approx(0.1)
-    assert found.second_token == {}
-    assert found.second_token_whole is None
-    assert summarize(run_of(record())).parts is None

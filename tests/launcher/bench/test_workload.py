@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
@@ -23,6 +24,10 @@ from kvrelay.launcher.bench.workload import PlannedRequest, Share, Workload, arr
 
 def plan(share: Share | None = None, trace: list[TraceRow] | None = None, **values: Any) -> Workload:
     return plan_workload(workload_spec(build(BenchSettings, values)), trace or (), share)
+
+
+def body_of(writer: BodyWriter, request: PlannedRequest) -> Any:
+    return json.loads(asyncio.run(writer.make(request)))
 
 
 def due(requests: tuple[PlannedRequest, ...]) -> list[float | None]:
@@ -113,7 +118,7 @@ def test_a_closed_loop_is_split_without_loss() -> None:
 def test_prefixes_are_shared_within_groups_only() -> None:
     requests = plan(rate=10, duration_s=20, input_len="32", prefix_tokens=64, prefix_groups=3).timed
     writer = BodyWriter(BodySpec("m", "completions", 7))
-    prompts = [json.loads(writer.body(request))["prompt"] for request in requests]
+    prompts = [body_of(writer, request)["prompt"] for request in requests]
     assert {len(prompt) for prompt in prompts} == {96}
     assert len({tuple(prompt[:64]) for prompt in prompts}) == 3
     assert len({tuple(prompt[64:72]) for prompt in prompts}) == len(prompts)
@@ -121,9 +126,7 @@ def test_prefixes_are_shared_within_groups_only() -> None:
 
 def test_bodies_repeat_with_the_seed_and_stay_in_range() -> None:
     request = plan(rate=1, requests=1, input_len="300", output_len="9").timed[0]
-    first, same, other = (
-        json.loads(BodyWriter(BodySpec("m", "completions", seed, 5, 8)).body(request)) for seed in (1, 1, 2)
-    )
+    first, same, other = (body_of(BodyWriter(BodySpec("m", "completions", seed, 5, 8)), request) for seed in (1, 1, 2))
     assert first == same
     assert first["prompt"] != other["prompt"]
     assert set(first["prompt"]) == {5, 6, 7, 8}
@@ -137,10 +140,22 @@ def test_bodies_repeat_with_the_seed_and_stay_in_range() -> None:
     }
 
 
+def test_a_temperature_brings_seeds_that_the_runs_seed_decides() -> None:
+    requests = plan(rate=1, requests=5, arrival="constant").timed
+
+    def seeds(seed: int, temperature: float) -> list[int | None]:
+        writer = BodyWriter(BodySpec("m", "completions", 1, temperature=temperature, seed=seed))
+        return [body_of(writer, request).get("seed") for request in requests]
+
+    assert seeds(7, 0.0) == [None] * 5
+    assert seeds(7, 0.8) == seeds(7, 0.8)
+    assert len({*seeds(7, 0.8), *seeds(8, 0.8)}) == 10
+
+
 def test_chats_have_a_word_for_each_token_and_nothing_a_strict_server_refuses() -> None:
     request = plan(rate=1, requests=1, input_len="20", prefix_tokens=5).timed[0]
     spec = BodySpec("m", "chat", 1, words=WORDS, ignore_eos=False)
-    body = json.loads(BodyWriter(spec).body(request))
+    body = body_of(BodyWriter(spec), request)
     assert len(body["messages"][0]["content"].split()) == 25
     assert "ignore_eos" not in body
 
@@ -154,6 +169,16 @@ def test_words_that_are_several_tokens_are_left_out() -> None:
     assert all(len(word) < 6 for word in words)
     with pytest.raises(SettingsError, match="--tokenizer: only 0 of"):
         single_token_words(list)
+
+
+@pytest.mark.parametrize(
+    "values", [{"input_len": "9"}, {"output_len": "9"}, {"prefix_tokens": 9}, {"prefix_groups": 9}]
+)
+def test_what_a_trace_says_itself_cannot_be_asked_for(values: dict[str, Any]) -> None:
+    flag = "--" + next(iter(values)).replace("_", "-")
+    with pytest.raises(SettingsError, match=f"{flag} and --trace are both given.* leave {flag} out"):
+        workload_spec(build(BenchSettings, {"trace": "t.jsonl", **values}))
+    workload_spec(build(BenchSettings, {"trace": "t.jsonl", "input_len": "128"}))  # the default is no wish
 
 
 def trace_file(path: Path, *rows: dict[str, object]) -> Path:
@@ -174,7 +199,7 @@ def test_a_trace_keeps_times_lengths_and_shared_blocks(tmp_path: Path) -> None:
     assert due(requests) == [0, 0.5, 2.5]
     assert [(request.prompt_tokens, request.output_tokens) for request in requests] == [(700, 1), (1200, 30), (600, 5)]
     writer = BodyWriter(BodySpec("m", "completions", 1))
-    first, second, third = (json.loads(writer.body(request))["prompt"] for request in requests)
+    first, second, third = (body_of(writer, request)["prompt"] for request in requests)
     assert first[:512] == second[:512] == third[:512]
     assert first[512:520] != second[512:520]
     limited = workload_spec(build(BenchSettings, {"trace": str(path), "duration_s": 2, "warmup": "1"}))
