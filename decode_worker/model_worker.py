@@ -164,7 +164,7 @@ class DecodeModelWorker:
         """End every running sequence: which of them broke the step is unknown, and their K/V may be half written.
 
         With none running it was the oldest that waits which could not even be scheduled. Raises AssertionError if the
-        books do not agree afterwards.
+        books do not agree afterwards, DeviceFailedError if no step can succeed any more.
         """
         self._metrics.failed_steps.inc()
         for launched in self._launched:
@@ -181,6 +181,7 @@ class DecodeModelWorker:
         self._emit(Report(failed=keys, detail=f"the model step failed: {type(error).__name__}"))
         self._remove()
         self._scheduler.check_integrity()
+        self._engine.check_device()  # one that has failed for good would draw all traffic, and fail it fast
 
     def on_command_failed(self, command: Command, error: Exception) -> None:
         """End the command's sequence. Raises AssertionError if the books do not agree afterwards."""

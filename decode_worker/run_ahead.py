@@ -6,7 +6,7 @@ must know to launch it is only that each sequence goes on, and by how many token
 
 It cannot know that a token under way is a stop token, or a guide's last: such a sequence computes one token too many, which does
 not count. Where a row can only be sampled once the host knows the token in front (``Sequence.needs_host_to_sample``: guides,
-watermarks, bad words of several tokens, processors, typical sampling), the step is launched all the same, and the engine defers its
+watermarks, bad words of several tokens, processors), the step is launched all the same, and the engine defers its
 sampling (:class:`kvrelay.engine.interface.LaunchedStep`): the forward pass needs only the token, which is on the device.
 
 What waits for the tokens in front: a beam search, whose next sequences, and the blocks that they share, follow from them; and

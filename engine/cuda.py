@@ -11,9 +11,10 @@ from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.batch import build_batch
 from kvrelay.engine.decode_graphs import CudaRecorder, DecodeGraphs, Recorder
-from kvrelay.engine.engine_options import EngineOptions
+from kvrelay.engine.engine_options import EngineOptions, asked_blocks
+from kvrelay.engine.gpu_memory import GpuMemory
 from kvrelay.engine.interface import StepRow
-from kvrelay.engine.kv_pool import KvPool
+from kvrelay.engine.kv_pool import KvPool, block_nbytes_of
 from kvrelay.engine.kv_scales import unit_kv_scales
 from kvrelay.engine.model import DecoderModel
 from kvrelay.engine.model_config import ModelConfig
@@ -24,6 +25,7 @@ from kvrelay.engine.sampled import UnderWay
 from kvrelay.engine.sampler import sample
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.weights import ModelWeights
+from kvrelay.kernels.decode_attention import decode_batch_sizes
 from kvrelay.kernels.kv_scales import require_e4m3
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ def cuda_model(
     ops = cuda_ops(config, pool, max_model_len, options, kv_scales)
     compute_dtype = weights.embed.dtype
     model = DecoderModel(config, weights, ops)
+    compile_steps(model, ops, pool, options)
     compile_sampling(torch.zeros(1, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device), ops)
     if not (options.decodes and options.cuda_graphs):
         return model, ops, None
@@ -84,24 +87,30 @@ def require_weight_format(rounding: Rounding | None, device: torch.device) -> No
         raise ModelError(f"--weight-format is fp8, but {error}") from error
 
 
-def free_beside_a_step(
+def measure_memory(
     config: ModelConfig, weights: ModelWeights, kv_dtype: torch.dtype, device: torch.device, options: EngineOptions
-) -> int:
-    """Bytes of the GPU's memory that are free beside the weights and the largest step, which is run to measure it."""
+) -> GpuMemory:
+    """The GPU's memory, with the weights there. The largest step is run to measure what it takes.
+
+    Raises ModelError if it does not fit.
+    """
     triton_driver.use_prebuilt()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    pool_nbytes = run_largest_step(config, weights, kv_dtype, device, options)
+    try:
+        pool_nbytes = run_largest_step(config, weights, kv_dtype, device, options)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"no memory is left beside the weights for the largest step, of {options.max_batched_tokens} tokens ({error}): lower "
+            "--max-batched-tokens"
+        ) from error
     torch.cuda.synchronize(device)
     step_nbytes = torch.cuda.max_memory_allocated(device) - before - pool_nbytes
     torch.cuda.empty_cache()
-    free_nbytes = torch.cuda.mem_get_info(device)[0]
-    logger.info(
-        "GPU memory: %.1f GiB free beside the weights, of which the largest step takes %.2f",
-        free_nbytes / 2**30,
-        step_nbytes / 2**30,
-    )
-    return max(0, free_nbytes - step_nbytes)
+    free, total = torch.cuda.mem_get_info(device)
+    memory = GpuMemory(total, free, held=torch.cuda.memory_reserved(device), step=max(0, step_nbytes))
+    logger.info("GPU memory: %s", memory.text)
+    return memory
 
 
 @torch.inference_mode()
@@ -110,22 +119,47 @@ def run_largest_step(
 ) -> int:
     """Compute as many tokens as a step may have, and sample for as many sequences, over a pool of its own.
 
-    Returns the pool's bytes. ``weights`` stay whole.
+    Returns that pool's bytes; it is not larger than one whose size is given. ``weights`` stay whole.
     """
-    length = min(options.max_batched_tokens, options.max_model_len or config.max_position_embeddings)
-    num_blocks = -(-length // options.block_size)
+    asked = asked_blocks(options, block_nbytes_of(config, options.block_size, kv_dtype))
+    num_tokens = options.max_batched_tokens
+    if asked is not None:
+        num_tokens = max(1, min(num_tokens, asked * options.block_size))
+    max_len = min(num_tokens, options.max_model_len or num_tokens, config.max_position_embeddings)
+    sampling = SamplingParams(max_tokens=1, top_p=0.9, typical_p=0.9, num_logprobs=0)
+    rows, num_blocks = [], 0
+    for start in range(0, num_tokens, max_len):
+        length = min(max_len, num_tokens - start)
+        blocks = list(range(num_blocks, num_blocks + -(-length // options.block_size)))
+        num_blocks += len(blocks)
+        sequence = Sequence(f"largest {start}", 1, [0] * length, length, sampling, 0.0, block_table=blocks)
+        rows.append(StepRow(sequence, length))
     pool = KvPool(config, num_blocks, options.block_size, kv_dtype, device)
     kv_scales = unit_kv_scales(config) if kv_dtype == torch.float8_e4m3fn else None
-    ops = cuda_ops(config, pool, length, options, kv_scales)
+    ops = cuda_ops(config, pool, max_len, options, kv_scales)
     # The model empties the list of layers that it is given, and multiplies with the very same matrices.
     model = DecoderModel(config, replace(weights, layers=list(weights.layers)), ops)
-    sampling = SamplingParams(max_tokens=1, top_p=0.9, num_logprobs=0)
-    sequence = Sequence("largest", 1, [0] * length, length, sampling, 0.0, block_table=list(range(num_blocks)))
-    batch = build_batch([StepRow(sequence, length)], options.block_size)
+    batch = build_batch(rows, options.block_size)
     hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
-    num_rows = min(options.max_num_seqs, length)
-    sample(model.logits(hidden[:num_rows]), [sequence] * num_rows, ops, {}).read()
+    num_sampled = min(options.max_num_seqs, num_tokens)
+    sample(model.logits(hidden[:num_sampled]), [rows[0].sequence] * num_sampled, ops, {}).read()
     return pool.tensor.nbytes
+
+
+@torch.inference_mode()
+def compile_steps(model: DecoderModel, ops: CudaOps, pool: KvPool, options: EngineOptions) -> None:
+    """Compute single tokens beside a prompt, in the spare block of ``pool``, for each number of them that has a kernel of its own.
+
+    Compiled when a step first has so many, it would stall all streams. Over the very pool: by its shape kernels are chosen.
+    """
+    sampling = SamplingParams(max_tokens=1)
+    spare = [pool.num_blocks]
+    prompt = Sequence("prompt", 1, [0, 0], 2, sampling, 0.0, block_table=spare)
+    for num_single in decode_batch_sizes(options.max_num_seqs):
+        singles = [Sequence(str(index), 1, [0], 1, sampling, 0.0, block_table=spare) for index in range(num_single)]
+        batch = build_batch([*(StepRow(one, 1) for one in singles), StepRow(prompt, 2)], options.block_size)
+        hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
+        model.logits(hidden[-1:])
 
 
 @torch.inference_mode()

@@ -39,16 +39,18 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all graphs: cuBLAS keeps a workspace of tens of MiB for every stream that it ever ran on.
+        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, run: Callable[[], None]) -> Replay:
         """See Recorder. It runs once before: kernels must be compiled, and libraries have their workspaces, before a capture."""
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = self._side
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=side):
             run()
         return graph.replay
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.gpu_memory import GpuMemory, pool_nbytes
 from kvrelay.engine.linear_cpu import has_packed_linear
 from kvrelay.engine.processors import LogitsProcessor
 from kvrelay.engine.rounding import Rounding
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _CPU_KV_BYTES = 2**30
 _MIN_POOL_TOKENS = 64  # a pool that holds less serves nobody
+NUM_SPARE_BLOCKS = 1  # of a GPU's pool, behind the others: for what rows that only fill a batch up would write
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class EngineOptions:
     block_size: int = 16
     num_blocks: int | None = None  # instead of kv_memory_bytes
     kv_memory_bytes: int | None = None  # None: 1 GiB on CPU, kv_memory_fraction on a GPU
-    kv_memory_fraction: float = 0.9  # of what is free on a GPU beside the weights and the largest step
+    kv_memory_fraction: float = 0.9  # of a GPU's memory: this worker's share, with its weights and its largest step
     staging_bytes: int | None = (
         None  # of pinned memory between a GPU's pool and the network; None: 256 MiB, or four blocks
     )
@@ -110,21 +112,35 @@ def rounding_of(weight_format: str, device: torch.device, dtype: torch.dtype) ->
     return rounding
 
 
-def num_blocks_of(options: EngineOptions, block_nbytes: int, free_nbytes: Callable[[], int] | None) -> int:
-    """Blocks of the pool. Raises ModelError if they would serve nobody.
-
-    ``free_nbytes`` measures what is free on a GPU; None: there is none, and a default must do.
-    """
+def asked_blocks(options: EngineOptions, block_nbytes: int) -> int | None:
+    """Blocks of the pool if the options say how many, or how much memory they take; else None."""
     if options.num_blocks is not None:
-        num_blocks, source = options.num_blocks, "--num-blocks"
-    elif options.kv_memory_bytes is not None or free_nbytes is None:
-        num_blocks, source = (options.kv_memory_bytes or _CPU_KV_BYTES) // block_nbytes, "--kv-memory-mb"
-    else:
-        num_blocks = int(free_nbytes() * options.kv_memory_fraction) // block_nbytes
+        return options.num_blocks
+    return None if options.kv_memory_bytes is None else options.kv_memory_bytes // block_nbytes
+
+
+def num_blocks_of(options: EngineOptions, block_nbytes: int, memory: GpuMemory | None) -> int:
+    """Blocks of the pool. Raises ModelError if they would serve nobody, or do not fit a GPU beside the largest step.
+
+    ``memory``: what was measured of a GPU; None: there is none, and a default must do.
+    """
+    num_blocks = asked_blocks(options, block_nbytes)
+    source = "--kv-memory-mb" if options.num_blocks is None else "--num-blocks"
+    if num_blocks is None and memory is not None:
+        num_blocks = pool_nbytes(memory, options.kv_memory_fraction) // block_nbytes
         source = f"--kv-memory-fraction {options.kv_memory_fraction:g}"
+    elif num_blocks is None:
+        num_blocks = _CPU_KV_BYTES // block_nbytes
+    elif memory is not None and (num_blocks + NUM_SPARE_BLOCKS) * block_nbytes + memory.step > memory.free:
+        raise ModelError(
+            f"{source} gives a pool of {num_blocks} blocks, {num_blocks * block_nbytes / 2**30:.1f} GiB, which does not fit beside "
+            f"the largest step, of {options.max_batched_tokens} tokens (the GPU's memory: {memory.text}): lower {source} or "
+            "--max-batched-tokens"
+        )
     if num_blocks * options.block_size < _MIN_POOL_TOKENS:
+        measured = "" if memory is None else f" (the GPU's memory: {memory.text})"
         raise ModelError(
             f"{source} gives a pool of {num_blocks} blocks of {options.block_size} tokens; at least {_MIN_POOL_TOKENS} "
-            f"tokens are needed, and a block takes {block_nbytes / 2**20:.2f} MiB: raise {source}"
+            f"tokens are needed, and a block takes {block_nbytes / 2**20:.2f} MiB{measured}: raise {source}"
         )
     return num_blocks

@@ -12,7 +12,7 @@ from kvrelay.engine.fake import FakeEngine, FakePace, fake_card
 from kvrelay.engine.guidance import DeferredGuides, GuideCompiler, NoGuides
 from kvrelay.engine.interface import Engine
 from kvrelay.engine.processors import load_processors
-from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
+from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, prompt_step_tokens
 
 _FAKE_KV_MB = 64
 
@@ -23,14 +23,15 @@ def load_engine(
     fake: FakeSettings,
     *,
     max_num_seqs: int,
-    max_batched_tokens: int,
+    max_batched_tokens: int | None,
     decodes: bool,
     progress: Callable[[int, int], None],
 ) -> Engine:
     """Load the model that ``model.model`` names; it must be a directory by now (the launcher resolves names).
 
-    ``decodes``: whether it is for a worker that decodes. ``progress`` hears (bytes loaded, bytes in all). Raises ModelError if
-    the directory cannot be served, SettingsError on a logits processor that there is not.
+    ``max_batched_tokens``: of a step; None: as many as suit the device (:func:`prompt_step_tokens`). ``decodes``: whether it is for
+    a worker that decodes. ``progress`` hears (bytes loaded, bytes in all). Raises ModelError if the directory cannot be served,
+    SettingsError on a logits processor that there is not.
     """
     directory = Path(model.model)
     if not directory.is_dir():
@@ -39,7 +40,7 @@ def load_engine(
         )
     if fake.is_fake:
         return _fake_engine(directory, model, kv, fake)
-    from kvrelay.engine.engine_options import EngineOptions  # noqa: PLC0415 - torch takes seconds to import
+    from kvrelay.engine.engine_options import EngineOptions, device_of  # noqa: PLC0415 - torch takes seconds to import
     from kvrelay.engine.torch_engine import TorchEngine  # noqa: PLC0415
 
     options = EngineOptions(
@@ -58,7 +59,7 @@ def load_engine(
         num_threads=model.threads or os.cpu_count() or 1,
         kv_memory_fraction=kv.kv_memory_fraction,
         max_num_seqs=max_num_seqs,
-        max_batched_tokens=max_batched_tokens,
+        max_batched_tokens=prompt_step_tokens(max_batched_tokens, device_of(model.device).type),
         decodes=decodes,
         cuda_graphs=model.cuda_graphs,
         run_ahead=model.run_ahead,

@@ -157,6 +157,9 @@ class FakeEngine:
         for (_, target), content in zip(pairs, contents, strict=True):
             self.store.block(target)[:] = content
 
+    def check_device(self) -> None:
+        """See Engine. There is none."""
+
     def launch(self, rows: Seq[StepRow], behind: LaunchedStep | None = None) -> LaunchedStep:
         """See Engine."""
         assert behind is None or isinstance(behind, FakeStep)

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvrelay.common.errors import KvrelayError
 from kvrelay.common.late_bytes import LateBytes
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import SampledToken
@@ -123,6 +124,10 @@ class BlockStore(Protocol):
         """
 
 
+class DeviceFailedError(KvrelayError):
+    """The device that computes steps has failed for good: no step of this process will ever succeed again."""
+
+
 class Engine(Protocol):
     """A loaded model with its KV pool."""
 
@@ -138,6 +143,12 @@ class Engine(Protocol):
         """Copy whole blocks inside the pool, (source, target) each; the next ``step`` sees the copies.
 
         All sources are read before any target is written; no target may come twice. Model thread only.
+        """
+
+    def check_device(self) -> None:
+        """Behind a failed step: raise DeviceFailedError if it was the device that failed, and not only what it was given.
+
+        Waits for the device. Model thread only.
         """
 
     @property

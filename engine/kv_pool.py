@@ -13,13 +13,20 @@ import mmap
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvrelay.engine.copies import Copied, StagingPlan
 from kvrelay.engine.model_config import ModelConfig
 from kvrelay.engine.staging import StagedRead, Staging
+from kvrelay.engine.uploads import Uploader
 
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python has no name for it
+
+
+def block_nbytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: all layers, K and V."""
+    return 2 * config.num_layers * config.kv_size * block_size * dtype.itemsize
 
 
 class KvPool:
@@ -53,6 +60,7 @@ class KvPool:
         self.num_blocks = num_blocks
         self.block_nbytes = self.tensor[0].nbytes
         self._bytes = self.tensor.view(len(self.tensor), -1).view(torch.uint8)  # [num_blocks + num_spare, block_nbytes]
+        self._uploader = Uploader(device)  # of numbers of blocks; the model thread's
         self._host: memoryview | None = None
         self._staging: Staging | None = None
         if staging is not None:
@@ -87,11 +95,11 @@ class KvPool:
         return None if self._staging is None else self._staging.order_steps()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks as they stand, (source, target) each, on the device, in order with its steps. See Engine."""
+        """Copy blocks as they stand, (source, target) each, on the device, in order with its steps, without waiting. See Engine."""
         for block_id in itertools.chain.from_iterable(pairs):
             self._check(block_id)
         self.order_steps()
-        sources, targets = torch.tensor(pairs, device=self._bytes.device).unbind(1)
+        sources, targets = self._uploader.upload(tuple(np.array(pairs, dtype=np.int64).T))
         self._bytes.index_copy_(0, targets, self._bytes[sources])
 
     def _check(self, block_id: int) -> None:

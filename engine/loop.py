@@ -4,8 +4,9 @@
 worker run one step; with nothing to compute it waits for the next command. What a step yields leaves through the
 worker's own callbacks. ``last_tick_s`` says when the loop last came round; readiness watches it.
 
-A step or a command that fails ends what it was about, and the loop goes on. Two things end the loop: the worker says that its
-state cannot be trusted any more, or one step after the other fails. It is not alive then, and the process must be started anew.
+A step or a command that fails ends what it was about, and the loop goes on. Two things end the loop: the worker says that it
+cannot go on, since its state cannot be trusted any more or its device has failed, or one step after the other fails. It is not
+alive then, and the process must be started anew.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class LoopWorker(Protocol[C_contra]):
         """Compute one step; False if nothing could be computed for want of room, so that the loop waits for news."""
 
     def on_step_failed(self, error: Exception) -> None:
-        """``step`` raised. End what was in it. Raises if the state cannot be trusted any more: that ends the loop."""
+        """``step`` raised. End what was in it. Raises if the worker cannot go on: that ends the loop."""
 
     def on_command_failed(self, command: C_contra, error: Exception) -> None:
-        """``handle`` raised. End what the command was about. Raises if the state cannot be trusted any more, as above."""
+        """``handle`` raised. End what the command was about. Raises if the worker cannot go on, as above."""
 
 
 class ModelLoop(Generic[C]):
@@ -92,7 +93,7 @@ class ModelLoop(Generic[C]):
         try:
             self._turn()
         except Exception:
-            logger.critical("the model loop ends: its state cannot be trusted any more", exc_info=True)
+            logger.critical("the model loop ends: the worker cannot go on", exc_info=True)
 
     def _turn(self) -> None:
         could_compute, num_failed = True, 0

@@ -20,13 +20,14 @@ from kvrelay.engine.penalties import Penalties
 from kvrelay.engine.rope import cos_sin_tables
 from kvrelay.engine.rounding import RoundedWeight, Weight
 from kvrelay.engine.sampling_rows import SamplingRows
-from kvrelay.engine.uploads import Uploader
+from kvrelay.engine.uploads import Joined, Uploader
 from kvrelay.kernels.activation import silu_mul
 from kvrelay.kernels.decode_attention import DecodeWorkspace, paged_decode_attention, splits_for_device
 from kvrelay.kernels.kv_scales import require_compute_dtype, require_e4m3
 from kvrelay.kernels.norm import add_rms_norm, rms_norm
 from kvrelay.kernels.penalties import NewTokens, apply_penalties
 from kvrelay.kernels.prefill_attention import paged_prefill_attention
+from kvrelay.kernels.prefill_tiles import TileLoads, nvidia_capability, tile_loads
 from kvrelay.kernels.rotary import rotary_kv_write
 from kvrelay.kernels.sampling import sample
 
@@ -62,6 +63,15 @@ class StepInputs:
         return cls(positions, slot_mapping, block_tables, seq_lens, query_start_loc, num_decode, batch.max_query_len)
 
 
+@dataclass(frozen=True, slots=True)
+class PagedKv:
+    """All layers' keys and values, and how they are read."""
+
+    pool: torch.Tensor  # [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
+    kv_scales: torch.Tensor | None  # [num_layers, 2, num_kv_heads] fp32, of an fp8 pool
+    loads: tuple[TileLoads, ...]  # of each layer's prefill attention
+
+
 class CudaStep:
     """Implements StepContext for one batch: single-token rows by the decode kernel, the others by the prefill kernel."""
 
@@ -69,14 +79,12 @@ class CudaStep:
         self,
         inputs: StepInputs,
         config: ModelConfig,
-        pool: torch.Tensor,
+        kv: PagedKv,
         tables: tuple[torch.Tensor, torch.Tensor],
         workspace: DecodeWorkspace,
-        kv_scales: torch.Tensor | None,
     ) -> None:
         self._config = config
-        self._pool = pool
-        self._kv_scales = kv_scales
+        self._kv = kv
         self._cos, self._sin = tables
         self._workspace = workspace
         self._inputs = inputs
@@ -92,10 +100,10 @@ class CudaStep:
             self._cos,
             self._sin,
             inputs.positions,
-            self._pool,
+            self._kv.pool,
             layer,
             inputs.slot_mapping,
-            self._kv_scales,
+            self._kv.kv_scales,
         )
         return query
 
@@ -107,7 +115,7 @@ class CudaStep:
         if split:
             paged_decode_attention(
                 query[:split],
-                self._pool,
+                self._kv.pool,
                 layer,
                 inputs.block_tables[:split],
                 inputs.seq_lens[:split],
@@ -115,12 +123,12 @@ class CudaStep:
                 sliding_window=window,
                 workspace=self._workspace,
                 out=out[:split],
-                kv_scales=self._kv_scales,
+                kv_scales=self._kv.kv_scales,
             )
         if split < inputs.seq_lens.shape[0]:
             paged_prefill_attention(
                 query[split:],
-                self._pool,
+                self._kv.pool,
                 layer,
                 inputs.block_tables[split:],
                 inputs.query_start_loc,
@@ -129,7 +137,8 @@ class CudaStep:
                 sliding_window=window,
                 max_query_len=inputs.max_query_len,
                 out=out[split:],
-                kv_scales=self._kv_scales,
+                kv_scales=self._kv.kv_scales,
+                loads=self._kv.loads[layer],
             )
         return out
 
@@ -160,8 +169,9 @@ class CudaOps:
             require_e4m3(pool.device)
         require_compute_dtype(pool, kv_scales)
         self._config = config
-        self._pool = pool
-        self._kv_scales = kv_scales
+        capability = nvidia_capability(pool.device)
+        loads = tuple(tile_loads(capability, pool, window) for window in config.sliding_windows)
+        self._kv = PagedKv(pool, kv_scales, loads)
         self._uploader = Uploader(pool.device)
         cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
         self._tables = (cos.to(pool.device), sin.to(pool.device))
@@ -197,7 +207,7 @@ class CudaOps:
 
     def step_of(self, inputs: StepInputs) -> CudaStep:
         """A step over numbers that are on the device."""
-        return CudaStep(inputs, self._config, self._pool, self._tables, self._workspace, self._kv_scales)
+        return CudaStep(inputs, self._config, self._kv, self._tables, self._workspace)
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See Ops."""
@@ -217,11 +227,9 @@ class CudaOps:
 
     def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
         """See SamplerOps."""
-        rows, tokens, counts, repetition, presence, frequency, num_under_way, row_starts = self._uploader.upload(
+        entries, repetition, presence, frequency, num_under_way, row_starts = self._uploader.upload(
             (
-                penalties.entry_rows(),
-                penalties.entry_tokens,
-                penalties.entry_counts,
+                Joined([np.empty((0, 2), np.int32), *penalties.entries]),
                 penalties.repetition,
                 penalties.presence,
                 penalties.frequency,
@@ -230,6 +238,11 @@ class CudaOps:
             )
         )
         new = None if last_tokens is None else NewTokens(last_tokens, num_under_way, row_starts)
+        # With the number of them given, nobody waits for the device to add it up.
+        num_entries = penalties.num_entries
+        rows = torch.repeat_interleave(row_starts.diff(), output_size=num_entries).long()
+        tokens = torch.empty(num_entries, dtype=torch.int64, device=entries.device).copy_(entries[:, 0])
+        counts = torch.empty(num_entries, dtype=torch.int32, device=entries.device).copy_(entries[:, 1])
         apply_penalties(logits, rows, tokens, counts, repetition, presence, frequency, new)
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
@@ -237,7 +250,7 @@ class CudaOps:
 
         It knows no typical sampling: rows that ask for it come to it filtered.
         """
-        rows = filter_typical_rows(logits, rows)
+        rows = filter_typical_rows(logits, rows, self._uploader.upload)
         # A draw next to 1 must not become 1.
         draws = np.minimum(rows.uniforms.astype(np.float32), np.nextafter(np.float32(1), np.float32(0)))
         of_rows = self._uploader.upload((rows.temperature, rows.top_k, rows.top_p, rows.min_p, draws))

@@ -24,10 +24,11 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of a batch: arrays ``[num_rows]``, and sparse entries ``[num_entries]``.
+    """Penalties of a batch: arrays ``[num_rows]``, and sparse entries.
 
     There is one entry for each distinct token of a sequence that has penalties: of prompt and output if it has a
-    repetition penalty, else of the output. Entries are ordered by row.
+    repetition penalty, else of the output. Entries are ordered by row. They are the sequences' own, which a later step's penalties
+    bring up to date: apply these before. A batch may have half a million, so nothing but their upload copies them.
     """
 
     repetition: Floats
@@ -35,8 +36,7 @@ class Penalties:
     frequency: Floats
     num_under_way: Ints  # of the row's tokens, that no entry counts and the host does not know: 0 or 1
     row_starts: Ints  # [num_rows + 1] where each row's entries begin
-    entry_tokens: npt.NDArray[np.int64]
-    entry_counts: Ints  # occurrences in the output
+    entries: list[Ints]  # of each row that has penalties, ``[n, 2]``: tokens, and their occurrences in the output
 
     @classmethod
     def of(cls, sequences: Seq[Sequence], num_ahead: Seq[int] | None = None) -> Penalties:
@@ -46,12 +46,12 @@ class Penalties:
         """
         params = [sequence.sampling for sequence in sequences]
         row_starts = [0]
-        counts: list[TokenCounts] = []
+        entries: list[Ints] = []
         for sequence in sequences:
             num_entries = 0
             if sequence.sampling.needs_penalties:
-                counts.append(_counts_of(sequence))
-                num_entries = len(counts[-1].tokens)
+                entries.append(_counts_of(sequence).entries)
+                num_entries = len(entries[-1])
             row_starts.append(row_starts[-1] + num_entries)
         return cls(
             repetition=np.array(
@@ -67,23 +67,23 @@ class Penalties:
                 dtype=np.int32,
             ),
             row_starts=np.array(row_starts, dtype=np.int32),
-            entry_tokens=np.concatenate([np.empty(0, np.int64), *(one.tokens for one in counts)]),
-            entry_counts=np.concatenate([np.empty(0, np.int32), *(one.counts for one in counts)]),
+            entries=entries,
         )
+
+    @property
+    def num_entries(self) -> int:
+        """Of all rows."""
+        return int(self.row_starts[-1])
 
     @property
     def change_nothing(self) -> bool:
         """Whether no token of any row costs anything."""
-        return not len(self.entry_tokens) and not self.has_under_way
+        return not self.num_entries and not self.has_under_way
 
     @property
     def has_under_way(self) -> bool:
         """Whether a token must be counted that the host does not know."""
         return bool(self.num_under_way.any())
-
-    def entry_rows(self) -> npt.NDArray[np.int64]:
-        """Which row each entry belongs to, ``[num_entries]``."""
-        return np.repeat(np.arange(len(self.repetition)), np.diff(self.row_starts))
 
 
 def _counts_of(sequence: Sequence) -> TokenCounts:
@@ -101,8 +101,9 @@ def penalize(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tens
     Repetition as Hugging Face's processor does it (a positive logit is divided, a negative one multiplied), then
     frequency per occurrence and presence once, as OpenAI's API defines them. ``last_tokens`` as in SamplerOps.
     """
-    entry_rows = penalties.entry_rows()
-    entry_tokens, entry_counts = penalties.entry_tokens, penalties.entry_counts
+    entry_rows = np.repeat(np.arange(len(logits)), np.diff(penalties.row_starts))
+    entries = np.concatenate([np.empty((0, 2), np.int32), *penalties.entries])
+    entry_tokens, entry_counts = entries[:, 0].astype(np.int64), entries[:, 1]
     if last_tokens is not None:
         under_way, last = penalties.num_under_way > 0, last_tokens.numpy()
         is_last = under_way[entry_rows] & (entry_tokens == last[entry_rows])

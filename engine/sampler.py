@@ -61,7 +61,7 @@ def sample(
 
     ``processors`` must have every name that a sequence asks for. ``under_way``: tokens that the host does not know yet (see
     StepRow). Penalties count them on the device; nothing else that a sequence with one asks for may depend on it. Waits for the
-    device only for typical sampling, which looks at the logits on the host, and if a processor does.
+    device only if a processor does.
     """
     num_ahead = [0] * len(sequences) if under_way is None else under_way.counts
     params = [sequence.sampling for sequence in sequences]

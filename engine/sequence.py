@@ -119,7 +119,7 @@ class Sequence:
 
     @property
     def needs_host_to_sample(self) -> bool:
-        """Whether its next token can only be sampled once the host knows the one in front of it, or has looked at the logits.
+        """Whether its next token can only be sampled once the host knows the one in front of it.
 
         Penalties count a token that the host does not know on the device; bias, allowed tokens and ``min_tokens`` depend on
         positions only.
@@ -130,7 +130,6 @@ class Sequence:
             or sampling.watermark is not None
             or sampling.processors
             or any(len(word) > 1 for word in sampling.bad_words)
-            or (sampling.typical_p < 1 and sampling.temperature > 0)
         )
 
     def block_ids(self) -> npt.NDArray[np.int32]:

@@ -6,6 +6,17 @@ from dataclasses import dataclass
 
 from kvrelay.common.settings import setting
 
+_PROMPT_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+
+
+def prompt_step_tokens(max_batched_tokens: int | None, device_type: str) -> int:
+    """Tokens of the largest step of a worker that computes prompts; None: what suits the device ("cpu" or "cuda").
+
+    A step of 512 is long for a CPU, and too short for a GPU, which reads all weights and is launched anew for each. With 2,048 that
+    is a small part of it; with more, a prompt's blocks would leave later than need be, as they are shipped behind their step.
+    """
+    return _PROMPT_STEP_TOKENS[device_type] if max_batched_tokens is None else max_batched_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
@@ -84,14 +95,20 @@ class FakeSettings:
 class KvSettings:
     """The KV pool."""
 
-    block_size: int = setting(16, "tokens per KV block; the same on all workers", unit="tokens", minimum=1, maximum=256)
+    block_size: int = setting(
+        16,
+        "tokens per KV block; the same on all workers; 64 lets prefill attention use TMA on Hopper GPUs, which is not measured",
+        unit="tokens",
+        minimum=1,
+        maximum=256,
+    )
     kv_memory_mb: int | None = setting(
         None, "memory of the KV pool; default: 1024 on CPU, --kv-memory-fraction on a GPU", unit="MiB", minimum=1
     )
     kv_memory_fraction: float = setting(
         0.9,
-        "share of a GPU's memory that the KV pool takes of what is free beside the weights and the largest step, which is run "
-        "to measure it; workers that share a GPU need smaller ones",
+        "a worker's share of all of its GPU's memory: its weights and its largest step, which is run to measure it, are in it, and "
+        "the KV pool gets the rest, never more than is free; of workers on one GPU, the shares should be 0.9 together",
         minimum=0.01,
         maximum=1,
     )

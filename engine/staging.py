@@ -81,6 +81,19 @@ class StagedRead:
         return self._staging.lends_much()
 
 
+def pinned_pieces(num_slots: int, slot_nbytes: int) -> list[int]:
+    """``num_slots`` in pieces that are pinned one by one: torch rounds each up to a power of two, and 300 MiB would take 512.
+
+    Each piece is nearly a power of two, so what they take together is hardly more than the slots.
+    """
+    pieces: list[int] = []
+    while num_slots > 0:
+        power = 1 << ((num_slots * slot_nbytes).bit_length() - 1)
+        pieces.append(max(1, power // slot_nbytes))
+        num_slots -= pieces[-1]
+    return pieces
+
+
 class Staging:
     """The slots of one pool. Thread-safe; ``order_steps`` is the model thread's."""
 
@@ -101,12 +114,15 @@ class Staging:
                 f"{_MIN_SLOTS} are needed: raise it to {-(-_MIN_SLOTS * self._block_nbytes // 2**20)}"
             )
         try:
-            memory = plan.device.pinned(self.num_slots * self._block_nbytes)
+            pieces = [
+                plan.device.pinned(count * self._block_nbytes).view(count, -1)
+                for count in pinned_pieces(self.num_slots, self._block_nbytes)
+            ]
         except RuntimeError as error:
             raise ModelError(
                 f"cannot pin {self.num_slots * self._block_nbytes / 2**20:.0f} MiB of host memory ({error}): lower --staging-mb"
             ) from error
-        self._free = deque(_Slot(slot) for slot in memory.view(self.num_slots, -1))  # given back last, taken last
+        self._free = deque(_Slot(slot) for piece in pieces for slot in piece)  # given back last, taken last
         self._changed = threading.Condition()
         self._reads: dict[int, StagedRead] = {}  # by block
         self._queued: OrderedDict[int, StagedRead] = OrderedDict()  # of these, who is next to be copied ahead

@@ -24,29 +24,21 @@ class TokenCounts:
         distinct = list(dict.fromkeys(token_ids[:num_prompt_tokens])) if counts_prompt else []
         self._places = {token_id: place for place, token_id in enumerate(distinct)}
         self._num_seen = num_prompt_tokens
-        size = max(_MIN_SIZE, 2 * len(distinct))
-        self._tokens = np.zeros(size, dtype=np.int64)
-        self._tokens[: len(distinct)] = distinct
-        self._counts = np.zeros(size, dtype=np.int32)
+        self._entries = np.zeros((max(_MIN_SIZE, 2 * len(distinct)), 2), dtype=np.int32)
+        self._entries[: len(distinct), 0] = distinct
         self.update(token_ids)
 
     def update(self, token_ids: Seq[int]) -> None:
         """Count what was appended since the last time."""
         for token_id in token_ids[self._num_seen :]:
             place = self._places.setdefault(token_id, len(self._places))
-            if place == len(self._tokens):
-                self._tokens = np.concatenate((self._tokens, np.zeros_like(self._tokens)))
-                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-            self._tokens[place] = token_id
-            self._counts[place] += 1
+            if place == len(self._entries):
+                self._entries = np.concatenate((self._entries, np.zeros_like(self._entries)))
+            self._entries[place, 0] = token_id
+            self._entries[place, 1] += 1
         self._num_seen = len(token_ids)
 
     @property
-    def tokens(self) -> npt.NDArray[np.int64]:
-        """The distinct tokens ``[n]``; a view, which the next update may change."""
-        return self._tokens[: len(self._places)]
-
-    @property
-    def counts(self) -> npt.NDArray[np.int32]:
-        """How often each of them is in the output, ``[n]``; a view, as ``tokens``."""
-        return self._counts[: len(self._places)]
+    def entries(self) -> npt.NDArray[np.int32]:
+        """The distinct tokens, and how often each is in the output, ``[n, 2]``; a view, which the next update may change."""
+        return self._entries[: len(self._places)]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 
+import numpy as np
 import torch
 
 from kvrelay.common.errors import ModelError
@@ -15,9 +16,18 @@ from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.batch import Batch, build_batch
 from kvrelay.engine.copies import CudaCopies, StagingPlan
 from kvrelay.engine.cpu import cpu_ops
-from kvrelay.engine.engine_options import EngineOptions, device_of, dtype_of, kv_dtype_of, num_blocks_of, rounding_of
-from kvrelay.engine.interface import BlockStore, DoneStep, LaunchedStep, StepRow
-from kvrelay.engine.kv_pool import KvPool
+from kvrelay.engine.engine_options import (
+    NUM_SPARE_BLOCKS,
+    EngineOptions,
+    device_of,
+    dtype_of,
+    kv_dtype_of,
+    num_blocks_of,
+    rounding_of,
+)
+from kvrelay.engine.gpu_memory import GpuMemory
+from kvrelay.engine.interface import BlockStore, DeviceFailedError, DoneStep, LaunchedStep, StepRow
+from kvrelay.engine.kv_pool import KvPool, block_nbytes_of
 from kvrelay.engine.kv_scales import kv_scales_digest, load_kv_scales
 from kvrelay.engine.model import DecoderModel
 from kvrelay.engine.model_config import load_config
@@ -67,23 +77,23 @@ class TorchEngine:
         if kv_dtype == torch.float8_e4m3fn:
             kv_scales = load_kv_scales(options.model_dir, checkpoint_files(options.model_dir), config)
         weights = load_weights(options.model_dir, config, dtype, device, progress, rounding)
-        block_nbytes = 2 * config.num_layers * config.kv_size * options.block_size * kv_dtype.itemsize
-        measure: Callable[[], int] | None = None
+        block_nbytes = block_nbytes_of(config, options.block_size, kv_dtype)
+        memory: GpuMemory | None = None
         if device.type == "cuda":
-            from kvrelay.engine.cuda import cuda_model, free_beside_a_step  # noqa: PLC0415 - a CPU worker may lack Triton
+            from kvrelay.engine.cuda import cuda_model, measure_memory  # noqa: PLC0415 - a CPU worker may lack Triton
 
-            measure = partial(free_beside_a_step, config, weights, kv_dtype, device, options)
-        num_blocks = num_blocks_of(options, block_nbytes, measure)
+            # Also where the pool's size is given: kernels are compiled, and what does not fit is found, at the start.
+            memory = measure_memory(config, weights, kv_dtype, device, options)
+        num_blocks = num_blocks_of(options, block_nbytes, memory)
         max_model_len = min(
             config.max_position_embeddings,
             options.max_model_len or config.max_position_embeddings,
             num_blocks * options.block_size,
         )
         try:
-            # On a GPU there is one block more, for what rows that only fill a batch up would write.
             num_spare, staging = 0, None
             if device.type == "cuda":
-                num_spare, staging = 1, StagingPlan(CudaCopies(device), options.staging_bytes)
+                num_spare, staging = NUM_SPARE_BLOCKS, StagingPlan(CudaCopies(device), options.staging_bytes)
             pool = KvPool(
                 config, num_blocks, options.block_size, kv_dtype, device, num_spare=num_spare, staging=staging
             )
@@ -127,6 +137,16 @@ class TorchEngine:
     def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
         """See Engine."""
         self._pool.copy_blocks(pairs)
+
+    def check_device(self) -> None:
+        """See Engine. An error of CUDA's own stays: whatever the process asks of the device fails from then on."""
+        try:
+            (there,) = self._ops.upload((np.zeros(1, dtype=np.int64),))
+            there.tolist()
+        except torch.OutOfMemoryError:
+            pass  # who asks for less may get it
+        except RuntimeError as error:
+            raise DeviceFailedError(f"{self._device} does not even read a number back: {error}") from error
 
     @property
     def runs_ahead(self) -> bool:

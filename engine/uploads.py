@@ -9,6 +9,7 @@ with 64 guided rows of a vocabulary of 128k these are 1 MiB, sixteen times.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,28 @@ _MIN_NBYTES = 2**16
 # A step packs up to eight times, some of it behind its forward pass, and two steps are under way: with fewer buffers, launching one
 # would wait for the other. Logits processors make it a few more: there it may.
 _NUM_BUFFERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Arrays, at least one, that go up as one: one behind the other along the first axis. On the host they are copied once."""
+
+    parts: Seq[npt.NDArray[Any]]  # of one type, and of one shape but for the first axis
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all together."""
+        return (sum(map(len, self.parts)), *self.parts[0].shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of each."""
+        return self.parts[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of all together."""
+        return sum(part.nbytes for part in self.parts)
 
 
 class Passed(Protocol):
@@ -46,7 +69,7 @@ class Uploader:
         self._buffers: list[_Buffer] = []
         self._next = 0
 
-    def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
+    def upload(self, arrays: Seq[npt.NDArray[Any] | Joined]) -> list[torch.Tensor]:
         """Tensors of the arrays' shapes and types, views of one piece of the device's memory."""
         starts, nbytes = [], 0
         for array in arrays:
@@ -55,7 +78,10 @@ class Uploader:
         buffer = self._buffer(nbytes)
         packed = buffer.memory.numpy()
         for start, array in zip(starts, arrays, strict=True):
-            packed[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            end = start
+            for part in array.parts if isinstance(array, Joined) else (array,):
+                begin, end = end, end + part.nbytes
+                packed[begin:end] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
         there = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         there.copy_(buffer.memory[:nbytes], non_blocking=True)
         if buffer.copied is not None:

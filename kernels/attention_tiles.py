@@ -54,6 +54,16 @@ def _load_tile(
 
 @triton.jit
 @no_type_check
+def _weigh(scores, row_max, row_sum):
+    """A step of the online softmax: weights, the factor of what came before, and the new `row_max` and `row_sum`."""
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    correction = tl.exp2(row_max - new_max)
+    weights = tl.exp2(scores - new_max[:, None])
+    return weights, correction, new_max, row_sum * correction + tl.sum(weights, axis=1)
+
+
+@triton.jit
+@no_type_check
 def accumulate(
     q,
     acc,
@@ -109,11 +119,49 @@ def accumulate(
             if HAS_WINDOW:
                 visible = visible & (distance < window)
             scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        correction = tl.exp2(row_max - new_max)
-        weights = tl.exp2(scores - new_max[:, None])
-        row_sum = row_sum * correction + tl.sum(weights, axis=1)
+        weights, correction, row_max, row_sum = _weigh(scores, row_max, row_sum)
         values = _load_tile(key_ptrs + pool_stride_value, present, HEAD_DIM, HEAD_DIM_PAD, HAS_SCALES, MASKED)
         acc = tl.dot(weights.to(values.dtype), values, acc * correction[:, None], input_precision="ieee")
-        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit
+@no_type_check
+def accumulate_boxes(
+    q,
+    acc,
+    row_max,
+    row_sum,
+    key_end,
+    table_ptr,
+    boxes,
+    head_row,
+    block_rows,
+    value_rows,
+    scale_log2,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):
+    """`accumulate` over the keys `[0, key_end)`, all visible to every row, of which each tile lies in one block.
+
+    `boxes` describes the rows of all blocks (`prefill_tiles.layer_boxes`): a block has `block_rows`, the keys of a head begin
+    at `head_row` of it, and its values lie `value_rows` further. A box is loaded whole: `key_end`, a multiple of KEYS, must not
+    exceed the sequence's length, for behind it may be NaN, and not even a weight of 0 makes a number of that.
+    """
+    # As with LOOK_AHEAD: a box's address is a block id, which is not to be waited for.
+    next_block = tl.load(table_ptr, mask=key_end > 0, other=0)
+    for tile_start in range(0, key_end, KEYS):
+        row = next_block * block_rows + head_row + tile_start % BLOCK_SIZE
+        next_start = tile_start + KEYS
+        next_block = tl.load(table_ptr + next_start // BLOCK_SIZE, mask=next_start < key_end, other=0)
+        keys = boxes.load([row, 0])
+        if HAS_SCALES:
+            keys = keys.to(tl.float16)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
+        weights, correction, row_max, row_sum = _weigh(scores, row_max, row_sum)
+        values = boxes.load([row + value_rows, 0])
+        if HAS_SCALES:
+            values = values.to(tl.float16)
+        acc = tl.dot(weights.to(values.dtype), values, acc * correction[:, None], input_precision="ieee")
     return acc, row_max, row_sum

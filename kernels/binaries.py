@@ -17,6 +17,7 @@ _LABEL = re.compile(r"^(\$L\w+):")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L\w+);")
 _LOAD = re.compile(r"\bld\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bsuf](\d+)\s")
 _ASYNC_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\s*\[[^\]]*\],\s*\[[^\]]*\],\s*(0x[0-9a-f]+|\d+)")
+_BOX_LOAD = re.compile(r"\bcp\.async\.bulk\.tensor\.\dd\.shared::(?:cluster|cta)\.global\b")
 _SHARED_BYTE = re.compile(r"\bld\.shared(?:\.[\w:]+)*?\.[bsu]8\s")
 # The newest first: a kernel for Blackwell may hold both.
 _MATRIX = {"tcgen05": "tcgen05.mma", "wgmma": "wgmma.mma_async", "mma": "mma.sync"}
@@ -58,6 +59,7 @@ class LoopInstructions:
     """Instructions inside a kernel's loops, as they stand in the text: an unrolled one counts as often as it is there."""
 
     global_loads: dict[int, int]  # by their width in bytes; plain loads and copies to shared memory
+    box_loads: int  # copies of whole boxes to shared memory (TMA)
     shared_byte_loads: int  # loads of single bytes from shared memory
     matrix_kind: str | None  # mma (Ampere), wgmma (Hopper), tcgen05 (Blackwell)
     matrix_count: int
@@ -73,17 +75,19 @@ def loop_instructions(ptx: str) -> LoopInstructions:
             looping.update(range(label_at[match[1]], number))
     loads: Counter[int] = Counter()
     matrix: Counter[str] = Counter()
-    shared_byte_loads = 0
+    shared_byte_loads = box_loads = 0
     for number in looping:
         line = lines[number]
         if match := _LOAD.search(line):
             loads[int(match[1] or 1) * int(match[2]) // 8] += 1
         elif match := _ASYNC_COPY.search(line):
             loads[int(match[1], 0)] += 1
+        box_loads += bool(_BOX_LOAD.search(line))
         shared_byte_loads += bool(_SHARED_BYTE.search(line))
         matrix.update(kind for kind, instruction in _MATRIX.items() if instruction in line)
     kind = next((kind for kind in _MATRIX if matrix[kind]), None)
-    return LoopInstructions(dict(sorted(loads.items())), shared_byte_loads, kind, matrix[kind] if kind else 0)
+    matrix_count = matrix[kind] if kind else 0
+    return LoopInstructions(dict(sorted(loads.items())), box_loads, shared_byte_loads, kind, matrix_count)
 
 
 def cubin_resources(cubin: bytes) -> tuple[int, int]:

@@ -27,6 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvrelay.kernels import (
     activation,
@@ -48,6 +49,7 @@ from kvrelay.kernels.binaries import (
     loop_instructions,
     programs_per_processor,
 )
+from kvrelay.kernels.prefill_tiles import TileLoads, tile_loads
 
 _KERNELS = {
     kernel.__name__: kernel
@@ -142,8 +144,11 @@ def _specialise(case: str, kernel: Any, args: tuple[Any, ...], kwargs: dict[str,
             constexprs[param.name] = value
         elif isinstance(value, torch.Tensor):
             signature[param.name] = _TYPES[value.dtype]
-            if value.data_ptr() % 16 == 0:
+            if not param.do_not_specialize_on_alignment and value.data_ptr() % 16 == 0:
                 divisible.append(param.name)
+        elif isinstance(value, TensorDescriptor):
+            box = ", ".join(map(str, value.block_shape))
+            signature[param.name] = f"tensordesc<{_TYPES[value.base.dtype].removeprefix('*')}[{box}]>"
         elif isinstance(value, float):
             signature[param.name] = "fp32"
         else:
@@ -190,6 +195,38 @@ def _attention_launches(
     return _record(case, call)
 
 
+def _box_launches(target: Target) -> list[Launch]:
+    """Prefill attention over blocks of 64 tokens, where its tiles are loaded as boxes."""
+    backend, arch = target
+    capability = divmod(arch, 10) if backend == "cuda" and isinstance(arch, int) else None
+    found: list[Launch] = []
+    for head_dim, num_q_heads, num_kv_heads, dtype in (
+        (64, 9, 3, torch.bfloat16),
+        (128, 32, 8, torch.bfloat16),
+        (256, 16, 8, torch.bfloat16),
+        (64, 9, 3, torch.float8_e4m3fn),
+        (128, 32, 8, torch.float8_e4m3fn),
+    ):
+        pool = torch.empty((2, 2, 2, num_kv_heads, 64, head_dim), dtype=dtype)
+        is_fp8 = dtype == torch.float8_e4m3fn
+        if tile_loads(capability, pool, None) is TileLoads.BOXES:
+            q = torch.empty((4, num_q_heads, head_dim), dtype=torch.bfloat16)
+            lens = torch.empty((5,), dtype=torch.int32)
+            call = partial(
+                prefill_attention.paged_prefill_attention,
+                *(q, pool, 1, lens.new_empty(4, 8), lens, lens[:4]),
+                scale=0.1,
+                sliding_window=None,
+                max_query_len=4,
+                out=q,
+                kv_scales=torch.empty((2, 2, num_kv_heads)) if is_fp8 else None,
+                loads=TileLoads.BOXES,
+            )
+            case = f"bf16 d{head_dim} {num_q_heads}/{num_kv_heads}{' fp8 pool' if is_fp8 else ''} boxes"
+            found += _record(case, call)
+    return found
+
+
 def _linear_launches() -> list[Launch]:
     """Every tile over both formats of weights; what runs beside them once."""
     found: list[Launch] = []
@@ -217,7 +254,8 @@ def launches(target: Target) -> list[Launch]:
     # What a wrapper asks the device that it launches on.
     with mock.patch.object(prefill_attention, "looks_ahead", return_value=target != ("cuda", 80)):
         found = _all_launches()
-    return [launch for launch in found if target in _FP8_TARGETS or "*fp8e4nv" not in launch.signature.values()]
+    found = [launch for launch in found if target in _FP8_TARGETS or "*fp8e4nv" not in launch.signature.values()]
+    return found + _box_launches(target)
 
 
 def _all_launches() -> list[Launch]:
@@ -299,6 +337,7 @@ def compile_all(jobs: int) -> list[KernelResources]:
 def _table_row(resources: KernelResources, broken: list[str]) -> str:
     loops = resources.loops
     loads = " ".join(f"{width}B:{count}" for width, count in loops.global_loads.items()) if loops else ""
+    loads += f" tma:{loops.box_loads}" if loops and loops.box_loads else ""
     matrix = f"{loops.matrix_kind}:{loops.matrix_count}" if loops and loops.matrix_kind else ""
     cells = (
         resources.kernel.removeprefix("_").removesuffix("_kernel"),

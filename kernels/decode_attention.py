@@ -87,6 +87,14 @@ def splits_for_device(num_multiprocessors: int, num_kv_heads: int) -> int:
     return -(-2 * num_multiprocessors // num_kv_heads)
 
 
+def decode_batch_sizes(max_seqs: int) -> list[int]:
+    """Numbers of sequences, up to `max_seqs`, of which each has a kernel of its own: one for all up to the next."""
+    sizes = [min(_MIN_SEQS, max_seqs)]
+    while sizes[-1] < max_seqs:
+        sizes.append(min(2 * sizes[-1], max_seqs))
+    return sizes
+
+
 @dataclass(frozen=True)
 class _Tile:
     keys: int  # keys per iteration

@@ -11,14 +11,13 @@ of one KV head packed into the rows of a tile so that each key and value is load
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import no_type_check
 
 import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.attention_tiles import LOG2_E, accumulate, to_half
+from kvrelay.kernels.attention_tiles import LOG2_E, accumulate, accumulate_boxes, to_half
 from kvrelay.kernels.checks import (
     PoolGeometry,
     next_power_of_2,
@@ -28,36 +27,15 @@ from kvrelay.kernels.checks import (
     require_window,
 )
 from kvrelay.kernels.kv_scales import dequantise, require_compute_dtype
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """Launch parameters; the compile check holds its specialisations to no spills (from Triton 3.9 on).
-
-    Outside of it two are known to spill, at most 92 bytes per thread: bf16, head_dim 128, group 7 or 32 on
-    sm80 (half the rows avoid it for 7; their speed is not measured), and fp32, head_dim 256 on gfx942.
-    """
-
-    rows: int  # (query token, head of the group) pairs per program
-    keys: int  # keys per iteration
-    num_warps: int
-    num_stages: int
-
-
-def _tile(head_dim_pad: int, element_size: int) -> _Tile:
-    if element_size == 4:
-        return _Tile(rows=32 if head_dim_pad <= 128 else 16, keys=32, num_warps=8, num_stages=1)
-    if head_dim_pad <= 64:
-        return _Tile(rows=64, keys=64, num_warps=4, num_stages=3)
-    if head_dim_pad == 128:
-        return _Tile(rows=128, keys=64, num_warps=8, num_stages=2)
-    return _Tile(rows=64, keys=32, num_warps=8, num_stages=2)
-
-
-def looks_ahead(device: torch.device) -> bool:
-    """Whether block ids are loaded an iteration before they are needed: not before Hopper, where it makes the kernel spill."""
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return not is_nvidia or torch.cuda.get_device_capability(device) >= (9, 0)
+from kvrelay.kernels.prefill_tiles import (
+    TileLoads,
+    box_obstacle,
+    choose_tile,
+    layer_boxes,
+    looks_ahead,
+    nvidia_capability,
+    tile_loads,
+)
 
 
 def gather_context(
@@ -84,8 +62,9 @@ def paged_prefill_attention_reference(
     max_query_len: int,
     out: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
+    loads: TileLoads | None = None,
 ) -> None:
-    """The same contract as `paged_prefill_attention`, in at least fp32; reads lengths on the host."""
+    """The same contract as `paged_prefill_attention`, in at least fp32, whatever `loads`; reads lengths on the host."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     for index, seq_len in enumerate(lens):
@@ -109,11 +88,16 @@ def paged_prefill_attention_reference(
         out[start:end] = result.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
 
 
-@triton.jit(do_not_specialize=["block_tables_stride_seq"])
+# A step's prompts stand behind its single tokens: where their tables and lengths begin changes from step to step, and a kernel for
+# each alignment would be compiled while streams run.
+@triton.jit(
+    do_not_specialize=["block_tables_stride_seq"], do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr"]
+)
 @no_type_check
 def _prefill_attention_kernel(
     q_ptr,
     pool_ptr,
+    boxes,
     kv_scales_ptr,
     block_tables_ptr,
     query_start_loc_ptr,
@@ -139,6 +123,7 @@ def _prefill_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
+    BY_BOXES: tl.constexpr,
 ):
     # The last tiles of a sequence see the most keys: start them first, so that none finishes alone.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -179,7 +164,25 @@ def _prefill_attention_kernel(
     row_max = tl.full([ROWS], -1.0e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM_PAD], tl.float32)
-    if not HAS_WINDOW:
+    if BY_BOXES:
+        # Row numbers, and so all factors of them, fit 31 bits (`box_obstacle`).
+        acc, row_max, row_sum = accumulate_boxes(
+            q,
+            acc,
+            row_max,
+            row_sum,
+            masked_start,
+            table_ptr,
+            boxes,
+            kv_head * BLOCK_SIZE,
+            (pool_stride_block // HEAD_DIM).to(tl.int32),
+            NUM_KV_HEADS * BLOCK_SIZE,
+            scale_log2,
+            BLOCK_SIZE,
+            KEYS,
+            HAS_SCALES,
+        )
+    elif not HAS_WINDOW:
         acc, row_max, row_sum = accumulate(
             q,
             acc,
@@ -249,6 +252,7 @@ def paged_prefill_attention(
     max_query_len: int,
     out: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
+    loads: TileLoads | None = None,
 ) -> None:
     """Causal attention; a sequence's queries are the last `query_len` positions of its context.
 
@@ -263,9 +267,10 @@ def paged_prefill_attention(
         max_query_len: host upper bound of the query lengths; sizes the grid.
         out: as q; rows `[0, query_start_loc[-1])` are written, later ones are left alone.
         kv_scales: `[num_layers, 2, num_kv_heads]` fp32, what an fp8 pool was written with; else None.
+        loads: how tiles without a mask are loaded; None: `tile_loads` of the device, the pool and the window.
 
     Raises:
-        ValueError: a shape, dtype, stride or bound is not as above.
+        ValueError: a shape, dtype, stride or bound is not as above, or BOXES for a pool or window that does not allow them.
     """
     geometry = PoolGeometry.of(pool, layer)
     require_shape("q", q, ("num_tokens", "num_q_heads", geometry.head_dim))
@@ -289,12 +294,17 @@ def paged_prefill_attention(
     require_window(sliding_window)
     if max_query_len < 0:
         raise ValueError(f"max_query_len is {max_query_len}, expected >= 0")
+    if loads is None:
+        loads = tile_loads(nvidia_capability(q.device), pool, sliding_window)
+    elif loads is TileLoads.BOXES and (obstacle := box_obstacle(pool, sliding_window)):
+        raise ValueError(f"tiles cannot be loaded as boxes: {obstacle}")
     head_dim_pad = next_power_of_2(geometry.head_dim)
-    tile = _tile(head_dim_pad, pool.element_size())
+    tile = choose_tile(head_dim_pad, pool.element_size())
     layer_pool = pool[:, layer]
     _prefill_attention_kernel[(triton.cdiv(max_query_len * group, tile.rows), geometry.num_kv_heads, num_seqs)](
         q,
         layer_pool,
+        layer_boxes(layer_pool) if loads is TileLoads.BOXES else None,
         None if kv_scales is None else kv_scales[layer],
         block_tables,
         query_start_loc,
@@ -320,6 +330,7 @@ def paged_prefill_attention(
         HAS_WINDOW=sliding_window is not None,
         HAS_SCALES=kv_scales is not None,
         LOOK_AHEAD=looks_ahead(q.device),
+        BY_BOXES=loads is TileLoads.BOXES,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -123,7 +123,9 @@ def sample(
         require_unit_stride(name, tensor)
     group = max(_MIN_GROUP, next_power_of_2(triton.cdiv(vocab, _MAX_GROUPS)))
     num_groups = triton.cdiv(vocab, group)
-    maxima, masses = torch.empty((2, num_seqs, num_groups), dtype=torch.float32, device=logits.device).unbind()
+    # Tensors of their own: inside of another one, where they begin, and so the kernels, would change with the number of rows.
+    maxima = torch.empty((num_seqs, num_groups), dtype=torch.float32, device=logits.device)
+    masses = torch.empty((num_seqs, num_groups), dtype=torch.float32, device=logits.device)
     listed = torch.empty((num_seqs, num_groups), dtype=torch.int32, device=logits.device)
     tokens = torch.empty((num_seqs,), dtype=torch.int64, device=logits.device)
     groups_per_program = min(_GROUP_TILE // group, next_power_of_2(num_groups))

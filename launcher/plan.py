@@ -7,6 +7,7 @@ Everything listens on loopback only, except the HTTP API if --host says so.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from kvrelay.prefill_worker.settings import PrefillSettings
 
 _LOOPBACK = "127.0.0.1"
 _KILL_AFTER_DRAIN_S = 5.0  # what a component may take to end after its drain time
+_GPU_SHARE = 0.9  # of a GPU that the workers share; CUDA itself takes some hundred megabytes for each of them
+_PREFILL_PARTS, _DECODE_PARTS = 4, 5  # of that, by worker
+_SMALLEST_SHARE = 0.01  # that the setting takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,20 @@ def num_ports(settings: LocalSettings) -> int:
     return 2 * settings.prefill + 3 * settings.decode
 
 
+def gpu_shares(num_prefill: int, num_decode: int) -> tuple[float, float]:
+    """What each prefill and each decode worker may have of the memory of a GPU that all of them share.
+
+    A prefill worker's pool holds prompts in progress and the prefix cache, a decode worker's all that is being generated: it
+    gets more. Not much more of the whole, as the weights are in both shares: with 0.4 and 0.5, and weights of a fifth of the GPU,
+    the pools are as two to three; of a third, as two to five. With 0.3 and 0.6, weights of a third would not even fit the smaller.
+    """
+    unit = _GPU_SHARE / max(1, _PREFILL_PARTS * num_prefill + _DECODE_PARTS * num_decode)
+    prefill, decode = (
+        max(_SMALLEST_SHARE, math.floor(1000 * parts * unit) / 1000) for parts in (_PREFILL_PARTS, _DECODE_PARTS)
+    )
+    return prefill, decode
+
+
 def plan_deployment(
     settings: LocalSettings, model_directory: Path, *, http_port: int, ports: Sequence[int], num_cores: int
 ) -> Plan:
@@ -65,14 +83,14 @@ def plan_deployment(
         "threads": threads,
         "max_model_len": settings.max_model_len,
         "kv_memory_mb": settings.kv_memory_mb,
-        # On a GPU, which they share; each takes its part of what is free when it starts.
-        "kv_memory_fraction": round(0.9 / max(1, len(prefill) + len(decode)), 2),
         "max_batched_tokens": settings.max_batched_tokens,
         "drain_s": settings.drain_s,
         "log_level": settings.log_level,
         "admin_host": _LOOPBACK,
     }
-    of_prefill = {"ttft_budget_ms": settings.ttft_budget_ms}
+    prefill_share, decode_share = gpu_shares(len(prefill), len(decode))
+    of_prefill = {"ttft_budget_ms": settings.ttft_budget_ms, "kv_memory_fraction": prefill_share}
+    of_decode = {"kv_memory_fraction": decode_share}
     specs = [
         _worker(
             f"prefill-{index}",
@@ -89,7 +107,7 @@ def plan_deployment(
         _worker(
             f"decode-{index}",
             "decode-worker",
-            command_line(DecodeSettings, {**common, **_places(f"decode-{index}", ports)}),
+            command_line(DecodeSettings, {**common, **of_decode, **_places(f"decode-{index}", ports)}),
             ports,
             settings,
             stop_rank=2,

@@ -47,7 +47,10 @@ class LocalSettings:
     )
     kv_memory_mb: int | None = setting(None, "memory of each worker's KV pool", unit="MiB", minimum=1)
     max_batched_tokens: int | None = setting(
-        None, "tokens that a worker computes in one step; longer prompts are computed in chunks", minimum=16
+        None,
+        "tokens that a worker computes in one step; longer prompts are computed in chunks; default: 512, and 2048 for prefill on a "
+        "GPU",
+        minimum=16,
     )
     ttft_budget_ms: float | None = setting(
         None,

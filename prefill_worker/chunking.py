@@ -5,7 +5,9 @@ them. Two things are done about that, both from the budget and from what steps w
 
 *Size.* A prompt that comes waits for the step under way before anything can be done for it. So a step takes a quarter of the
 budget at most. Small steps pay the fixed cost (launches, weights read once) more often; so they are never so small that it
-is more than a tenth of a step, whatever the budget says.
+is more than a tenth of a step, whatever the budget says. What is not known is approached: the first steps are small, and none is
+more than a few times as large as the largest that was measured. So a slow GPU, whose steps may be as large as a fast one's by
+default, does not compute for seconds before it knows better.
 
 *Order.* The first prompt in line that a step cannot finish gets the rest of the step, and all behind it wait: it is in their way.
 Those of them that would have their first token too late, and have at most half as much to compute, may overtake it. They
@@ -25,6 +27,8 @@ from dataclasses import dataclass
 from kvrelay.prefill_worker.speed import StepCost
 
 _STEPS_IN_BUDGET = 4
+_UNKNOWN_TOKENS = 512  # of a step while nothing is known: enough that a GPU computes rather than waits for memory
+_GROWTH = 4  # from what was measured to what is tried
 _MAX_FIXED_SHARE = 0.1  # of a step's time
 _MAX_OVERTAKING_SHARE = 2  # one in so many of the tokens that the prompt in the way would get
 
@@ -46,9 +50,18 @@ class Turn:
     max_tokens: int | None = None
 
 
-def step_tokens(ttft_budget_s: float, cost: StepCost | None, max_tokens: int, block_size: int) -> int:
-    """Tokens of the next step, whole blocks unless ``max_tokens`` is not. No budget (0), or no cost yet: ``max_tokens``."""
-    if ttft_budget_s == 0 or cost is None:
+def step_tokens(
+    ttft_budget_s: float, cost: StepCost | None, max_tokens: int, block_size: int, largest_step: int = 0
+) -> int:
+    """Tokens of the next step, whole blocks unless the bound that is met is not. No budget (0): ``max_tokens``.
+
+    ``largest_step``: of those that ``cost`` was learned from. Small steps are bound by memory and tell little of what a token costs
+    in a large one, so a step is at most a few times as large. No cost yet (None) is as if there had been none.
+    """
+    if ttft_budget_s == 0:
+        return max_tokens
+    max_tokens = min(max_tokens, _UNKNOWN_TOKENS if cost is None else max(_UNKNOWN_TOKENS, _GROWTH * largest_step))
+    if cost is None:
         return max_tokens
     within_budget = (ttft_budget_s / _STEPS_IN_BUDGET - cost.fixed_s) / cost.token_s
     worth_its_cost = cost.fixed_s * (1 / _MAX_FIXED_SHARE - 1) / cost.token_s

@@ -97,7 +97,7 @@ class PrefillModelWorker:
         """End every running prompt: which of them broke the step is unknown.
 
         With none running it was the oldest that waits which could not even be scheduled. Raises AssertionError if the
-        books do not agree afterwards.
+        books do not agree afterwards, DeviceFailedError if no step can succeed any more.
         """
         self._metrics.failed_steps.inc()
         keys = tuple(sequence.key for sequence in self._scheduler.running or list(self._scheduler.waiting)[:1])
@@ -105,6 +105,7 @@ class PrefillModelWorker:
             self._scheduler.remove(key)
         self._emit(Report(failed=keys, detail=f"the model step failed: {type(error).__name__}"))
         self._scheduler.check_integrity()
+        self._engine.check_device()  # one that has failed for good would draw all traffic, and fail it fast
 
     def on_command_failed(self, command: Command, error: Exception) -> None:
         """End the command's prompt. Raises AssertionError if the books do not agree afterwards."""

@@ -20,6 +20,7 @@ from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.engine.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence, SequenceStatus
+from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.speed import StepCosts
@@ -40,8 +41,12 @@ class Computed:
 class PrefillScheduler:
     """Waiting and running prompts of one worker, the running ones in order of arrival."""
 
-    def __init__(self, settings: PrefillSchedulerSettings, blocks: BlockManager, max_model_len: int) -> None:
+    def __init__(
+        self, settings: PrefillSchedulerSettings, blocks: BlockManager, max_model_len: int, device_type: str = "cpu"
+    ) -> None:
+        """``device_type``: what computes, "cpu" or "cuda": how large a step may be if the settings do not say."""
         self._settings = settings
+        self._max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, device_type)
         self._blocks = blocks
         self._max_model_len = max_model_len
         self._ttft_budget_s = settings.ttft_budget_ms / 1000
@@ -91,7 +96,7 @@ class PrefillScheduler:
         line = list(heapq.merge(self.running, self.waiting, key=_arrival))
         prompts = [self._in_line(sequence) for sequence in line]
         block_size, cost = self._blocks.block_size, self._costs.cost
-        budget = step_tokens(self._ttft_budget_s, cost, self._settings.max_batched_tokens, block_size)
+        budget = step_tokens(self._ttft_budget_s, cost, self._max_batched_tokens, block_size, self._costs.largest_step)
         rows: list[StepRow] = []
         started: list[Sequence] = []
         has_room = True
@@ -148,7 +153,7 @@ class PrefillScheduler:
             return num_left
         num_past = (sequence.num_computed_tokens + share) % self._blocks.block_size
         # With blocks that are large for a step it would cost too much of it.
-        return max(0, share - num_past) if 8 * num_past <= self._settings.max_batched_tokens else share
+        return max(0, share - num_past) if 8 * num_past <= self._max_batched_tokens else share
 
     def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
         return sequence.block_hashes[: sequence.num_cacheable_tokens // self._blocks.block_size]

@@ -13,8 +13,11 @@ from kvrelay.wire.settings import DataSettings, SameHostSettings, SecuritySettin
 class PrefillSchedulerSettings:
     """How prompts are batched."""
 
-    max_batched_tokens: int = setting(
-        512, "tokens computed in one step at most, over all prompts; longer prompts are computed in chunks", minimum=16
+    max_batched_tokens: int | None = setting(
+        None,
+        "tokens computed in one step at most, over all prompts; longer prompts are computed in chunks, whose size follows from "
+        "--ttft-budget-ms; default: 512 on a CPU, 2048 on a GPU, where memory is kept for a step of so many",
+        minimum=16,
     )
     ttft_budget_ms: float = setting(
         1000.0,

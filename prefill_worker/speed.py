@@ -67,6 +67,11 @@ class StepCosts:
             self._cost = _fit(self._steps, 0.0 if self._cost is None else self._cost.fixed_s)
 
     @property
+    def largest_step(self) -> int:
+        """Tokens of the largest step that is remembered; 0 before the first."""
+        return max((num_tokens for num_tokens, _ in self._steps), default=0)
+
+    @property
     def cost(self) -> StepCost | None:
         """None before enough steps were seen."""
         return self._cost

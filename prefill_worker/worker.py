@@ -61,7 +61,7 @@ class PrefillWorker:
         card = engine.card
         link_settings = link_settings or LinkSettings()
         self.blocks = BlockManager(card.num_blocks, card.layout.block_size, max_retained_share=max_retained_share)
-        scheduler = PrefillScheduler(settings, self.blocks, card.max_model_len)
+        scheduler = PrefillScheduler(settings, self.blocks, card.max_model_len, card.device_type)
         engine_metrics = EngineMetrics(
             registry,
             self.blocks,

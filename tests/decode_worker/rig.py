@@ -40,6 +40,9 @@ class Watched:
     def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
         self._engine.copy_blocks(pairs)
 
+    def check_device(self) -> None:
+        self._engine.check_device()
+
     def launch(self, rows: Seq[StepRow], behind: LaunchedStep | None = None) -> LaunchedStep:
         self.depths.append(0 if behind is None else 1)
         return self._engine.launch(rows, behind)

@@ -178,7 +178,6 @@ ON_THE_HOST: list[dict[str, object]] = [
     {"watermark": Watermark()},
     {"processors": ("mine",)},
     {"bad_words": ((3,), (1, 2))},
-    {"typical_p": 0.5, "temperature": 1.0},
 ]
 
 
@@ -250,7 +249,7 @@ def test_a_guide_is_not_asked_behind_its_end_nor_behind_a_stop_token() -> None:
         {"logit_bias": ((1, 2.0),)},
         {"allowed_token_ids": (1, 2)},
         {"min_tokens": 5},
-        {"typical_p": 0.5},  # of a greedy row: it says nothing
+        {"typical_p": 0.5, "temperature": 1.0},
     ],
 )
 def test_what_the_device_or_the_position_tells_does_not_wait(params: dict[str, object]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
@@ -16,6 +18,10 @@ from kvrelay.engine.noise import uniforms
 from kvrelay.engine.sampling_rows import SamplingRows
 from tests.engine.conftest import sequence, tokens
 from tests.engine.sampling import FILTERS, kept_tokens, run
+
+
+def copied(arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
+    return [torch.from_numpy(array.copy()) for array in arrays]
 
 
 def drawn(logits: torch.Tensor, params: SamplingParams, draw: float) -> tuple[int, float]:
@@ -127,12 +133,12 @@ def test_typical_rows_filtered_beforehand_draw_the_same(vocab: int) -> None:
     ]
     rows = SamplingRows.of(sequences)
     filtered = logits.clone()
-    left = filter_typical_rows(filtered, rows)
+    left = filter_typical_rows(filtered, rows, copied)
     assert (left.typical_p[left.temperature > 0] == 1).all()
     assert draw_tokens(filtered, left).tolist() == draw_tokens(logits.clone(), rows).tolist()
     plain = [row for row, of in enumerate(sequences) if of.sampling.typical_p == 1 or of.sampling.temperature == 0]
     assert torch.equal(filtered[plain], logits[plain])
-    assert filter_typical_rows(filtered, left) is left
+    assert filter_typical_rows(filtered, left, copied) is left
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine import engine_options
 from kvrelay.engine.cuda import require_weight_format
 from kvrelay.engine.engine_options import EngineOptions, device_of, dtype_of, kv_dtype_of, num_blocks_of, rounding_of
+from kvrelay.engine.gpu_memory import GpuMemory
 from kvrelay.engine.rounding import Rounding
 
 BLOCK_NBYTES = 1000
@@ -20,26 +21,29 @@ def options(**chosen: object) -> EngineOptions:
     return EngineOptions(Path(), "m", **chosen)  # type: ignore[arg-type]
 
 
-def test_a_gpus_pool_is_its_share_of_what_is_free() -> None:
-    def free() -> int:
-        return 100_000
-
-    assert num_blocks_of(options(), BLOCK_NBYTES, free) == 90
-    assert num_blocks_of(options(kv_memory_fraction=0.3), BLOCK_NBYTES, free) == 30
-    assert num_blocks_of(options(kv_memory_bytes=42_999), BLOCK_NBYTES, free) == 42
-    assert num_blocks_of(options(num_blocks=7), BLOCK_NBYTES, free) == 7
-    with pytest.raises(
-        ModelError, match=r"--kv-memory-fraction 0.9 gives a pool of 0 blocks .* raise --kv-memory-fraction"
-    ):
-        num_blocks_of(options(), BLOCK_NBYTES, lambda: 900)
+GPU = GpuMemory(total=100_000, free=95_000, held=4_000, step=2_000)
 
 
-def test_nothing_is_measured_that_is_not_needed() -> None:
-    def measure() -> int:
-        raise AssertionError("measured")
+def test_a_gpus_pool_is_what_the_weights_and_a_step_leave_of_its_share() -> None:
+    assert num_blocks_of(options(), BLOCK_NBYTES, GPU) == 84
+    assert num_blocks_of(options(kv_memory_fraction=0.3), BLOCK_NBYTES, GPU) == 24
+    assert num_blocks_of(options(kv_memory_bytes=42_999), BLOCK_NBYTES, GPU) == 42
+    assert num_blocks_of(options(num_blocks=7), BLOCK_NBYTES, GPU) == 7
+    expected = (
+        r"--kv-memory-fraction 0.05 gives a pool of 0 blocks .* \(the GPU's memory: .*\): raise --kv-memory-fraction"
+    )
+    with pytest.raises(ModelError, match=expected):
+        num_blocks_of(options(kv_memory_fraction=0.05), BLOCK_NBYTES, GPU)
 
-    assert num_blocks_of(options(kv_memory_bytes=42_999), BLOCK_NBYTES, measure) == 42
-    assert num_blocks_of(options(num_blocks=7), BLOCK_NBYTES, measure) == 7
+
+@pytest.mark.parametrize(("kind", "source"), [("num_blocks", "--num-blocks"), ("kv_memory_bytes", "--kv-memory-mb")])
+def test_a_pool_of_a_given_size_must_fit_beside_the_largest_step(kind: str, source: str) -> None:
+    unit = 1 if kind == "num_blocks" else BLOCK_NBYTES
+    # 93 blocks are free beside the step; one of them is the spare one.
+    assert num_blocks_of(options(**{kind: 92 * unit}), BLOCK_NBYTES, GPU) == 92
+    expected = rf"^{source} gives a pool of 93 blocks, .* of 512 tokens \(.*\): lower {source} or --max-batched-tokens$"
+    with pytest.raises(ModelError, match=expected):
+        num_blocks_of(options(**{kind: 93 * unit}), BLOCK_NBYTES, GPU)
 
 
 def test_without_a_gpu_there_is_a_default() -> None:

@@ -56,6 +56,27 @@ def test_staging_memory_reaches_the_engine(llama: tuple[Path, Any], monkeypatch:
     assert [options.staging_bytes for options in heard] == [None, 300 * 2**20]
 
 
+@pytest.mark.parametrize(
+    ("chosen", "device_type", "tokens"), [(None, "cpu", 512), (None, "cuda", 2048), (64, "cuda", 64)]
+)
+def test_the_largest_step_suits_the_device_unless_it_is_chosen(
+    chosen: int | None, device_type: str, tokens: int, llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[EngineOptions] = []
+    monkeypatch.setattr(TorchEngine, "load", lambda options, progress: heard.append(options))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device_type == "cuda")
+    load_engine(
+        ModelSettings(model=str(llama[0])),
+        KvSettings(),
+        FakeSettings(),
+        max_num_seqs=1,
+        max_batched_tokens=chosen,
+        decodes=False,
+        progress=lambda done, total: None,
+    )
+    assert heard[0].max_batched_tokens == tokens
+
+
 def test_a_name_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     for name in ("demo", str(tmp_path / "nothing")):
         with pytest.raises(ModelError, match=f"{name!r} is not a model directory; start through the kvrelay command"):

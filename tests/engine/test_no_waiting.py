@@ -1,8 +1,9 @@
-"""What the sampler does without knowing a single number: on a device that holds none, nobody can wait for one."""
+"""What is done without knowing a single number: on a device that holds none, nobody can wait for one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrelay.common.sampling import Watermark
+from kvrelay.engine import kv_pool
+from kvrelay.engine.filters import filter_typical_rows
+from kvrelay.engine.model_config import load_config
 from kvrelay.engine.penalties import Penalties
 from kvrelay.engine.sampled import UnderWay
 from kvrelay.engine.sampler import sample
@@ -39,6 +43,7 @@ class NumberlessOps:
         self.last_tokens.append(last_tokens)
 
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        filter_typical_rows(logits, rows, self.upload)  # as the GPU's operations begin
         return logits.argmax(dim=-1)
 
 
@@ -61,6 +66,8 @@ PARAMS: tuple[dict[str, Any], ...] = (
     {"allowed_token_ids": (1, 2, 3)},
     {"min_tokens": 9, "stop_token_ids": (2, 5)},
     {"bad_words": ((7,), (8,))},
+    {"typical_p": 0.9},
+    {"typical_p": 0.5, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
 )
 # Of which the host must know all tokens first.
 DEFERRED: tuple[dict[str, Any], ...] = (
@@ -75,6 +82,7 @@ DEFERRED: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_step_ahead_is_sampled_without_waiting(dtype: torch.dtype, temperature: float) -> None:
     sequences = [sequence([1, 2, 3], [], temperature=temperature, **params) for params in PARAMS]
+    assert not any(one.needs_host_to_sample for one in sequences)
     count = len(sequences)
     logits = torch.empty(count, VOCAB, dtype=dtype, device="meta")
     token_ids = torch.empty(count, dtype=torch.int64, device="meta")
@@ -105,6 +113,15 @@ def test_a_deferred_step_is_sampled_without_waiting(dtype: torch.dtype, temperat
     assert seen == [(2, [[1, 2, 3]] * 2), (1, [[1, 2, 3]])]
     # Rows that a list of Python's names would go up in a copy that waits.
     assert [len(sequences) - 2, len(sequences) - 1] in ops.uploaded
+
+
+def test_blocks_are_copied_without_waiting(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = NumberlessOps()
+    monkeypatch.setattr(kv_pool, "Uploader", lambda device: ops)
+    pool = kv_pool.KvPool(load_config(llama[0]), 6, 8, torch.bfloat16, torch.device("meta"))
+    with OnlyUploads():
+        pool.copy_blocks([(1, 4), (1, 5), (0, 1)])
+    assert ops.uploaded == [[1, 1, 0], [4, 5, 1]]
 
 
 def test_tokens_under_way_are_only_looked_at_for_penalties() -> None:

@@ -86,7 +86,7 @@ import torch
 
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine import torch_engine, uploads
-from kvrelay.engine.cuda import compile_sampling, decode_graphs, run_largest_step
+from kvrelay.engine.cuda import compile_sampling, compile_steps, decode_graphs, run_largest_step
 from kvrelay.engine.engine_options import EngineOptions
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.kv_pool import KvPool
@@ -155,12 +155,14 @@ def outputs(with_graphs):
     if with_graphs:
         config, device = load_config(options.model_dir), torch.device("cpu")
         weights = load_weights(options.model_dir, config, torch.float32, device, lambda done, total: None)
-        # What measures the memory on a GPU; the weights can be served afterwards.
-        assert run_largest_step(config, weights, torch.float32, device, replace(options, max_batched_tokens=20)) == (
-            2 * engine.card.block_nbytes
-        )
+        # What measures the memory on a GPU; the weights can be served afterwards. Prompts of 96 and 4 tokens; of what fits.
+        for num_tokens, num_blocks, taken in ((20, 32, 2), (100, 32, 7), (100, 1, 1)):
+            chosen = replace(options, max_batched_tokens=num_tokens, num_blocks=num_blocks)
+            pool_nbytes = run_largest_step(config, weights, torch.float32, device, chosen)
+            assert pool_nbytes == taken * engine.card.block_nbytes, (num_tokens, num_blocks, pool_nbytes)
         assert len(weights.layers) == config.num_layers
-        compile_sampling(torch.zeros(1, config.vocab_size), engine._ops)  # runs as it is on a GPU
+        compile_steps(engine._model, engine._ops, engine._pool, options)  # they run as they are on a GPU
+        compile_sampling(torch.zeros(1, config.vocab_size), engine._ops)
         engine._graphs = decode_graphs(
             config, engine._model, engine._ops, engine._pool, 96, options, torch.float32, Recorder()
         )

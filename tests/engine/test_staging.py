@@ -12,7 +12,7 @@ import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.copies import StagingPlan
-from kvrelay.engine.staging import StagedRead, Staging
+from kvrelay.engine.staging import StagedRead, Staging, pinned_pieces
 
 from .late_device import LateDevice
 
@@ -295,6 +295,16 @@ def test_memory_that_cannot_be_pinned_is_refused_with_the_way_out() -> None:
 
     with pytest.raises(ModelError, match=r"cannot pin 4 MiB of host memory \(out of memory\): lower --staging-mb"):
         Staging(torch.zeros(8, 2**20, dtype=torch.uint8), StagingPlan(NoRoom(), 2**22))
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "slot_nbytes"), [(150, 2**21), (4, 3 * 2**19), (170, 3 * 2**19), (1, 5), (128, 2**21)]
+)
+def test_what_is_pinned_is_hardly_more_than_what_was_asked_for(num_slots: int, slot_nbytes: int) -> None:
+    pieces = pinned_pieces(num_slots, slot_nbytes)
+    assert sum(pieces) == num_slots
+    taken = sum(1 << (piece * slot_nbytes - 1).bit_length() for piece in pieces)  # as torch rounds
+    assert num_slots * slot_nbytes <= taken <= (num_slots + len(pieces)) * slot_nbytes
 
 
 class _Frugal(LateDevice):

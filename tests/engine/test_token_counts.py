@@ -6,9 +6,11 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 
 from kvrelay.engine.penalties import Penalties
 from kvrelay.engine.token_counts import TokenCounts
+from kvrelay.engine.uploads import Joined, Uploader
 from tests.engine.conftest import sequence
 
 
@@ -22,8 +24,7 @@ def test_kept_counts_are_those_of_all_tokens(seed: int, counts_prompt: bool) -> 
     for _ in range(100):
         expected = dict.fromkeys(prompt, 0) if counts_prompt else {}
         expected |= Counter(token_ids[len(prompt) :])
-        assert kept.tokens.tolist() == list(expected)
-        assert kept.counts.tolist() == list(expected.values())
+        assert kept.entries.tolist() == [list(item) for item in expected.items()]
         token_ids += [draws.randrange(300) for _ in range(draws.randrange(9))]
         kept.update(token_ids)
 
@@ -48,15 +49,25 @@ def test_a_step_reads_its_new_tokens_only() -> None:
         token_ids.append(7)
         kept.update(token_ids)
         assert token_ids.read_from == [length]
-    assert dict(zip(kept.tokens.tolist(), kept.counts.tolist(), strict=True)) == {1: 0, 2: 0, 3: 1, 7: 7}
+    assert kept.entries.tolist() == [[1, 0], [2, 0], [3, 1], [7, 7]]
 
 
-def test_a_batch_has_its_own_copy() -> None:
+def test_a_batch_has_the_entries_of_the_rows_that_ask() -> None:
+    one, plain, other = (sequence([5, 6], [], presence_penalty=value) for value in (1.0, 0.0, 0.5))
+    one.num_prompt_tokens = other.num_prompt_tokens = 1
+    penalties = Penalties.of([one, plain, other])
+    assert (penalties.num_entries, penalties.row_starts.tolist()) == (2, [0, 1, 1, 2])
+    assert [entries.tolist() for entries in penalties.entries] == [[[6, 1]], [[6, 1]]]
+    one.token_ids.append(6)
+    assert Penalties.of([one]).entries[0].tolist() == [[6, 2]]
+    assert not Penalties.of([plain]).num_entries
+
+
+def test_an_upload_has_its_own_copy() -> None:
     """The device may not have read one step's counts when the next step's are made."""
     one, other = (sequence([5, 6], [], presence_penalty=1.0) for _ in range(2))
     one.num_prompt_tokens = other.num_prompt_tokens = 1
-    before = Penalties.of([one, other])
+    (there,) = Uploader(torch.device("cpu")).upload((Joined(Penalties.of([one, other]).entries),))
     one.token_ids.append(6)
-    after = Penalties.of([one])
-    assert (before.entry_tokens.tolist(), before.entry_counts.tolist()) == ([6, 6], [1, 1])
-    assert (after.entry_tokens.tolist(), after.entry_counts.tolist()) == ([6], [2])
+    Penalties.of([one])
+    assert there.tolist() == [[6, 1], [6, 1]]

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.interface import StepRow
+from kvrelay.engine.interface import DeviceFailedError, StepRow
 from kvrelay.engine.linear_cpu import has_packed_linear
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
@@ -262,3 +262,22 @@ def test_int8_weights_stay_near_the_model_and_are_told_apart_from_it(llama: tupl
 def test_int8_weights_need_bf16(llama: tuple[Path, Any]) -> None:
     with pytest.raises(ModelError, match=r"--weight-format is int8.*float32 on cpu"):
         load(llama[0], dtype="float32", weight_format="int8")
+
+
+def test_a_device_that_answers_nothing_any_more_is_told_from_a_step_that_failed(
+    llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(llama[0])
+    engine.check_device()
+
+    def fail_with(error: Exception) -> None:
+        def upload(arrays: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(engine._ops, "upload", upload)
+
+    fail_with(torch.OutOfMemoryError("who asks for less may get it"))
+    engine.check_device()
+    fail_with(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(DeviceFailedError, match="cpu does not even read a number back: CUDA error: an illegal"):
+        engine.check_device()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine.uploads import Uploader
+from kvrelay.engine.uploads import Joined, Uploader
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -25,6 +25,14 @@ def test_every_array_arrives_with_its_shape_and_type(seed: int) -> None:
         tensors = uploader.upload(arrays)
         for array, tensor in zip(arrays, tensors, strict=True):
             assert torch.equal(tensor, torch.from_numpy(np.ascontiguousarray(array)))
+
+
+def test_arrays_can_arrive_as_one() -> None:
+    parts = [np.empty((0, 2), np.int32), np.arange(6, dtype=np.int32).reshape(3, 2), np.full((1, 2), 9, np.int32)]
+    before, joined, empty = Uploader(torch.device("cpu")).upload((np.arange(3), Joined(parts), Joined(parts[:1])))
+    assert before.tolist() == [0, 1, 2]
+    assert torch.equal(joined, torch.from_numpy(np.concatenate(parts)))
+    assert (empty.shape, empty.dtype) == ((0, 2), torch.int32)
 
 
 def test_a_later_upload_leaves_earlier_ones_alone() -> None:

@@ -20,6 +20,9 @@ $L__BB0_1:
 \t@%p1 ld.global.b16 { %rs1 }, [ %rd1 + 0 ];
 \tcp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
 \tcp.async.ca.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 4, %r2;
+\t@%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r1, %r2}], [%r3];
+\t@%p1 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r1, %r2}], [%r3];
+\tcp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1, %r2}], [%r3];
 \tld.shared.b8 %rs1, [%r1+5];
 \tld.shared.b64 %rs1, [%r1+5];
 \twgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%r1}, %rd1;
@@ -34,8 +37,8 @@ $L__BB0_2:
 
 
 def test_only_what_is_repeated_counts() -> None:
-    assert loop_instructions(_PTX) == LoopInstructions({2: 1, 4: 1, 8: 1, 16: 1}, 1, "wgmma", 2)
-    assert loop_instructions("\tld.global.b32 { %r1 }, [ %rd1 ];\n") == LoopInstructions({}, 0, None, 0)
+    assert loop_instructions(_PTX) == LoopInstructions({2: 1, 4: 1, 8: 1, 16: 1}, 2, 1, "wgmma", 2)
+    assert loop_instructions("\tld.global.b32 { %r1 }, [ %rd1 ];\n") == LoopInstructions({}, 0, 0, None, 0)
 
 
 def test_the_scarcest_resource_bounds_the_programs() -> None:

@@ -22,7 +22,7 @@ from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.launcher import cli
 from kvrelay.launcher.errors import PortTakenError
 from kvrelay.launcher.options import load_settings, options_of
-from kvrelay.launcher.plan import Plan, num_ports, plan_deployment
+from kvrelay.launcher.plan import Plan, gpu_shares, num_ports, plan_deployment
 from kvrelay.launcher.ports import check_free, free_ports
 from kvrelay.launcher.process import ComponentSpec
 from kvrelay.launcher.settings import LocalSettings
@@ -240,6 +240,23 @@ def test_a_plan_wires_the_components_together() -> None:
     assert front.workers.prefill_workers == (first.address, second.address)
     assert front.workers.decode_workers == (decode.address,)
     assert (front.port, front.log_level) == (8000, "error")
+
+
+def test_workers_of_one_gpu_have_shares_of_all_of_it_by_their_needs() -> None:
+    assert gpu_shares(1, 1) == (0.4, 0.5)
+    assert gpu_shares(0, 1)[1] == 0.9
+    for num_prefill, num_decode in ((1, 1), (2, 1), (1, 3), (0, 4)):
+        prefill, decode = gpu_shares(num_prefill, num_decode)
+        assert prefill < decode
+        assert 0.88 < num_prefill * prefill + num_decode * decode <= 0.9
+    plan = planned(LocalSettings(model="/models/tiny"))
+    first, second = parsed(PrefillSettings, plan.specs[0]), parsed(DecodeSettings, plan.specs[1])
+    assert isinstance(first, PrefillSettings)
+    assert isinstance(second, DecodeSettings)
+    assert (first.kv.kv_memory_fraction, second.kv.kv_memory_fraction) == (0.4, 0.5)
+    assert (first.scheduler.max_batched_tokens, second.scheduler.max_batched_tokens) == (None, 512)
+    most = planned(LocalSettings(prefill=64, decode=64))  # with a fake engine; any share will do
+    assert isinstance(parsed(PrefillSettings, most.specs[0]), PrefillSettings)
 
 
 def test_a_colocated_plan_has_no_prefill_workers() -> None:

@@ -41,6 +41,56 @@ def test_a_step_takes_a_quarter_of_the_budget_unless_that_is_not_worth_it(
     assert step_tokens(budget_s, cost, 512, BLOCK) == tokens
 
 
+@pytest.mark.parametrize(
+    ("cost", "largest_step", "tokens"),
+    [
+        (None, 0, 512),  # the first steps of a GPU that may be a slow one
+        (None, 512, 512),
+        (StepCost(0.0, 3e-5), 512, 2048),  # the budget buys 8,333, but nothing so large was measured
+        (StepCost(0.0, 3e-5), 2048, 8192),
+        (StepCost(0.0, 1e-3), 2048, 256),
+        (StepCost(0.02, 1e-6), 16, 512),  # small steps cost the same whatever their size: a token's cost is a guess
+    ],
+)
+def test_a_large_bound_is_approached_and_a_small_cost_not_believed(
+    cost: StepCost | None, largest_step: int, tokens: int
+) -> None:
+    assert step_tokens(1.0, cost, 8192, BLOCK, largest_step) == tokens
+    assert step_tokens(0.0, cost, 8192, BLOCK, largest_step) == 8192
+
+
+@pytest.mark.parametrize(("token_s", "reached"), [(2.5e-5, 2048), (1e-3, 256)])
+def test_a_gpus_steps_grow_to_what_the_budget_buys(token_s: float, reached: int) -> None:
+    blocks = BlockManager(8192, BLOCK)
+    scheduler = PrefillScheduler(PrefillSchedulerSettings(), blocks, 8192 * BLOCK, "cuda")
+    prompt = Sequence("a", 1, list(range(100_000)), 100_000, SamplingParams(max_tokens=8), 0.0)
+    prompt.block_hashes = chain_hashes(ROOT, prompt.token_ids, BLOCK)
+    scheduler.add(prompt)
+    sizes: list[int] = []
+    for _ in range(12):
+        rows, _ = scheduler.schedule(0.0)
+        sizes.append(rows[0].num_tokens)
+        scheduler.observe(sizes[-1], 0.003 + token_s * sizes[-1])
+        scheduler.postprocess(rows, [None])
+    assert sizes[:3] == [512] * 3
+    assert max(sizes) <= 2048
+    assert sizes[-1] == pytest.approx(reached, rel=0.1)
+    # No step took much longer than a quarter of the budget, unless its cost was not known yet.
+    assert all(0.003 + token_s * size <= 0.3 for size in sizes[3:])
+
+
+def test_steps_of_short_prompts_do_not_buy_a_step_of_thousands() -> None:
+    """They cost a GPU the same whatever their size, so each token seems to cost nothing."""
+    blocks = BlockManager(1024, BLOCK)
+    scheduler = PrefillScheduler(PrefillSchedulerSettings(), blocks, 1024 * BLOCK, "cuda")
+    for num_tokens in (8, 64, 12, 100):
+        scheduler.observe(num_tokens, 0.02 + 1e-6 * num_tokens)
+    prompt = Sequence("a", 1, list(range(10_000)), 10_000, SamplingParams(max_tokens=8), 0.0)
+    prompt.block_hashes = chain_hashes(ROOT, prompt.token_ids, BLOCK)
+    scheduler.add(prompt)
+    assert scheduler.schedule(0.0)[0][0].num_tokens == 512
+
+
 def line(*lengths: int, started: int = 1, arrival_s: float = 0.0) -> list[Prompt]:
     return [Prompt(length, arrival_s, index < started) for index, length in enumerate(lengths)]
 

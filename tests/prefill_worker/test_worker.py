@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
+import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import SamplingParams
@@ -47,6 +49,30 @@ async def test_what_waits_is_told_in_tokens_and_seconds() -> None:
     finally:
         may_step.set()
         await worker.stop()
+
+
+@pytest.mark.parametrize(("device_type", "num_steps"), [("cpu", 3), ("cuda", 1)])
+async def test_the_largest_step_is_what_suits_the_device(device_type: str, num_steps: int) -> None:
+    sizes: list[int] = []
+    card = msgspec.structs.replace(fake_card(num_blocks=512), device_type=device_type)
+    engine = FakeEngine(card, lambda rows: sizes.append(sum(row.num_tokens for row in rows)))
+    settings = PrefillSchedulerSettings(ttft_budget_ms=0)
+    worker = PrefillWorker(engine, settings, "tcp://127.0.0.1:*", "prefill", CollectorRegistry())
+    await worker.start()
+    try:
+        submit = Submit(
+            request_id="a",
+            attempt=1,
+            token_ids=[1] * 1500,
+            num_prompt_tokens=1500,
+            sampling=SamplingParams(max_tokens=1),
+            decode=DecodeTarget(address="tcp://127.0.0.1:1"),
+        )
+        worker.service.on_message("gateway", Role.GATEWAY, submit)
+        await worker.drain()
+    finally:
+        await worker.stop()
+    assert (len(sizes), sum(sizes)) == (num_steps, 1500)
 
 
 def assert_is_set(event: threading.Event) -> None:
