@@ -27,8 +27,8 @@ import click
 _NUMERICS_FAILED, _SECTION_FAILED = 1, 3
 _DRY = "DRY RUN: every way is gone, with sizes of next to nothing. ITS TIMES MEAN NOTHING."
 _SECTIONS = (  # gpu_parts.plan has them; it is imported when the environment is ready
-    "checks, decode-step, decode-step-int8, prefill, decode-attention, decode-attention-fp8, prefill-attention, sampling, linears, "
-    "handoff, ttft, batching, batching-peer"
+    "checks, decode-step, decode-step-int8, prefill, decode-attention, decode-attention-fp8, prefill-attention, prefill-boxes, "
+    "sampling, linears, handoff, ttft, batching, batching-peer"
 )
 
 

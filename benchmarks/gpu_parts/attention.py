@@ -9,7 +9,7 @@ import torch
 
 from gpu_parts.floors import decode_attention_bytes, prefill_attention_flops
 from gpu_parts.paged import decode_workspace, paged_context, random_pool
-from gpu_parts.peers import Problem, measure_peers
+from gpu_parts.peers import NO_TIME, Problem, measure_peers
 from gpu_parts.rows import Against, Goal, Peer, Row, Unit
 from gpu_parts.running import Context, Finding
 from gpu_parts.sizes import BLOCK_SIZE
@@ -20,7 +20,9 @@ _FP8 = torch.float8_e4m3fn
 _LARGE_BYTES = 1e9  # from here on a decode kernel has no excuse
 _LONG_PROMPT = 8192
 _POOL_SHARE = 0.3  # of the free memory: the peers that need contiguous keys and values copy them all
-_PEERS_S = 15.0  # with less time left, peers are left out
+_CELL_S = 2.0  # with less time left, a cell is left out,
+_PEERS_S = 5.0  # peers are,
+_COMPILE_S = 20.0  # and the peer that is compiled
 _BANDWIDTH = Goal("≥ 85 % of the copy bandwidth", Against.FLOOR, 1 / 0.85)
 _DECODE_PEER = Goal("≥ 1x the best peer", Against.PEER, 1.0)
 _FP8_PEER = Goal("≥ 1.7x of bf16", Against.PEER, 1 / 1.7)
@@ -33,6 +35,9 @@ def measure_decode(context: Context) -> Iterator[Finding]:
     stopwatch, shape = context.stopwatch(), context.sizes.shape
     for batch, length in context.sizes.decode_cells:
         name = f"decode attention, {batch} x {length:,}"
+        if context.remaining_s < _CELL_S:
+            yield Row(name, Unit.SECONDS, None, note=NO_TIME)
+            continue
         pool = _pool(context, _num_blocks(batch, length), context.dtype)
         if pool is None:
             yield Row(name, Unit.SECONDS, None, note="its KV and a contiguous copy of it do not fit the memory")
@@ -61,6 +66,9 @@ def measure_decode_fp8(context: Context) -> Iterator[Finding]:
         if decode_attention_bytes(shape, batch, length) < _LARGE_BYTES and not context.is_dry:
             continue
         name = f"decode attention, fp8 KV, {batch} x {length:,}"
+        if context.remaining_s < _CELL_S:
+            yield Row(name, Unit.SECONDS, None, note=NO_TIME)
+            continue
         seconds: dict[torch.dtype, float] = {}
         for dtype in (_FP8, context.dtype):
             pool = _pool(context, _num_blocks(batch, length), dtype)
@@ -89,6 +97,10 @@ def measure_prefill(context: Context) -> Iterator[Finding]:
     """One row for each length and prefix."""
     stopwatch, shape = context.stopwatch(), context.sizes.shape
     for new, cached in context.sizes.prefill_cells:
+        name = f"prefill attention, {new:,} tokens" + (f" behind {cached:,} cached" if cached else "")
+        if context.remaining_s < _CELL_S:
+            yield Row(name, Unit.SECONDS, None, note=NO_TIME)
+            continue
         pool = _pool(context, _num_blocks(1, new + cached), context.dtype)
         assert pool is not None, "a prompt of one layer fits anywhere"
         problem = _problem(context, pool, 1, new, new + cached)
@@ -96,7 +108,7 @@ def measure_prefill(context: Context) -> Iterator[Finding]:
         value = stopwatch.median_s(call)
         flops = prefill_attention_flops(shape, new, cached)
         yield Row(
-            f"prefill attention, {new:,} tokens" + (f" behind {cached:,} cached" if cached else ""),
+            name,
             Unit.SECONDS,
             value,
             None if context.limits is None else context.limits.flops_s(flops),
@@ -145,8 +157,8 @@ def _prefill_call(context: Context, problem: Problem) -> tuple[Callable[[], None
 
 def _peers(context: Context, problem: Problem, ours: torch.Tensor, stopwatch: Stopwatch) -> tuple[Peer, ...]:
     if context.remaining_s < _PEERS_S:
-        return (Peer("all peers", None, "the section's time was used up"),)
-    return tuple(measure_peers(problem, ours, stopwatch))
+        return (Peer("all peers", None, NO_TIME),)
+    return tuple(measure_peers(problem, ours, stopwatch, may_compile=context.remaining_s > _COMPILE_S))
 
 
 def _problem(context: Context, pool: torch.Tensor, num_seqs: int, query_len: int, length: int) -> Problem:

@@ -11,7 +11,9 @@ from gpu_parts.comparing import compared, poisoned
 from gpu_parts.kernel_names import Kernel
 from gpu_parts.paged import PagedContext, attention_float64, decode_workspace, paged_context, random_pool
 from gpu_parts.running import Context, Finding, Note
+from gpu_parts.sizes import BLOCK_SIZE, BOX_BLOCK_SIZE
 from kvrelay.kernels import paged_decode_attention, paged_prefill_attention, rotary_kv_write
+from kvrelay.kernels.prefill_tiles import TileLoads
 
 _FP8 = torch.float8_e4m3fn
 
@@ -29,6 +31,23 @@ def check_prefill_attention(context: Context) -> Iterator[Finding]:
     paged = _paged(context, context.dtype)
     for window in (None, context.sizes.check_window):
         yield from _prefill(context, Kernel.PREFILL, paged, window)
+
+
+def check_prefill_boxes(context: Context) -> Iterator[Finding]:
+    """Over blocks of which each is loaded whole; one context is long enough for that in a dry run, too."""
+    sizes, generator = context.sizes, context.generator()
+    lens = (*sizes.check_lens, 2 * BOX_BLOCK_SIZE + 2)
+    num_needed = sum(-(-length // BOX_BLOCK_SIZE) for length in lens) + 1
+    num_blocks = max(sizes.check_blocks * BLOCK_SIZE // BOX_BLOCK_SIZE, num_needed)
+    dtype = box_dtype(context)
+    pool = random_pool(sizes.shape, num_blocks, sizes.shape.num_layers, dtype, generator, BOX_BLOCK_SIZE)
+    paged = paged_context(pool, sizes.shape.num_layers - 1, lens, generator, is_poisoned=True)
+    yield from _prefill(context, Kernel.BOXES, paged, None, TileLoads.BOXES)
+
+
+def box_dtype(context: Context) -> torch.dtype:
+    """The model's, if boxes can be of it; a dry run's is wider."""
+    return context.dtype if context.dtype.itemsize == 2 else torch.float16
 
 
 def check_fp8(context: Context) -> Iterator[Finding]:
@@ -65,9 +84,11 @@ def _decode(context: Context, kernel: Kernel, paged: PagedContext, window: int |
     yield from compared(kernel, case, out, torch.cat(rows), _rounded_to(out, paged))
 
 
-def _prefill(context: Context, kernel: Kernel, paged: PagedContext, window: int | None) -> Iterator[Finding]:
+def _prefill(
+    context: Context, kernel: Kernel, paged: PagedContext, window: int | None, loads: TileLoads = TileLoads.POINTERS
+) -> Iterator[Finding]:
     query_lens = [length if index % 2 == 0 else -(-length // 3) for index, length in enumerate(paged.lens)]
-    query = _query(context, sum(query_lens))
+    query = _query(context, sum(query_lens)).to(context.dtype if paged.kv_scales is not None else paged.pool.dtype)
     starts = [0, *itertools.accumulate(query_lens)]
     out = poisoned(query.shape, query)
     paged_prefill_attention(
@@ -82,6 +103,7 @@ def _prefill(context: Context, kernel: Kernel, paged: PagedContext, window: int 
         max_query_len=max(query_lens),
         out=out,
         kv_scales=paged.kv_scales,
+        loads=loads,
     )
     for index, length in enumerate(paged.lens):
         own = slice(starts[index], starts[index + 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import torch
@@ -19,8 +20,11 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 
 _LIMIT = 2e-3  # of log probabilities, float32 against float64; a wrong position or head makes tenths
+_BF16_LIMIT = 0.02
+_OF_TORCHS_ERROR = 3.0  # what ours may be in bfloat16, of transformers' on the same tokens
 _STD = 0.1  # wider than weights are: some tokens must be likelier than others
 _NUM_OUTPUT = 4
+_NUM_AHEAD = 6
 _NUM_LOGPROBS = 5
 _PROMPT_LENS = (5, 40, 77)
 _BLOCK_SIZE = 16
@@ -40,7 +44,7 @@ def check_model(context: Context) -> Iterator[Finding]:
     directory = context.work / "small-model"
     if not directory.exists():
         write_model(directory, shape, context.generator(), _STD)
-    yield _checked(context, directory, "random weights")
+    yield from _checked(context, directory, "random weights")
     if context.is_dry:
         yield Note("SmolLM2 takes half a minute in float64 on a CPU: left out of a dry run")
         return
@@ -48,42 +52,75 @@ def check_model(context: Context) -> Iterator[Finding]:
     if demo is None:
         yield Note("SmolLM2 is not here: the converted demo model of kvrelay is not in its cache")
     else:
-        yield _checked(context, demo, "SmolLM2")
+        yield from _checked(context, demo, "SmolLM2")
 
 
-def _checked(context: Context, directory: Path, case: str) -> Checked:
+def _checked(context: Context, directory: Path, name: str) -> Iterator[Checked]:
+    """In float32 step by step and then run ahead, and the same in bfloat16, where torch's own error is the measure."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds, and only this check needs it
+
+    def answer(ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        with torch.inference_mode():
+            logits: torch.Tensor = models[dtype](ids).logits[0]
+        return logits.double().log_softmax(-1)
+
+    models = {
+        dtype: AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(context.device).eval()
+        for dtype in (torch.float64, torch.bfloat16)
+    }
+    for dtype in ("float32", "bfloat16"):
+        sequences, outputs = _generate(_engine(context, directory, dtype), context.seed)
+        stepped: list[float] = []
+        ahead: list[float] = []
+        torchs = 0.0
+        for sequence, tokens in zip(sequences, outputs, strict=True):
+            ids = torch.tensor([sequence.token_ids], device=context.device)
+            expected = answer(ids, torch.float64)[sequence.num_prompt_tokens - 1 :]
+            stepped.append(largest_error(expected, tokens[:-_NUM_AHEAD]))
+            ahead.append(largest_error(expected[len(tokens) - _NUM_AHEAD :], tokens[-_NUM_AHEAD:]))
+            if dtype == "bfloat16":
+                theirs = answer(ids, torch.bfloat16)[sequence.num_prompt_tokens - 1 :]
+                likeliest = expected.topk(_NUM_LOGPROBS).indices
+                torchs = max(torchs, float((expected - theirs).gather(1, likeliest).abs().max()))
+        limit = _LIMIT if dtype == "float32" else max(_BF16_LIMIT, _OF_TORCHS_ERROR * torchs)
+        for way, errors in (("step by step", stepped), ("run ahead", ahead)):
+            case = f"{name} in {dtype}, {way}, prompts of {_PROMPT_LENS} tokens"
+            yield Checked(Kernel.MODEL, case, _worst(errors), limit, "largest error of a logprob")
+
+
+def largest_error(expected: torch.Tensor, tokens: Seq[SampledToken]) -> float:
+    """Of the log probabilities that came with greedy ``tokens``; ``expected`` ``[len(tokens) or more, vocab]`` float64."""
+    errors: list[float] = []
+    for row, token in zip(expected, tokens, strict=False):
+        for token_id, logprob in ((token.token_id, token.logprob), *token.top_logprobs):
+            assert logprob is not None
+            errors.append(abs(float(row[token_id]) - logprob))
+        # The token must have been the likeliest, or as good as that.
+        errors.append(float(row.max() - row[token.token_id]))
+    return _worst(errors)
+
+
+def _worst(errors: Seq[float]) -> float:
+    """The largest of at least one, or not a number if one of them is not, which Python's own ``max`` may pass over."""
+    return float(torch.tensor(errors, dtype=torch.float64).max())
+
+
+def _engine(context: Context, directory: Path, dtype: str) -> TorchEngine:
     options = EngineOptions(
         directory,
         directory.name,
-        dtype="float32",
+        dtype=dtype,
         device=context.device_type,
+        cpu_kernels="torch",
         num_blocks=64,
         max_model_len=256,
         max_num_seqs=8,
     )
-    engine = TorchEngine.load(options, lambda done, total: None)
-    sequences, outputs = _generate(engine, context.seed)
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds, and only this check needs it
-
-    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).to(context.device).eval()
-    worst = 0.0
-    for sequence, tokens in zip(sequences, outputs, strict=True):
-        with torch.inference_mode():
-            ids = torch.tensor([sequence.token_ids], device=context.device)
-            logprobs = reference(ids).logits[0].double().log_softmax(-1)
-        for place, token in enumerate(tokens):
-            expected = logprobs[sequence.num_prompt_tokens - 1 + place]
-            for token_id, logprob in ((token.token_id, token.logprob), *token.top_logprobs):
-                assert logprob is not None
-                worst = max(worst, abs(float(expected[token_id]) - logprob))
-            # The token must have been the likeliest, or as good as that.
-            worst = max(worst, float(expected.max() - expected[token.token_id]))
-    return Checked(
-        Kernel.MODEL, f"{case}, prompts of {_PROMPT_LENS} tokens", worst, _LIMIT, "largest error of a logprob"
-    )
+    return TorchEngine.load(options, lambda done, total: None)
 
 
 def _generate(engine: TorchEngine, seed: int) -> tuple[list[Sequence], list[list[SampledToken]]]:
+    """Sequences, and what came of each; the last ``_NUM_AHEAD`` tokens of all by steps that were launched behind one under way."""
     generator = torch.Generator().manual_seed(seed)
     sampling = SamplingParams(max_tokens=100, temperature=0.0, num_logprobs=_NUM_LOGPROBS)
     sequences: list[Sequence] = []
@@ -91,16 +128,28 @@ def _generate(engine: TorchEngine, seed: int) -> tuple[list[Sequence], list[list
         tokens = torch.randint(3, engine.card.vocab_size, (length,), generator=generator).tolist()
         blocks = list(range(number * 8, number * 8 + 8))  # 128 tokens
         sequences.append(Sequence(f"r{number}", 1, tokens, length, sampling, 0.0, block_table=blocks))
-    outputs: list[list[SampledToken]] = [[] for _ in sequences]
-    while min(len(output) for output in outputs) < _NUM_OUTPUT:
-        # Two thirds of a prompt, then the rest of it beside others' single tokens.
-        rows = [StepRow(one, max(1, one.num_uncomputed_tokens * 2 // 3)) for one in sequences]
-        for row, output, token in zip(rows, outputs, engine.step(rows), strict=True):
+    outputs: dict[Sequence, list[SampledToken]] = {one: [] for one in sequences}
+
+    def take(rows: Seq[StepRow], results: Seq[SampledToken | None]) -> None:
+        for row, token in zip(rows, results, strict=True):
             row.sequence.num_computed_tokens += row.num_tokens
             if token is not None:
                 row.sequence.append(token, engine.card.max_model_len)
-                output.append(token)
-    return sequences, outputs
+                outputs[row.sequence].append(token)
+
+    while min(len(output) for output in outputs.values()) < _NUM_OUTPUT:
+        # Two thirds of a prompt, then the rest of it beside others' single tokens.
+        rows = [StepRow(one, max(1, one.num_uncomputed_tokens * 2 // 3)) for one in sequences]
+        take(rows, engine.step(rows))
+    rows = [StepRow(one, 1) for one in sequences]
+    launched = engine.launch(rows)
+    for _ in range(_NUM_AHEAD - 1):
+        behind = [StepRow(one, 1, num_ahead=1) for one in sequences]
+        following = engine.launch(behind, behind=launched)
+        take(rows, launched.wait())
+        rows, launched = behind, following
+    take(rows, launched.wait())
+    return sequences, list(outputs.values())
 
 
 def _demo() -> Path | None:

@@ -1,4 +1,5 @@
-"""A hand-off of a long prompt's KV between two processes that share the device: each way, from pool to pool, proved.
+"""A hand-off of a long prompt's KV between two processes that share the device: each way, from pool to pool, proved, over one
+connection and over several, each with threads of its own.
 
 The way of a block is device, pinned memory, socket or shared memory, pinned memory, device; the copies between device and pinned
 memory run beside the others, and bound it. Leases, transfers and both ends are kvrelay's own, driven as in :mod:`handoff_ways`.
@@ -6,10 +7,12 @@ memory run beside the others, and bound it. Leases, transfers and both ends are 
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import cast
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -27,10 +30,24 @@ from kvrelay.engine.kv_pool import KvPool
 from kvrelay.engine.model_config import parse_config
 
 TCP, SAME_HOST = "loopback TCP", "shared memory"
+_SOCKETS = (1, 2, 4)
 _GOALS = {
     TCP: Goal("≥ 4 GB/s", Against.VALUE, 4e9, is_at_least=True),
     SAME_HOST: Goal("≥ 20 GB/s", Against.VALUE, 20e9, is_at_least=True),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How blocks go."""
+
+    name: str
+    sockets: int  # or rings; each has a thread at either end
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return self.name if self.sockets == 1 else f"{self.name} x {self.sockets}"
 
 
 def fact_name(way: str) -> str:
@@ -39,76 +56,102 @@ def fact_name(way: str) -> str:
 
 
 def measure_handoff(context: Context) -> Iterator[Finding]:
-    """Both ways; a row each."""
+    """A row for each way and number of connections. Later sections are told of one connection, which is the default."""
     sizes = _round_sizes(context)
     limits = context.limits
     slower = None if limits is None else min(limits.to_host_bytes_per_s, limits.to_device_bytes_per_s)
-    for way, goal in _GOALS.items():
-        seconds = _rounds(context, way)
-        median_s = statistics.median(seconds)
-        yield Fact(fact_name(way), median_s)
-        yield Row(
-            f"hand-off of {context.sizes.handoff_len:,} tokens, {way}",
-            Unit.BYTES_PER_S,
-            sizes.nbytes / median_s,
-            slower,
-            (goal,),
-            note=f"{sizes.nbytes / 1e9:.2f} GB in {median_s * 1e3:.0f} ms, verified; floor: one way between device and host",
-        )
-
-
-def _rounds(context: Context, way: str) -> list[float]:
-    """Seconds of each round behind the first, from blocks that are ready to blocks that are verified."""
     at_sender, at_receiver = Pipe()
-    with Side(_receive, context, way, at_receiver) as receiver, Side(_send, context, way, at_sender) as sender:
+    with Side(_receive, context, at_receiver) as receiver, Side(_send, context, at_sender) as sender:
         at_sender.close()
         at_receiver.close()
-        sender.tell(receiver.hear())
-        digest = sender.hear()
-        seconds: list[float] = []
-        for number in range(1 + context.sizes.handoff_rounds):
-            receiver.tell(number == 0)
-            receiver.hear()
-            sender.tell("go")
-            if (received := receiver.hear()) not in (None, digest):
-                raise RuntimeError(f"{way}: the receiver's pool does not hold what was sent ({received})")
-            seconds.append(sender.hear())
+        for way in (Way(name, sockets) for sockets in _SOCKETS for name in _GOALS):
+            median_s = statistics.median(_rounds(context, way, sender, receiver))
+            if way.sockets == 1:
+                yield Fact(fact_name(way.name), median_s)
+            yield Row(
+                f"hand-off of {context.sizes.handoff_len:,} tokens, {way.text}",
+                Unit.BYTES_PER_S,
+                sizes.nbytes / median_s,
+                slower,
+                (_GOALS[way.name],),
+                note=f"{sizes.nbytes / 1e9:.2f} GB in {median_s * 1e3:.0f} ms, verified and on the device; "
+                "floor: one way between device and host",
+            )
+
+
+def _rounds(context: Context, way: Way, sender: Side, receiver: Side) -> list[float]:
+    """Seconds of each round behind the first, from blocks that are ready to blocks that are verified, and in the pool."""
+    receiver.tell(way)
+    sender.tell((way, receiver.hear()))
+    digest = sender.hear()
+    seconds: list[float] = []
+    for number in range(1 + context.sizes.handoff_rounds):
+        receiver.tell(number == 0)
+        receiver.hear()
+        sender.tell(True)
+        if (received := receiver.hear()) not in (None, digest):
+            raise RuntimeError(f"{way.text}: the receiver's pool does not hold what was sent ({received})")
+        seconds.append(sender.hear())
+    sender.tell(None)
+    receiver.tell(None)
     return seconds[1:]
 
 
-def _receive(context: Context, connection: Connection, way: str, peer: Connection) -> None:
-    """Receive a round for every word; on a true one tell the pool's digest afterwards."""
+def _receive(context: Context, connection: Connection, peer: Connection) -> None:
+    """For every way that is told: receive a round for every word until None; on a true one tell the pool's digest afterwards."""
     keep_freed_memory()
     sizes = _round_sizes(context)
     pool = _pool(context, sizes.num_blocks + 1)  # a lease has room for the first token behind the prompt
-    receiver = KvrelayReceiver(cast(Pool, pool), sizes, peer, seals_kv=False, is_shared=way == SAME_HOST)
-    connection.send(receiver.address)
-    try:
-        while True:
-            is_checked = connection.recv()
+    for way in _heard(connection):
+        receiver = KvrelayReceiver(
+            cast(Pool, pool),
+            sizes,
+            peer,
+            seals_kv=False,
+            is_shared=way.name == SAME_HOST,
+            data_sockets=way.sockets,
+            settle=lambda: settle(pool),
+        )
+        pool.tensor.zero_()  # the last way's blocks prove nothing
+        if context.device.type == "cuda":
+            torch.cuda.synchronize()
+        connection.send(receiver.address)
+        for is_checked in _heard(connection):
             connection.send(None)
             receiver.run()
             connection.send(_digest(pool, sizes.num_blocks) if is_checked else None)
-    except EOFError:
         receiver.close()
 
 
-def _send(context: Context, connection: Connection, way: str, peer: Connection) -> None:
-    """Send a round for every word."""
+def _send(context: Context, connection: Connection, peer: Connection) -> None:
+    """For every way, and the receiver's address, that are told: send a round for every word until None."""
     keep_freed_memory()
     sizes = _round_sizes(context)
     pool = _pool(context, sizes.num_blocks)
     pool.tensor.normal_(generator=context.generator())
-    if context.device.type == "cuda":
-        torch.cuda.synchronize()
-    sender = KvrelaySender(cast(Pool, pool), sizes, peer, connection.recv(), seals_kv=False, is_shared=way == SAME_HOST)
-    connection.send(_digest(pool, sizes.num_blocks))
-    try:
-        while True:
-            connection.recv()
+    digest = _digest(pool, sizes.num_blocks)
+    for way, address in _heard(connection):
+        is_shared = way.name == SAME_HOST
+        sender = KvrelaySender(
+            cast(Pool, pool), sizes, peer, address, seals_kv=False, is_shared=is_shared, data_sockets=way.sockets
+        )
+        connection.send(digest)
+        for _ in _heard(connection):
             connection.send(sender.run())
-    except EOFError:
         sender.close()
+
+
+def _heard(connection: Connection) -> Iterator[Any]:
+    """What comes until None does, or nothing can."""
+    with contextlib.suppress(EOFError):
+        while (heard := connection.recv()) is not None:
+            yield heard
+
+
+def settle(pool: KvPool) -> None:
+    """Wait until the device has all blocks that were closed so far: verified is what is in a pinned slot already."""
+    if (copied := pool.order_steps()) is not None:
+        copied.synchronize()
 
 
 def _round_sizes(context: Context) -> RoundSizes:

@@ -10,6 +10,7 @@ class Kernel(enum.StrEnum):
 
     DECODE = "decode attention"
     PREFILL = "prefill attention"
+    BOXES = "prefill attention by TMA"
     FP8 = "attention over fp8 KV"
     LINEAR = "linears with 8-bit weights"
     NORM = "norm"

@@ -20,7 +20,7 @@ _FP8_LARGEST = 0x7E  # the byte of 448
 class PagedContext:
     """Sequences whose keys and values lie in blocks all over a pool."""
 
-    pool: torch.Tensor  # [num_blocks, num_layers, 2, num_kv_heads, BLOCK_SIZE, head_dim]
+    pool: torch.Tensor  # [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
     layer: int
     lens: tuple[int, ...]
     block_tables: torch.Tensor  # [num_seqs, max_blocks] int32
@@ -29,7 +29,7 @@ class PagedContext:
 
     def keys_values(self, index: int) -> torch.Tensor:
         """One sequence's keys and values, gathered: ``[2, num_kv_heads, len, head_dim]``; of fp8, scaled and float64."""
-        num_blocks = -(-self.lens[index] // BLOCK_SIZE)
+        num_blocks = -(-self.lens[index] // self.pool.shape[4])
         block_ids = self.block_tables[index, :num_blocks].long()
         # Bytes can be gathered everywhere, fp8 numbers cannot.
         is_fp8 = self.pool.dtype == _FP8
@@ -42,10 +42,15 @@ class PagedContext:
 
 
 def random_pool(
-    shape: ModelShape, num_blocks: int, num_layers: int, dtype: torch.dtype, generator: torch.Generator
+    shape: ModelShape,
+    num_blocks: int,
+    num_layers: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    block_size: int = BLOCK_SIZE,
 ) -> torch.Tensor:
     """A pool full of random numbers; of fp8 those from 1/8 to 2, of either sign."""
-    sizes = (num_blocks, num_layers, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    sizes = (num_blocks, num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
     if dtype == _FP8:
         codes = torch.randint(0, 64, sizes, dtype=torch.uint8, device=generator.device, generator=generator)
         return _signed(codes)
@@ -59,7 +64,8 @@ def paged_context(
 
     ``is_poisoned``: what is behind a context's end in its last block, and the block that pads the tables, become large.
     """
-    counts = [-(-length // BLOCK_SIZE) for length in lens]
+    block_size = pool.shape[4]
+    counts = [-(-length // block_size) for length in lens]
     if sum(counts) + 1 > pool.shape[0]:
         raise ValueError(f"contexts of {sum(counts)} blocks, and one to pad with, in a pool of {pool.shape[0]}")
     order = torch.randperm(pool.shape[0], device=pool.device, generator=generator).int()
@@ -71,8 +77,8 @@ def paged_context(
     if is_poisoned:
         _spoil(pool, int(order[-1]), layer, 0)
         for index, length in enumerate(lens):
-            if length % BLOCK_SIZE:
-                _spoil(pool, int(tables[index, counts[index] - 1]), layer, length % BLOCK_SIZE)
+            if length % block_size:
+                _spoil(pool, int(tables[index, counts[index] - 1]), layer, length % block_size)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=pool.device)
     scales: torch.Tensor | None = None
     if pool.dtype == _FP8:

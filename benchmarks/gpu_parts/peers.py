@@ -22,6 +22,7 @@ from gpu_parts.timing import Stopwatch
 _WORKSPACE_BYTES = 256 << 20
 _MAX_DIFFERENCE = 2e-2  # relative, between two implementations in bf16
 _BUDGET_S = 0.25
+NO_TIME = "left out: the section's time was used up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,22 @@ class Problem:
 Call = Callable[[], torch.Tensor]
 """Computes ``[num_seqs * query_len, num_q_heads, head_dim]``."""
 
+Attend = Callable[..., torch.Tensor]
+
 Prepare = Callable[[Problem], Call]
 
 
-def measure_peers(problem: Problem, ours: torch.Tensor, stopwatch: Stopwatch) -> Iterator[Peer]:
-    """Every peer's time, or why there is none. ``ours``: our result, which theirs must agree with."""
+def measure_peers(
+    problem: Problem, ours: torch.Tensor, stopwatch: Stopwatch, *, may_compile: bool = True
+) -> Iterator[Peer]:
+    """Every peer's time, or why there is none. ``ours``: our result, which theirs must agree with.
+
+    ``may_compile``: whether there is time for the peer that is compiled first.
+    """
     for name, prepare in PEERS.items():
+        if prepare is _flex and not may_compile:
+            yield Peer(name, None, NO_TIME)
+            continue
         try:
             yield _measured(name, prepare, problem, ours, stopwatch)
         except Exception as error:
@@ -108,17 +119,33 @@ def _sdpa(problem: Problem) -> Call:
     return lambda: _packed(F.scaled_dot_product_attention(query, keys, values, attn_mask=bias))
 
 
+@functools.cache
+def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Attend:
+    """flex_attention, to be compiled when it is called: two or three times for sizes of all kinds, not for each of twenty problems.
+
+    It raises where that does not hold, in place of computing without a kernel.
+    """
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - as above
+
+    attend: Attend = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
+    return attend
+
+
 def _flex(problem: Problem) -> Call:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: PLC0415 - as above
+    if problem.query.device.type != "cuda":
+        raise RuntimeError("compiled for GPUs only")
+    return flex_call(problem, compiled_flex())
+
+
+def flex_call(problem: Problem, attend: Attend) -> Call:
+    """``attend``, which is flex_attention, on a problem."""
+    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 - as above
 
     query, (keys, values) = _batched_query(problem), _gathered(problem)
-    if query.device.type != "cuda":
-        raise RuntimeError("compiled for GPUs only")
-    torch.compiler.reset()  # every problem is compiled for its own sizes, and none counts as one recompilation too many
-    attend = torch.compile(flex_attention, dynamic=False)
     if problem.query_len == 1:
         return lambda: _packed(attend(query, keys, values, enable_gqa=True))
-    cached = problem.context - problem.query_len
+    # On the device: a number would be compiled in.
+    cached = torch.tensor(problem.context - problem.query_len, device=query.device)
 
     def is_visible(_batch: Any, _head: Any, position: Any, key: Any) -> Any:
         return position + cached >= key

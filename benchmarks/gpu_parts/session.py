@@ -61,7 +61,7 @@ class Session:
         return any(outcome.failure is not None for outcome in self.outcomes)
 
     def report(self) -> str:
-        """For people: checks that failed, the table, who was absent, which sections failed."""
+        """For people: checks that failed, the table, who was absent, what was left out, which sections failed."""
         wrong = [f"- {check.text}" for check in self.checks if not check.is_right]
         failed = [f"- {outcome.name}: {outcome.failure.reason}" for outcome in self.outcomes if outcome.failure]
         parts = [
@@ -73,6 +73,8 @@ class Session:
         missing = [f"- {line}" for line in absences(self.rows)]
         if missing:
             parts += ["", "absent peers:", *missing]
+        if left_out := [f"- {row.figure}: {row.note}" for row in self.rows if row.value is None]:
+            parts += ["", "not measured:", *left_out]
         if failed:
             parts += ["", "sections that failed:", *failed]
         return "\n".join(parts)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 BLOCK_SIZE = 16  # tokens per KV block, kvrelay's default
+BOX_BLOCK_SIZE = 64  # with which prefill attention loads a tile of keys as one box
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class Sizes:
     check_draws: int  # of the sampling's distribution
     decode_cells: tuple[tuple[int, int], ...]  # (sequences, context)
     prefill_cells: tuple[tuple[int, int], ...]  # (new tokens, cached tokens before them)
+    box_lens: tuple[int, ...]  # prompts of prefill attention over blocks of BOX_BLOCK_SIZE
     steps: tuple[tuple[int, int], ...]  # of the whole model: (sequences, context)
     num_steps: int  # decode steps that are timed for each of those
     prefill_len: int
@@ -173,6 +175,7 @@ def full_sizes() -> Sizes:
             (8192, 8192),
             (8192, 24576),
         ),
+        box_lens=(8192, 32768),
         steps=((1, 1024), (32, 1024), (128, 4096)),
         num_steps=60,
         prefill_len=8192,
@@ -180,7 +183,7 @@ def full_sizes() -> Sizes:
         sampling_batches=((64, 128256), (1, 128256)),
         batching=Batching(num_requests=64, input_len=512, output_len=128),
         handoff_len=8192,
-        handoff_rounds=7,
+        handoff_rounds=5,
         ttft_chunk=2048,
         ttft_rounds=5,
         warm_ups=3,
@@ -204,6 +207,7 @@ def dry_sizes() -> Sizes:
         check_draws=12,
         decode_cells=((2, 20),),
         prefill_cells=((24, 0), (8, 16)),
+        box_lens=(130,),
         steps=((1, 20), (3, 33)),
         num_steps=4,
         prefill_len=64,

@@ -141,18 +141,18 @@ class DecodeDriver:
 class PrefillDriver:
     """A prefill worker's model thread without the thread."""
 
-    def __init__(self, engine: TorchEngine, *, chunk: int, seed: int) -> None:
-        """``chunk``: tokens computed in one step."""
+    def __init__(self, engine: TorchEngine, *, settings: PrefillSchedulerSettings, seed: int) -> None:
+        """Takes the engine's blocks over; one driver per engine at a time."""
         card = engine.card
         self._vocab_size = card.vocab_size
         self._root = root_hash(card.layout.fingerprint())
         self._blocks = BlockManager(card.num_blocks, card.layout.block_size)
-        settings = PrefillSchedulerSettings(max_batched_tokens=chunk, ttft_budget_ms=0)  # every step is a whole chunk
-        scheduler = PrefillScheduler(settings, self._blocks, card.max_model_len)
+        scheduler = PrefillScheduler(settings, self._blocks, card.max_model_len, card.device_type)
         self._worker = PrefillModelWorker(engine, scheduler, _metrics(self._blocks), self._hear)
         self._random = torch.Generator().manual_seed(seed)
         self._num_added = 0
         self._num_computed = 0
+        self.num_steps = 0  # so far
 
     def prefill(self, prompt_len: int) -> float:
         """One fresh prompt until its first token; seconds on the wall."""
@@ -171,6 +171,7 @@ class PrefillDriver:
 
     def _hear(self, report: PrefillReport) -> None:
         assert not report.failed, report.detail
+        self.num_steps += report.num_tokens > 0
         self._num_computed += sum(1 for computed in report.computed if computed.token is not None)
 
 

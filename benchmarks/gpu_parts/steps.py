@@ -15,10 +15,12 @@ from gpu_parts.running import Context, Finding, Note
 from gpu_parts.sizes import BLOCK_SIZE
 from gpu_parts.stepping import DecodeDriver, PrefillDriver, fill_pool, load_engine
 from gpu_parts.timing import busy_s
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 
 _WARM_UPS = 8
 _PROFILED_STEPS = 12
 _PREFILL_REPEATS = 5
+_PREFILL_WARM_UPS = 2  # the defaults have seen what steps cost by then
 _STEP_GOAL = Goal("≤ 1.25x the floor", Against.FLOOR, 1.25)
 _GAP_GOAL = Goal("≤ 3 % of the step", Against.VALUE, 0.03)
 _PREFILL_GOAL = Goal("≤ 1.5x the floor", Against.FLOOR, 1.5)
@@ -85,7 +87,10 @@ def _decode_steps(context: Context, steps: Sequence[tuple[int, int]], weight_for
 
 
 def measure_prefill_steps(context: Context) -> Iterator[Finding]:
-    """A fresh prompt until its first token, by the size of the chunks; the first size is the one that counts."""
+    """A fresh prompt until its first token, by the size of the chunks; the first size is the one that counts.
+
+    Then by the settings' defaults, which learn from their steps how large these may be.
+    """
     sizes = context.sizes
     # Published blocks stay cached: room for a few prompts, so that what is given back is taken from the oldest.
     num_blocks = 3 * -(-sizes.prefill_len // BLOCK_SIZE) + 8
@@ -94,17 +99,26 @@ def measure_prefill_steps(context: Context) -> Iterator[Finding]:
     )
     yield Note(f"loaded, {context.remaining_s:.0f} s left")
     flops = prefill_flops(sizes.shape, sizes.prefill_len)
-    for number, chunk in enumerate(sizes.prefill_chunks):
-        driver = PrefillDriver(engine, chunk=chunk, seed=context.seed + number)
-        driver.prefill(sizes.prefill_len)
+    # Without a budget every step is a whole chunk.
+    ways = [
+        (f"in chunks of {chunk:,}", PrefillSchedulerSettings(max_batched_tokens=chunk, ttft_budget_ms=0))
+        for chunk in sizes.prefill_chunks
+    ]
+    ways.append(("as by default", PrefillSchedulerSettings()))
+    for number, (way, settings) in enumerate(ways):
+        driver = PrefillDriver(engine, settings=settings, seed=context.seed + number)
+        for _ in range(_PREFILL_WARM_UPS):
+            driver.prefill(sizes.prefill_len)
+        num_steps = driver.num_steps
         seconds = statistics.median(driver.prefill(sizes.prefill_len) for _ in range(_PREFILL_REPEATS))
+        num_steps = (driver.num_steps - num_steps) // _PREFILL_REPEATS
         yield Row(
-            f"prefill, {sizes.prefill_len:,} tokens in chunks of {chunk:,}",
+            f"prefill, {sizes.prefill_len:,} tokens {way}",
             Unit.SECONDS,
             seconds,
             None if context.limits is None else context.limits.flops_s(flops),
-            (_PREFILL_GOAL,) if number == 0 else (),
-            note=f"{flops / seconds / 1e12:.0f} TFLOP/s; {sizes.prefill_len / seconds:,.0f} tokens/s",
+            (_PREFILL_GOAL,) if number in (0, len(ways) - 1) else (),
+            note=f"{num_steps} steps; {flops / seconds / 1e12:.0f} TFLOP/s; {sizes.prefill_len / seconds:,.0f} tokens/s",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,10 +18,12 @@ from gpu_parts import (
     check_attention,
     check_elementwise,
     check_linear,
+    check_model,
     check_sampling,
     limits,
     linears,
     model_dir,
+    prefill_boxes,
     sampling,
     steps,
     ttft,
@@ -32,7 +35,13 @@ from gpu_parts.paged import attention_float64, paged_context, random_pool
 from gpu_parts.rows import Checked, Row
 from gpu_parts.running import Context, Fact, Finding, Run
 from gpu_parts.sizes import TINY, dry_sizes
+from gpu_parts.timing import Stopwatch
 from safetensors.torch import load_file
+
+from kvrelay.common.sampling import SampledToken
+from kvrelay.engine import ops_cuda
+from kvrelay.engine.uploads import Uploader
+from kvrelay.kernels import apply_penalties
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
@@ -58,6 +67,7 @@ def found(run: Run, context: Context) -> list[Finding]:
         (check_sampling.check_sampling, Kernel.SAMPLING),
         (check_attention.check_decode_attention, Kernel.DECODE),
         (check_attention.check_prefill_attention, Kernel.PREFILL),
+        (check_attention.check_prefill_boxes, Kernel.BOXES),
         (check_attention.check_fp8, Kernel.FP8),
         (check_linear.check_linear, Kernel.LINEAR),
     ],
@@ -76,6 +86,7 @@ def test_kernels_are_right(run: Run, kernel: Kernel, context: Context) -> None:
         attention.measure_decode,
         attention.measure_decode_fp8,
         attention.measure_prefill,
+        prefill_boxes.measure_prefill_boxes,
         sampling.measure_sampling,
         linears.measure_linears,
         steps.measure_decode_steps,
@@ -92,6 +103,66 @@ def test_figures_come_with_what_they_are_compared_with(run: Run, context: Contex
         assert row.value is not None or row.note, row
         for peer in row.peers:
             assert (peer.value is None) == bool(peer.absence), peer
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_steps_sampling_is_timed_with_all_that_a_step_does(
+    is_ahead: bool, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp32 logits of the model's own, uploads, and the token under way; which leave the logits as they were."""
+    heard: list[tuple[torch.dtype, bool, int]] = []
+
+    def counted(logits: torch.Tensor, *entries: torch.Tensor | None) -> None:
+        heard.append((logits.dtype, entries[-1] is not None, len(uploads)))
+        apply_penalties(logits, *entries)  # type: ignore[arg-type]
+
+    uploads: list[int] = []
+    upload = Uploader.upload
+    monkeypatch.setattr(Uploader, "upload", lambda self, arrays: uploads.append(len(arrays)) or upload(self, arrays))
+    monkeypatch.setattr(ops_cuda, "apply_penalties", counted)
+    logits = torch.randn(3, TINY.vocab_size, device=context.device).bfloat16()
+    before = logits.clone()
+    tokens = torch.arange(60, device=context.device).view(3, 20)
+    sampling.step_call(context, logits, tokens, is_ahead=is_ahead)()
+    assert heard == [(torch.float32, is_ahead, 1)]
+    assert len(uploads) == 2
+    assert torch.equal(logits, before)
+
+
+def test_what_the_host_takes_long_to_launch_is_timed_behind_more_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopwatch = Stopwatch(torch.device("cpu"), 64, warm_ups=0, min_repeats=2, max_repeats=2)
+    flushed: list[int] = []
+    monkeypatch.setattr(stopwatch, "_flush", flushed.append)
+    stopwatch.median_s(lambda: None, num_flushes=5)
+    assert flushed == [5] * 3
+
+
+def test_prefill_is_timed_by_the_settings_defaults_too(context: Context) -> None:
+    figures = [row.figure for row in found(steps.measure_prefill_steps, context) if isinstance(row, Row)]
+    assert figures[-1] == "prefill, 64 tokens as by default"
+
+
+def test_the_engine_is_checked_in_bf16_and_ahead(context: Context) -> None:
+    checks = [finding for finding in found(check_model.check_model, context) if isinstance(finding, Checked)]
+    assert [check.text for check in checks if not check.is_right] == []
+    for case in ("float32, step by step", "float32, run ahead", "bfloat16, step by step", "bfloat16, run ahead"):
+        assert sum(case in check.case for check in checks) == 1
+
+
+@pytest.mark.parametrize("damage", ["another token", "another log probability", "not a number"])
+def test_a_wrong_token_or_log_probability_is_found(damage: str) -> None:
+    expected = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0]]).double().log_softmax(-1)
+    tokens = [
+        SampledToken(1, float(expected[0, 1]), ((2, float(expected[0, 2])),)),
+        SampledToken(0, float(expected[1, 0])),
+    ]
+    assert check_model.largest_error(expected, tokens) < 1e-9
+    wrong = {
+        "another token": SampledToken(2, float(expected[1, 2])),
+        "another log probability": SampledToken(0, float(expected[1, 0]) + 0.5),
+        "not a number": SampledToken(0, math.nan),
+    }[damage]
+    assert not check_model.largest_error(expected, [tokens[0], wrong]) <= 0.1
 
 
 def test_throughput_is_told_to_the_section_of_the_peer(context: Context) -> None:
@@ -156,7 +227,7 @@ def test_a_dry_run_of_the_command_says_that_its_times_mean_nothing(tmp_path: Pat
     assert document["is_dry_run"]
     figures = [row["figure"] for row in document["rows"]]
     assert [name for name in figures if name.startswith("hand-off")] == figures[4:]
-    assert len(figures) == 6
+    assert len(figures[4:]) == 6  # two ways, each over 1, 2 and 4 connections
     assert [section["failure"] for section in document["sections"]] == [None, None]
 
 

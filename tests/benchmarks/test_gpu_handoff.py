@@ -1,0 +1,72 @@
+"""benchmarks/gpu.py's hand-off: its clock stops when the blocks are in the pool, not when they are in a pinned slot."""
+
+from __future__ import annotations
+
+import threading
+from multiprocessing.connection import Pipe
+from typing import cast
+
+import pytest
+import torch
+from gpu_parts.handoff import settle
+from gpu_parts.sizes import BLOCK_SIZE, TINY
+from handoff_pools import Pool, Sizes
+from handoff_ways import KvrelayReceiver, KvrelaySender
+
+from kvrelay.engine.copies import StagingPlan
+from kvrelay.engine.kv_pool import KvPool
+from kvrelay.engine.model_config import parse_config
+
+from ..engine.late_device import LateCopied, LateDevice
+
+
+class NothingHolds(LateDevice):
+    """Its copies happen when somebody waits for them, and what computes does not."""
+
+    def hold_steps(self, copied: LateCopied) -> None:
+        """A step would be behind the copy; the host is not."""
+
+
+def late_pool(num_blocks: int) -> tuple[KvPool, NothingHolds]:
+    device = NothingHolds()
+    config = parse_config(TINY.config(), "a test's model")
+    staging = StagingPlan(device)
+    return KvPool(config, num_blocks, BLOCK_SIZE, torch.float32, torch.device("cpu"), staging=staging), device
+
+
+def test_settled_is_what_the_device_has() -> None:
+    pool, _ = late_pool(4)
+    pool.open_write(1)[:] = b"\x01" * pool.block_nbytes
+    pool.close_write(1)
+    assert not pool.tensor[1].any()
+    settle(pool)
+    assert pool.tensor[1].all()
+    settle(pool)  # nothing is under way
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_round_is_not_over_before_its_blocks_have_settled(is_shared: bool) -> None:
+    sizes = Sizes(BLOCK_SIZE * TINY.kv_bytes_per_token, 6)
+    ours, theirs = Pipe()
+    pool, _ = late_pool(7)
+    source = Pool(sizes)
+    source.bytes[:] = b"\x07" * sizes.nbytes
+    heard: list[bool] = []
+
+    def settled() -> None:
+        settle(pool)
+        heard.append(bool(pool.tensor[:6].all()))
+
+    receiver = KvrelayReceiver(
+        cast(Pool, pool), sizes, theirs, seals_kv=False, is_shared=is_shared, data_sockets=2, settle=settled
+    )
+    sender = KvrelaySender(source, sizes, ours, receiver.address, seals_kv=False, is_shared=is_shared, data_sockets=2)
+    thread = threading.Thread(target=receiver.run)
+    thread.start()
+    try:
+        assert sender.run() > 0
+        assert heard == [True]
+    finally:
+        thread.join(30)
+        sender.close()
+        receiver.close()

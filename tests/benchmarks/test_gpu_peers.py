@@ -1,0 +1,78 @@
+"""benchmarks/gpu.py's peers: what is compiled is compiled for all problems, and who is left out for want of time is named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_parts import attention
+from gpu_parts.paged import attention_float64, paged_context, random_pool
+from gpu_parts.peers import NO_TIME, Problem, compiled_flex, flex_call, measure_peers
+from gpu_parts.rows import Row
+from gpu_parts.running import Context
+from gpu_parts.session import Session
+from gpu_parts.sizes import TINY, dry_sizes
+
+
+def problem(num_seqs: int, query_len: int, length: int) -> Problem:
+    generator = torch.Generator().manual_seed(0)
+    pool = random_pool(TINY, num_seqs * (length // 16 + 1) + 1, 1, torch.float32, generator)
+    paged = paged_context(pool, 0, (length,) * num_seqs, generator)
+    query = torch.randn(num_seqs * query_len, TINY.num_q_heads, TINY.head_dim, generator=generator)
+    return Problem(query, query_len, paged)
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [(1, 1, 256), (1, 1, 1024), (4, 1, 256), (4, 1, 2048), (8, 1, 512), (8, 1, 1024)],
+        [(1, 256, 256), (1, 512, 512), (1, 256, 1024), (1, 512, 2048), (1, 384, 768), (1, 640, 640)],
+    ],
+    ids=["decode", "prefill"],
+)
+def test_flex_attention_is_compiled_a_few_times_for_all_problems(cells: list[tuple[int, int, int]]) -> None:
+    num_compiled = 0
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        nonlocal num_compiled
+        num_compiled += 1
+        return module.forward
+
+    attend = compiled_flex(backend)
+    assert compiled_flex(backend) is attend
+    with torch.inference_mode():
+        for num_seqs, query_len, length in cells:
+            one = problem(num_seqs, query_len, length)
+            result = flex_call(one, attend)()
+            expected = attention_float64(one.query[:query_len].double(), one.paged.keys_values(0).double())
+            torch.testing.assert_close(result[:query_len].double(), expected, atol=1e-4, rtol=1e-4)
+    assert 1 <= num_compiled <= 3
+
+
+def test_with_little_time_only_the_peer_that_is_compiled_is_left_out() -> None:
+    stopwatch = Context(dry_sizes(), "cpu", True, Path(), time.monotonic() + 100, 7).stopwatch()
+    one = problem(2, 1, 40)
+    ours = torch.cat(
+        [
+            attention_float64(one.query[index : index + 1].double(), one.paged.keys_values(index).double())
+            for index in range(2)
+        ]
+    )
+    peers = {peer.name: peer for peer in measure_peers(one, ours, stopwatch, may_compile=False)}
+    assert peers["flex_attention, contiguous"].absence == NO_TIME
+    assert peers["SDPA, contiguous"].value is not None
+
+
+@pytest.mark.parametrize("run", [attention.measure_decode, attention.measure_prefill, attention.measure_decode_fp8])
+def test_cells_without_time_are_named(run: Callable[..., Any], tmp_path: Path) -> None:
+    late = Context(dry_sizes(), "cpu", True, tmp_path, time.monotonic() + 1, 7)
+    rows = [finding for finding in run(late) if isinstance(finding, Row)]
+    assert rows
+    assert all(row.value is None and row.note == NO_TIME for row in rows)
+    session = Session(late, lambda line: None, rows=rows)
+    told = session.report().split("not measured:")[1]
+    assert all(f"- {row.figure}: {NO_TIME}" in told for row in rows)
