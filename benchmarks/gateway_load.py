@@ -34,9 +34,10 @@ def throughput(streams: int, seconds: float, step_ms: float, workers: Sequence[i
     Each round measures all of them, and the least gateway; ratios are those within a round, so a machine that is slower for a while
     is slower for all. Of everything the median counts.
     """
+    turns = (_LEAST, *workers)
     measured = [
-        {count: measure_throughput(streams, seconds, step_ms, count) for count in (_LEAST, *workers)}
-        for _ in range(rounds)
+        {count: measure_throughput(streams, seconds, step_ms, count) for count in turns[:: -1 if number % 2 else 1]}
+        for number in range(rounds)
     ]
     figures: dict[str, float] = {}
     for count in (*workers, _LEAST):
@@ -127,7 +128,8 @@ def least_gateway(worker_address: str) -> Iterator[tuple[str, psutil.Process]]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        process.stdout.readline()
+        if not process.stdout.readline():
+            raise SystemExit("the least gateway did not start")
         yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
     finally:
         process.kill()

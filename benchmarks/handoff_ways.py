@@ -99,8 +99,10 @@ class KvrelayReceiver:
         asks_for_token: bool = False,
         is_shared: bool = False,
         data_sockets: int = 1,
+        settle: Callable[[], None] | None = None,
     ) -> None:
-        """``data_sockets``: threads that take blocks."""
+        """``data_sockets``: threads that take blocks. ``settle``: waits until received blocks are where they belong."""
+        self._settle = settle
         self._ends, self._peer, self._codec = LeaseEnds(), peer, Codec()
         settings = LeaseSettings(
             EPOCH, FINGERPRINT, BLOCK_SIZE, ttl_s=ANSWER_S, seals_kv=seals_kv, num_receivers=data_sockets
@@ -109,6 +111,7 @@ class KvrelayReceiver:
         # One block more than is sent: a lease has room for the first token behind the prompt.
         self._leases = LeaseTable(settings, WholePool(sizes.num_blocks + 1), pool, self._ends, metrics, time.monotonic)
         self._gate: TokenGate | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_network_threads(data_sockets))
         self._receiver: BlockReceiver | SharedReceiver
         if is_shared:
             self._receiver = SharedReceiver(
@@ -117,13 +120,12 @@ class KvrelayReceiver:
             self._receiver.start()
             self.address = self._receiver.name
             return
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_network_threads(data_sockets))
-        self._gate = TokenGate(context) if asks_for_token else None
+        self._gate = TokenGate(self._context) if asks_for_token else None
         self._receiver = BlockReceiver(
             "tcp://127.0.0.1:0",
             self._leases,
             sizes.block_nbytes,
-            context=context,
+            context=self._context,
             gate=cast(PeerGate | None, self._gate),
             num_threads=data_sockets,
         )
@@ -141,6 +143,8 @@ class KvrelayReceiver:
         lease = self._ends.queue.get(timeout=ANSWER_S)
         if isinstance(lease, str):
             raise RuntimeError(f"the hand-off was rejected: {lease}")
+        if self._settle is not None:
+            self._settle()
         self._peer.send_bytes(self._codec.encode(Verified(lease_id=lease.lease_id, epoch=EPOCH)))
 
     def close(self) -> None:
@@ -148,6 +152,7 @@ class KvrelayReceiver:
         self._receiver.stop()
         if self._gate is not None:
             self._gate.stop()
+        self._context.destroy(linger=0)
 
 
 class ZmqReceiver:
@@ -264,10 +269,11 @@ class KvrelaySender:
         # Without shared memory it would go over TCP, to nobody: that ends with an error, not with a figure.
         shared = SharedTarget(address, SharedPlace(), sizes.block_nbytes) if is_shared else None
         address = "tcp://127.0.0.1:9" if is_shared else address
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_network_threads(data_sockets))
         self._sender = BlockSender(
             address,
             metrics=metrics,
-            context=zmq.Context(num_network_threads(data_sockets)),
+            context=self._context,
             token=token,
             shared=shared,
             num_sockets=data_sockets,
@@ -308,6 +314,7 @@ class KvrelaySender:
     def close(self) -> None:
         """End the thread."""
         self._sender.close()
+        self._context.destroy(linger=0)
 
 
 class ZmqSender:

@@ -54,8 +54,10 @@ class LeastGateway:
 
     def on_message(self, message: Message) -> None:
         """Pass tokens on."""
-        for item in first_tokens_first(message.items) if isinstance(message, Tokens) else ():
-            self._clients[item.request_id].write(self._chunk(item))
+        items = first_tokens_first(message.items) if isinstance(message, Tokens) else []
+        chunks = [(self._clients[item.request_id], self._chunk(item)) for item in items]
+        for client, chunk in chunks:  # as the gateway does: behind all that is to be computed, in one go
+            client.write(chunk)
 
     def on_lost(self, reason: str) -> None:
         """The end of the run."""

@@ -9,8 +9,11 @@ takes a third less of the CPU. Where a message is not read before the next one c
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+logger = logging.getLogger(__name__)
 
 _CONNECTIONS_AT_ONCE = 32  # that wait for each other
 _PARTS_AT_ONCE = 8  # of one connection, which may have to be told that its client is behind
@@ -51,7 +54,11 @@ class GatheredWrites:
     def _write_all(self) -> None:
         gathered, self._parts = self._parts, {}
         for cycle, parts in gathered.items():
-            _write(cycle, parts)
+            try:
+                _write(cycle, parts)
+            except Exception:  # of this connection: the others have nothing to do with it
+                logger.exception("a connection cannot be written to; it ends")
+                cycle.transport.abort()
 
 
 def _write(cycle: RequestResponseCycle, parts: list[bytes]) -> None:

@@ -80,8 +80,8 @@ class Reply:
         """ASGI's ``send``."""
         if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", []), self._id]
-        elif self._exchange is not None:
-            self._exchange.write_now()
+        else:
+            self.write_now()
         await self._send(message)
         if message["type"] == "http.response.start":
             self.status = message["status"]
@@ -96,6 +96,11 @@ class Reply:
     def write(self, body: bytes) -> bool:
         """Send a part that is not empty soon, or do nothing and return False."""
         return self._exchange is not None and self._exchange.write(body)
+
+    def write_now(self) -> None:
+        """What was written reaches the connection before anything else can happen to it."""
+        if self._exchange is not None:
+            self._exchange.write_now()
 
 
 def _chunk(body: bytes) -> bytes:

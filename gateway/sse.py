@@ -84,6 +84,7 @@ class EventStream:
                 raise
             last_words = self._failed(ShuttingDownError())
         finally:
+            self._reply.write_now()  # also if the connection is closed for an error that nobody expected
             if self._sender is not None:
                 self._sender.cancel()
                 await asyncio.gather(self._sender, return_exceptions=True)

@@ -61,12 +61,12 @@ class BodyWriter:
         """The JSON body of ``request``. Everything else on the loop has its turn between two steps of the making."""
         steps = self._steps(request)
         while True:
+            await asyncio.sleep(0)  # also if all of it is kept: to join it takes its time
             try:
                 next(steps)
             except StopIteration as end:
                 body: bytes = end.value
                 return body
-            await asyncio.sleep(0)
 
     def _steps(self, request: PlannedRequest) -> Generator[None, None, bytes]:
         parts: list[bytes] = []

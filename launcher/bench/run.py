@@ -65,6 +65,7 @@ class Measured:
     """What the generators brought home."""
 
     reports: list[Report]
+    window: tuple[float, float]  # that rates are over, on the run's clock
     cpu: CpuUse | None
     started_at: datetime
 
@@ -105,7 +106,7 @@ def make_result(settings: BenchSettings, target: Target, measured: Measured, war
     found += doubts(
         counted, measured.cpu, num_processes=settings.load.processes, is_self_served=target.deployment is not None
     )
-    from_s, until_s = rate_window(counted)
+    from_s, until_s = measured.window
     return RunResult(
         name=settings.report.name or target.model.name,
         started_at=measured.started_at.isoformat(timespec="seconds"),
@@ -212,15 +213,24 @@ async def _measure(
             for task in work:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
-    return Measured(reports, counted_cpu(meter, reports, start_s), started_at)
+    window = window_of(spec, reports)
+    return Measured(reports, window, counted_cpu(meter, reports, window, start_s), started_at)
 
 
-def counted_cpu(meter: CpuMeter, reports: Sequence[Report], start_s: float) -> CpuUse | None:
+def window_of(spec: WorkloadSpec, reports: Sequence[Report]) -> tuple[float, float]:
+    """What rates are over. A trace may be shorter than the time that it was given, and an interrupted run was not given it."""
+    counted = [record for report in reports for record in report.records if not record.is_warmup]
+    is_timed = spec.kind is not LoadKind.TRACE and not any(report.is_stopped for report in reports)
+    return rate_window(counted, spec.duration_s if is_timed else None)
+
+
+def counted_cpu(
+    meter: CpuMeter, reports: Sequence[Report], window: tuple[float, float], start_s: float
+) -> CpuUse | None:
     """End the meter; CPU use and lateness of the time that rates are over.
 
     Neither a start and a warm-up nor the wait for a last answer may blur it. ``start_s`` of the run is on ``time.monotonic()``.
     """
-    window = rate_window([record for report in reports for record in report.records if not record.is_warmup])
     load = generator_load([report.watched for report in reports], *window)
     cpu = meter.stop(load.max_lag_s, from_s=start_s + window[0], until_s=start_s + window[1])
     if cpu is None:

@@ -11,7 +11,7 @@ What is counted how:
   tools that report that.
 - Rates are over ``rate_window``: from the first counted request's due time until the last success, ramps included. A request that
   fails after that, by a timeout say, delivers nothing in its wait and must not dilute what the others got; the time in which
-  requests were still sent belongs to the load, whatever became of them.
+  requests were still sent, or were to be (``--duration-s``), belongs to the load, whatever became of them.
 - A request meets the SLO if it succeeded, its TTFT and end-to-end time are within their limits, and so are 99 % of its own gaps.
 """
 
@@ -111,21 +111,25 @@ def summarize(result: RunResult) -> Summary:
     """The figures of ``result``."""
     counted = [record for record in result.requests if not record.is_warmup]
     names = sorted({record.stream for record in counted}, reverse=True)  # main before burst
-    from_s, until_s = rate_window(counted)
     of_names = [(ALL, counted)]
     if len(names) > 1:
         of_names += [(name, [record for record in counted if record.stream == name]) for name in names]
-    streams = [_stream(name, records, until_s - from_s, result.slo) for name, records in of_names]
-    return Summary(until_s - from_s, streams)
+    streams = [_stream(name, records, result.duration_s, result.slo) for name, records in of_names]
+    return Summary(result.duration_s, streams)
 
 
-def rate_window(counted: Sequence[RequestRecord]) -> tuple[float, float]:
-    """From the first due time until the last success, or the last sending if that is later; (0, 0) of no requests."""
+def rate_window(counted: Sequence[RequestRecord], asked_s: float | None = None) -> tuple[float, float]:
+    """From the first due time until the last success, or the last sending if that is later; (0, 0) of no requests.
+
+    ``asked_s``: for how long requests were to be sent, if a time was to end them. A closed loop sends nothing while a server hangs,
+    but that time was the load's all the same.
+    """
     if not counted:
         return 0.0, 0.0
+    from_s = min(record.due_s for record in counted)
     last_sent_s = max(record.sent_s for record in counted)
     last_success_s = max((record.finished_s for record in counted if record.error is None), default=last_sent_s)
-    return min(record.due_s for record in counted), max(last_sent_s, last_success_s)
+    return from_s, max(last_sent_s, last_success_s, from_s + (asked_s or 0.0))
 
 
 def percentile(ordered: Sequence[float], q: float) -> float:

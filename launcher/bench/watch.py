@@ -63,7 +63,7 @@ def generator_load(processes: Sequence[Watched], from_s: float, until_s: float) 
         (used_after - used_before) / (after - before)
         for watched in processes
         for (before, used_before), (after, used_after) in zip(watched.cpu, watched.cpu[1:], strict=False)
-        if after > from_s and before < until_s and after - before >= _LEAST_INTERVAL_S
+        if from_s <= (before + after) / 2 <= until_s and after - before >= _LEAST_INTERVAL_S
     ]
     return GeneratorLoad(
         max_lag_s=late_s[-1] if late_s else 0.0,

@@ -9,6 +9,7 @@ import pytest
 
 from kvrelay.gateway.gathered_writes import GatheredWrites
 from kvrelay.gateway.reply import Exchange, Reply
+from kvrelay.gateway.sse import EventStream
 
 
 class Flow:
@@ -27,12 +28,18 @@ class Connection:
         self.closing = False
         self.flow = Flow()
         self.transport = self
+        self.response_started = self.waiting_for_100_continue = False
+        self.default_headers: list[tuple[bytes, bytes]] = []
+        self.keep_alive = True
 
     def write(self, data: bytes) -> None:
         self.log.append((self.name, data))
 
     def is_closing(self) -> bool:
         return self.closing
+
+    def abort(self) -> None:
+        self.closing = True
 
 
 def connections(count: int) -> tuple[list[Any], list[tuple[str, bytes]]]:
@@ -90,6 +97,34 @@ async def test_nothing_is_written_to_a_connection_that_ended_meanwhile(what: str
     setattr(gone, what, True)
     await turn_of_the_loop()
     assert log == [("1", b"b")]
+
+
+async def test_a_connection_that_cannot_be_written_to_costs_no_other_one_anything() -> None:
+    (broken, other), log = connections(2)
+    broken.write = None  # to call it is an error
+    writes = GatheredWrites()
+    writes.add(broken, b"a")
+    writes.add(other, b"b")
+    await turn_of_the_loop()
+    assert log == [("1", b"b")]
+    assert broken.closing
+
+
+async def test_what_was_written_arrives_also_if_the_stream_then_fails() -> None:
+    (cycle,), log = connections(1)
+
+    async def produce(stream: EventStream) -> bytes:
+        stream.write(b"first")
+        stream.write(b"second")
+        raise ValueError("a fault")
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    reply = Reply(never, "r1", Exchange(cycle, GatheredWrites()))
+    with pytest.raises(ValueError, match="a fault"):
+        await EventStream(produce, lambda error: b"")({}, never, reply)
+    assert b"".join(data for _, data in log).endswith(b"5\r\nfirst\r\n6\r\nsecond\r\n")
 
 
 async def test_what_is_sent_the_long_way_comes_behind_what_is_gathered() -> None:

@@ -32,14 +32,14 @@ async def server() -> AsyncIterator[StubServer]:
         yield stub
 
 
-def runner_for(streams: HttpStreams, **values: Any) -> LoadRunner:
+def runner_for(streams: HttpStreams, client: type[StreamingClient] = StreamingClient, **values: Any) -> LoadRunner:
     started_s = time.monotonic()
 
     def clock() -> float:
         return time.monotonic() - started_s
 
     return LoadRunner(
-        StreamingClient(streams, "completions", timeout_s=20, clock=clock),
+        client(streams, "completions", timeout_s=20, clock=clock),
         BodyWriter(BODY),
         plan_workload(workload_spec(build(BenchSettings, {"output_len": "2", "input_len": "4", **values}))),
         clock=clock,
@@ -84,15 +84,24 @@ async def test_the_open_loop_does_not_wait_for_answers(server: StubServer) -> No
 
 
 async def test_the_closed_loop_keeps_its_concurrency(server: StubServer) -> None:
+    ends: list[float] = []
+
+    class Client(StreamingClient):
+        async def ask(self, *args: Any, **values: Any) -> Any:
+            answer = await super().ask(*args, **values)
+            ends.append(answer.ended_s)
+            return answer
+
     server.answer = holding = Holding(3)
     streams = HttpStreams(ServerAddress(server.url), {})
-    records = await runner_for(streams, concurrency=3, requests=20, warmup="4").run()
+    records = await runner_for(streams, Client, concurrency=3, requests=20, warmup="4").run()
     await streams.close()
     assert holding.most == 3
     assert len(records) == 24
     assert sum(record.is_warmup for record in records) == 4
     assert server.num_connections == 3
     # Each place is free when its answer before has ended: what passes until the next sending is the generator's.
+    assert all(record.due_s in {0.0, *ends} for record in records)
     for place in places_of(records):
         assert place[0].due_s == 0.0
         assert all(before.finished_s <= after.due_s <= after.sent_s for before, after in itertools.pairwise(place))

@@ -26,9 +26,10 @@ from kvrelay.launcher.bench.environment import checkout_commit, environment
 from kvrelay.launcher.bench.errors import BenchError
 from kvrelay.launcher.bench.generator import Report
 from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult, read_result
-from kvrelay.launcher.bench.run import counted_cpu, settings_as_given
+from kvrelay.launcher.bench.run import counted_cpu, settings_as_given, window_of
 from kvrelay.launcher.bench.server import local_settings, served_model
 from kvrelay.launcher.bench.settings import BenchSettings
+from kvrelay.launcher.bench.spec import workload_spec
 from kvrelay.launcher.bench.summary import summarize
 from kvrelay.launcher.bench.watch import Watched
 from tests.launcher.bench.results import CPU, result
@@ -146,10 +147,29 @@ def test_cpu_use_and_lateness_are_of_the_time_that_counts() -> None:
         cpu=[(0.0, 0.0), (9.0, 9.0), (10.0, 9.0), (20.0, 12.0), (100.0, 92.0)],
     )
     meter = Meter(list, None)
-    cpu = counted_cpu(meter, [Report(records=records, is_stopped=False, watched=watched)], 1000.0)
+    reports = [Report(records=records, is_stopped=False, watched=watched)]
+    window = window_of(workload_spec(build(BenchSettings, {"concurrency": 1, "requests": 3})), reports)
+    cpu = counted_cpu(meter, reports, window, 1000.0)
     assert meter.asked == {"from_s": 1010.0, "until_s": 1020.0}
     assert cpu is not None
     assert (cpu.generator_max_lag_s, cpu.generator_lag_p99_s, cpu.generator_busiest) == (0.01, 0.01, pytest.approx(0.3))
+
+
+@pytest.mark.parametrize(
+    ("values", "is_stopped", "until_s"),
+    [
+        ({"concurrency": 1, "duration_s": 60}, False, 61.0),
+        ({"concurrency": 1, "duration_s": 60}, True, 3.0),  # it was not given its time
+        ({"concurrency": 1, "requests": 1}, False, 3.0),
+        ({"trace": "t.jsonl", "duration_s": 60}, False, 3.0),  # which may be shorter
+    ],
+)
+def test_the_time_that_was_asked_for_counts_unless_the_load_was_over_before(
+    values: dict[str, object], is_stopped: bool, until_s: float
+) -> None:
+    record = msgspec.structs.replace(result().requests[0], due_s=1.0, sent_s=1.0, finished_s=3.0, error=None)
+    reports = [Report(records=[record], is_stopped=is_stopped, watched=Watched())]
+    assert window_of(workload_spec(build(BenchSettings, values)), reports) == (1.0, until_s)
 
 
 def test_chats_and_processes(server: StubServer, shown: Shown) -> None:

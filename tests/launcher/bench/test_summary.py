@@ -25,11 +25,12 @@ def record(index: int = 0, **changes: object) -> RequestRecord:
     return RequestRecord(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def run_of(*records: RequestRecord, slo: dict[str, float] | None = None, duration_s: float = 4.0) -> RunResult:
+def run_of(*records: RequestRecord, slo: dict[str, float] | None = None) -> RunResult:
+    from_s, until_s = rate_window(records)
     return RunResult(
         name="run",
         started_at="2026-01-01T00:00:00+00:00",
-        duration_s=duration_s,
+        duration_s=until_s - from_s,
         url="http://127.0.0.1:1",
         model="m",
         settings={},
@@ -98,6 +99,13 @@ def test_the_time_in_which_requests_were_sent_counts_also_if_they_failed() -> No
     assert rate_window([]) == (0.0, 0.0)
 
 
+def test_a_closed_loop_that_stands_still_does_not_shorten_the_time() -> None:
+    """All answers came in 3 of 60 seconds; from then on the server hung, and nothing was sent."""
+    hung = record(1, due_s=3.0, sent_s=3.0, finished_s=303.0, chunk_s=[], error="timeout")
+    assert rate_window([record(), hung], asked_s=60.0) == (0.0, 60.0)
+    assert rate_window([record(finished_s=70.0)], asked_s=60.0) == (0.0, 70.0)
+
+
 def test_streams_are_reported_apart_and_together() -> None:
     summary = summarize(run_of(record(), record(1, stream="burst", chunk_s=[2.0], output_tokens=1)))
     assert [stream.name for stream in summary.streams] == ["all", "main", "burst"]
@@ -129,7 +137,7 @@ def test_goodput_counts_requests_that_meet_every_limit(slo: dict[str, float], me
 
 
 def test_an_empty_run_has_no_figures() -> None:
-    whole = summarize(run_of(duration_s=0.0)).all
+    whole = summarize(run_of()).all
     assert (whole.num_requests, whole.output_tokens_per_s, whole.ttft) == (0, 0.0, None)
 
 
