@@ -44,19 +44,19 @@ def cuda_model(
     ``kv_scales``: see :func:`cuda_ops`.
     """
     triton_driver.use_prebuilt()
-    ops = cuda_ops(config, pool, max_model_len, options, kv_scales)
-    compute_dtype = weights.embed.dtype
-    model = DecoderModel(config, weights, ops)
-    compile_steps(model, ops, pool, options)
-    compile_sampling(torch.zeros(1, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device), ops)
-    if not (options.decodes and options.cuda_graphs):
-        return model, ops, None
+    graphs: DecodeGraphs | None = None
     try:
-        graphs = decode_graphs(config, model, ops, pool, max_model_len, options, compute_dtype, CudaRecorder())
+        ops = cuda_ops(config, pool, max_model_len, options, kv_scales)
+        compute_dtype = weights.embed.dtype
+        model = DecoderModel(config, weights, ops)
+        compile_steps(model, ops, pool, options)
+        compile_sampling(torch.zeros(1, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device), ops)
+        if options.decodes and options.cuda_graphs:
+            graphs = decode_graphs(config, model, ops, pool, max_model_len, options, compute_dtype, CudaRecorder())
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            f"no memory is left for the graphs of decode steps ({error}): lower --kv-memory-fraction or --kv-memory-mb, or start "
-            "without them (--no-cuda-graphs)"
+            f"no memory is left beside the KV pool for steps and their graphs ({error}): lower --kv-memory-fraction or "
+            "--kv-memory-mb, or start without graphs (--no-cuda-graphs)"
         ) from error
     return model, ops, graphs
 

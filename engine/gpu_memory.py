@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_MOST_OF_FREE = 0.9
+
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
@@ -31,7 +33,8 @@ class GpuMemory:
 def pool_nbytes(memory: GpuMemory, fraction: float) -> int:
     """Bytes of the pool of a worker whose share of the GPU is ``fraction``, 0 if that is less than it has without one.
 
-    Never more than is free, the largest step left out: others may have taken more than was left to them.
+    Never more than nine tenths of what is free, the largest step left out: others may have taken more than was left to them, and
+    the graphs of decode steps, tables and libraries come behind the pool.
     """
     share = int(memory.total * fraction) - memory.held
-    return max(0, min(share, memory.free) - memory.step)
+    return max(0, min(share, int(memory.free * _MOST_OF_FREE)) - memory.step)

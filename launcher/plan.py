@@ -24,7 +24,8 @@ from kvrelay.prefill_worker.settings import PrefillSettings
 
 _LOOPBACK = "127.0.0.1"
 _KILL_AFTER_DRAIN_S = 5.0  # what a component may take to end after its drain time
-_GPU_SHARE = 0.9  # of a GPU that the workers share; CUDA itself takes some hundred megabytes for each of them
+_GPU_SHARE = 0.9  # of a GPU that one or two workers share …
+_CUDA_SHARE = 0.03  # … less what CUDA itself takes for each further one: half a gigabyte, and the smallest GPUs have 16
 _PREFILL_PARTS, _DECODE_PARTS = 4, 5  # of that, by worker
 _SMALLEST_SHARE = 0.01  # that the setting takes
 
@@ -59,7 +60,8 @@ def gpu_shares(num_prefill: int, num_decode: int) -> tuple[float, float]:
     gets more. Not much more of the whole, as the weights are in both shares: with 0.4 and 0.5, and weights of a fifth of the GPU,
     the pools are as two to three; of a third, as two to five. With 0.3 and 0.6, weights of a third would not even fit the smaller.
     """
-    unit = _GPU_SHARE / max(1, _PREFILL_PARTS * num_prefill + _DECODE_PARTS * num_decode)
+    total = max(_SMALLEST_SHARE, _GPU_SHARE - _CUDA_SHARE * max(0, num_prefill + num_decode - 2))
+    unit = total / max(1, _PREFILL_PARTS * num_prefill + _DECODE_PARTS * num_decode)
     prefill, decode = (
         max(_SMALLEST_SHARE, math.floor(1000 * parts * unit) / 1000) for parts in (_PREFILL_PARTS, _DECODE_PARTS)
     )

@@ -52,7 +52,7 @@ def test_one_that_starts_again_gets_what_it_had() -> None:
 
 
 def test_others_may_have_left_less_and_a_share_may_hold_nothing() -> None:
-    assert pool_nbytes(GpuMemory(total=100, free=10, held=20, step=4), 0.9) == 6
+    assert pool_nbytes(GpuMemory(total=100, free=10, held=20, step=4), 0.9) == 5
     assert pool_nbytes(GpuMemory(total=100, free=3, held=20, step=4), 0.9) == 0
     assert pool_nbytes(GpuMemory(total=100, free=60, held=40, step=0), 0.3) == 0
 

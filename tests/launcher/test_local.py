@@ -248,7 +248,9 @@ def test_workers_of_one_gpu_have_shares_of_all_of_it_by_their_needs() -> None:
     for num_prefill, num_decode in ((1, 1), (2, 1), (1, 3), (0, 4)):
         prefill, decode = gpu_shares(num_prefill, num_decode)
         assert prefill < decode
-        assert 0.88 < num_prefill * prefill + num_decode * decode <= 0.9
+        total = num_prefill * prefill + num_decode * decode
+        # CUDA itself takes some of the rest for each process.
+        assert 0.82 < total <= 0.9601 - 0.03 * (num_prefill + num_decode)
     plan = planned(LocalSettings(model="/models/tiny"))
     first, second = parsed(PrefillSettings, plan.specs[0]), parsed(DecodeSettings, plan.specs[1])
     assert isinstance(first, PrefillSettings)
