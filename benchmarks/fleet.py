@@ -22,10 +22,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
+import msgspec
 import psutil
+from peers.load import judged
 
 from kvrelay.launcher.bench.records import RunResult, read_result
 from kvrelay.launcher.bench.summary import StreamSummary, meets, summarize, ttft
@@ -61,9 +64,12 @@ class Trial:
             times = f"TTFT p50 {first.p50 * 1e3:.0f} p99 {first.p99 * 1e3:.0f} ms"
             times += f", ITL p50 {gap.p50 * 1e3:.1f} p99 {gap.p99 * 1e3:.1f} ms"
         verdict = "held" if not self.failures else "not held: " + "; ".join(self.failures)
-        return (
+        if self.result.cpu is not None:
+            cores += f", others {self.result.cpu.others:.2f}, stolen {self.result.cpu.stolen:.2f}"
+        text = (
             f"{self.rate:7.1f} req/s  {self.whole.output_tokens_per_s:7.0f} tok/s  {times}  cores: {cores}  {verdict}"
         )
+        return "\n".join([text, *(f"    doubtful: {warning}" for warning in self.result.warnings)])
 
 
 class Fleet:
@@ -91,14 +97,17 @@ class Fleet:
         elapsed_s = max(request.finished_s for request in result.requests)
         cores = {name: (after[name] - before[name]) / elapsed_s for name in after}
         if result.cpu is not None:
+            used = sum(cores.values())
+            others = max(0.0, result.cpu.others - used)  # the generator takes the fleet for somebody else's
             cores["generator"] = result.cpu.generator
+            result = judged(result, msgspec.structs.replace(result.cpu, server=used, others=others))
         return Trial(rate, result, summarize(result).all, cores, why_not_held(result, self._step_s))
 
     def memory_mb(self) -> dict[str, float]:
         """Resident memory of the gateway, and of one worker (median)."""
         sizes: dict[str, list[float]] = {"gateway": [], "worker": []}
         for name, pid in self._deployment.pids.items():
-            sizes["gateway" if name == "gateway" else "worker"].append(psutil.Process(pid).memory_info().rss / 2**20)
+            sizes["gateway" if name == "gateway" else "worker"].append(psutil.Process(pid).memory_info().rss / 1e6)
         return {name: statistics.median(values) for name, values in sizes.items()}
 
     def idle_cores(self, seconds: float) -> float:
@@ -193,7 +202,8 @@ def main(
         print(f"starting {workers} prefill and {workers} decode workers …", flush=True)
         with fleet_of(workers, step_ms, Path(directory)) as fleet:
             idle = fleet.idle_cores(5.0)
-            print(f"memory: {fleet.memory_mb()} MB; idle workers use {idle:.2f} cores in all", flush=True)
+            sizes = ", ".join(f"{name} {size:.0f} MB" for name, size in fleet.memory_mb().items())
+            print(f"memory: {sizes}; idle workers use {idle:.2f} cores in all", flush=True)
             best = highest_rate(fleet, start_rate, min(probe_seconds, seconds), seconds)
             limit = max(best.cores, key=lambda name: best.cores[name])
             num_cores = len(os.sched_getaffinity(0))
@@ -202,7 +212,10 @@ def main(
                 f"over {2 * workers} workers; {sum(best.cores.values()):.2f} of {num_cores} cores busy, most of it {limit}"
             )
             if output is not None:
+                cpu = best.result.cpu
                 figures = {
+                    "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                    "cpu": None if cpu is None else msgspec.to_builtins(cpu), "warnings": best.result.warnings,
                     "workers": 2 * workers, "rate": best.rate, "tokens_per_s": best.whole.output_tokens_per_s,
                     "cores": best.cores, "idle_cores": idle, "memory_mb": fleet.memory_mb(), "seconds": seconds,
                     "environment": best.result.environment,

@@ -2,8 +2,8 @@
 
 For every way two processes on loopback, each with a pool of huge-page memory like the engine's. In every round each way moves
 the same bytes once, in an order that turns from round to round, so that a neighbour's load falls on all of them; what is
-compared is the ratio *within* a round, and the median of those ratios is what counts. A round is timed by the sender: first
-block given away until the receiver's message that everything is there.
+compared is the ratio *within* a round, and the median of those ratios is what counts; the lowest and the highest stand beside
+it. A round is timed by the sender: first block given away until the receiver's message that everything is there.
 
     frames     pyzmq PUSH/PULL, ``copy=False`` on both sides, as one writes it: the bytes end in ZeroMQ's memory and are thrown
                away, untouched. Nobody can use them there.
@@ -41,12 +41,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 from handoff_pools import Sizes
 from handoff_ways import ANSWER_S, receive, send
+
+from kvrelay.launcher.bench.cpu import CpuMeter
+from kvrelay.launcher.bench.environment import environment
+from kvrelay.launcher.bench.records import CpuUse
 
 STRIPED = {"verified", "sealed", "sealed-token", "shared", "shared-sealed"}  # have connections, one or several
 WAYS = ["frames", "frames-kept", "landed", "verified", "sealed", "sealed-token", "shared", "shared-sealed", "curve"]
@@ -155,8 +161,8 @@ class NixlPair:
 
 def measure(
     sizes: Sizes, ways: Sequence[str], num_rounds: int, nixl_python: str | None, nixl_parts: int
-) -> dict[str, list[Round]]:
-    """Rounds of every way, taken in turn; the warm-up rounds are not among them."""
+) -> tuple[dict[str, list[Round]], CpuUse | None]:
+    """Rounds of every way, taken in turn, and who used the CPU meanwhile; the warm-up rounds are not among them."""
     rounds: dict[str, list[Round]] = {}
     with ExitStack() as stack:
         runs: dict[str, Callable[[bool], Round]] = {}
@@ -173,27 +179,37 @@ def measure(
             run(True)
             run(False)
         names = list(runs)
+        meter = CpuMeter(lambda: [child.pid for child in psutil.Process().children(recursive=True)], None)
+        meter.start()
         for number in range(num_rounds):
             shift = number % len(names)
             for way in names[shift:] + names[:shift]:
                 rounds.setdefault(way, []).append(runs[way](False))
-    return rounds
+        cpu = meter.stop(max_lag_s=0.0)
+    return rounds, cpu
 
 
-def summary(sizes: Sizes, rounds: dict[str, list[Round]]) -> dict[str, Any]:
-    """Medians per way, and medians of the ratios within a round."""
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, lowest and highest. Pure."""
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
-    def ratio(way: str, base: str) -> float | None:
+
+def summary(sizes: Sizes, rounds: dict[str, list[Round]], cpu: CpuUse | None) -> dict[str, Any]:
+    """Medians and ranges per way, and of the ratios within a round. Pure."""
+
+    def ratio(way: str, base: str) -> dict[str, float] | None:
         if way not in rounds or base not in rounds:
             return None
         pairs = zip(rounds[way], rounds[base], strict=True)
-        return statistics.median(other.seconds / mine.seconds for mine, other in pairs)
+        return spread([other.seconds / mine.seconds for mine, other in pairs])
 
     gigabytes = sizes.nbytes / 1e9
     ratios = {
         "verified / frames": ratio("verified", "frames"),
         "verified / frames-kept": ratio("verified", "frames-kept"),
         "verified / landed": ratio("verified", "landed"),
+        "sealed / frames": ratio("sealed", "frames"),
+        "sealed / frames-kept": ratio("sealed", "frames-kept"),
         "sealed / verified": ratio("sealed", "verified"),
         "sealed-token / sealed": ratio("sealed-token", "sealed"),
         **{
@@ -206,6 +222,8 @@ def summary(sizes: Sizes, rounds: dict[str, list[Round]]) -> dict[str, Any]:
         "sealed / curve": ratio("sealed", "curve"),
         "shared / frames": ratio("shared", "frames"),
         "shared / frames-kept": ratio("shared", "frames-kept"),
+        "shared-sealed / frames": ratio("shared-sealed", "frames"),
+        "shared-sealed / frames-kept": ratio("shared-sealed", "frames-kept"),
         "shared / verified": ratio("shared", "verified"),
         "shared-sealed / shared": ratio("shared-sealed", "shared"),
         "verified / nixl": ratio("verified", "nixl"),
@@ -217,9 +235,11 @@ def summary(sizes: Sizes, rounds: dict[str, list[Round]]) -> dict[str, Any]:
     return {
         "block_nbytes": sizes.block_nbytes,
         "num_blocks": sizes.num_blocks,
+        "others_cores": None if cpu is None else cpu.others,
+        "stolen_cores": None if cpu is None else cpu.stolen,
         "ways": {
             way: {
-                "gigabytes_per_s": statistics.median(gigabytes / one.seconds for one in many),
+                "gigabytes_per_s": spread([gigabytes / one.seconds for one in many]),
                 "sender_cpu_s_per_gigabyte": statistics.median(one.sender_cpu_s for one in many) / gigabytes,
                 "receiver_cpu_s_per_gigabyte": statistics.median(one.receiver_cpu_s for one in many) / gigabytes,
                 "rounds": [asdict(one) for one in many],
@@ -235,12 +255,20 @@ def show(result: dict[str, Any]) -> None:
     kibibytes = result["block_nbytes"] / 1024
     num_rounds = len(next(iter(result["ways"].values()))["rounds"])
     print(f"\nblocks of {kibibytes:.0f} KiB, {result['num_blocks']} per round, {num_rounds} rounds, medians")
-    print(f"{'way':<14}{'GB/s':>8}{'sender CPU s/GB':>18}{'receiver CPU s/GB':>20}")
+    if result["others_cores"] is not None:
+        print(
+            f"meanwhile others used {result['others_cores']:.2f} cores, the hypervisor took {result['stolen_cores']:.2f}"
+        )
+    print(f"{'way':<14}{'GB/s (lowest to highest)':>26}{'sender CPU s/GB':>18}{'receiver CPU s/GB':>20}")
     for way, figures in result["ways"].items():
         sender, receiver = figures["sender_cpu_s_per_gigabyte"], figures["receiver_cpu_s_per_gigabyte"]
-        print(f"{way:<14}{figures['gigabytes_per_s']:>8.2f}{sender:>18.3f}{receiver:>20.3f}")
-    for name, value in result["ratios"].items():
-        print(f"{name:<24}{value:>6.2f}")
+        print(f"{way:<14}{_ranged(figures['gigabytes_per_s']):>26}{sender:>18.3f}{receiver:>20.3f}")
+    for name, found in result["ratios"].items():
+        print(f"{name:<26}{_ranged(found)}")
+
+
+def _ranged(found: dict[str, float]) -> str:
+    return f"{found['median']:.2f} ({found['lowest']:.2f} to {found['highest']:.2f})"
 
 
 def _with_sockets(way: str, numbers: Sequence[int]) -> list[str]:
@@ -271,10 +299,12 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     for block_kib in options.block_kib:
         sizes = Sizes(block_kib * 1024, max(1, options.round_mib * 1024 // block_kib))
-        results.append(summary(sizes, measure(sizes, ways, options.rounds, options.nixl_python, options.nixl_parts)))
+        results.append(summary(sizes, *measure(sizes, ways, options.rounds, options.nixl_python, options.nixl_parts)))
         show(results[-1])
     if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        document = {"date": date, "environment": environment(), "sizes": results}
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0
 
 

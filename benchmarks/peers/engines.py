@@ -17,7 +17,7 @@ from typing import Any
 
 from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult
 from peers.errors import PeerError
-from peers.load import SAMPLE_S, Load, SideMeter
+from peers.load import SAMPLE_S, Load, SideMeter, judged
 from peers.sides import Places, Side
 from peers.trees import ProcessTree
 
@@ -43,8 +43,8 @@ class EngineSide(Side):
         self.measure(Load(1, output_len=8, requests=1), seed)
 
     def measure(self, load: Load, seed: int) -> RunResult:
-        if load.requests is None or load.burst is not None:
-            raise PeerError(f"{self.name} has no server: it takes a number of requests, without bursts")
+        if load.requests is None or load.burst is not None or load.rate is not None:
+            raise PeerError(f"{self.name} has no server: it takes a number of requests, without bursts or a rate")
         job = {
             "concurrency": load.concurrency,
             "requests": load.requests,
@@ -61,7 +61,7 @@ class EngineSide(Side):
             raise PeerError(
                 f"{self.name} answered {len(records)} of {load.requests} requests; see {self._trees[0].log}"
             )
-        return RunResult(
+        result = RunResult(
             name=self.name,
             started_at=started_at.isoformat(timespec="seconds"),
             duration_s=max(record.finished_s for record in records) - min(record.sent_s for record in records),
@@ -70,8 +70,9 @@ class EngineSide(Side):
             settings={"load": load.words, "prompt_seed": str(seed)},
             environment=self.info,
             requests=records,
-            cpu=cpu,
+            cpu=None,
         )
+        return judged(result, cpu)
 
     def _answer(self, limit_s: float) -> tuple[dict[str, Any], CpuUse | None]:
         """The next line that the engine writes. Raises PeerError if none comes."""
@@ -100,7 +101,7 @@ def openvino(name: str, about: str, places: Places) -> EngineSide:
 
 def transformers(name: str, about: str, places: Places, mode: str) -> EngineSide:
     """transformers with both cores; ``mode`` is static or continuous."""
-    command = (sys.executable, _runner("transformers_engine.py"), str(places.model), "2", mode)
+    command = (sys.executable, _runner("transformers_engine.py"), str(places.model), "2", mode, places.dtype)
     return EngineSide(name, about, places, command, {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"})
 
 

@@ -92,12 +92,10 @@ def stutter(results: Results) -> Values:
     A gap counts as "in the burst" if it ended between the sending of the first long prompt and the end of the last one's
     answer: the tail of the run, without long prompts, must not make the quantile look better.
     """
-    idle = [gap for record in results[IDLE].requests for gap in _gaps(record, SETTLE_S, float("inf"))]
-    loaded = results[LOADED].requests
-    bursts = [record for record in loaded if record.stream == BURST]
-    from_s, until_s = min(record.sent_s for record in bursts), max(record.finished_s for record in bursts)
-    main = [record for record in loaded if record.stream == MAIN]
-    during = [gap for record in main for gap in _gaps(record, from_s, until_s)]
+    idle = [gap for record in results[IDLE].requests for _, gap in _gaps(record, SETTLE_S, float("inf"))]
+    loaded = results[LOADED]
+    bursts = [record for record in loaded.requests if record.stream == BURST]
+    during = [gap for _, gap in gaps_of_streams(loaded, *burst_window(loaded))]
     idle_p99, burst_p99 = _quantile(idle, 0.99), _quantile(during, 0.99)
     return {
         "itl_idle_p50_s": _median(idle),
@@ -109,10 +107,20 @@ def stutter(results: Results) -> Values:
     }
 
 
-def _gaps(record: RequestRecord, from_s: float, until_s: float) -> list[float]:
-    """Those that ended between the two times."""
+def burst_window(result: RunResult) -> tuple[float, float]:
+    """From the sending of the first long prompt to the end of the last one's answer, s since the run's start."""
+    bursts = [record for record in result.requests if record.stream == BURST]
+    return min(record.sent_s for record in bursts), max(record.finished_s for record in bursts)
+
+
+def gaps_of_streams(result: RunResult, from_s: float, until_s: float) -> list[tuple[float, float]]:
+    """(when it ended, how long it was) of each gap between tokens of the main load that ended between the two times."""
+    return [gap for record in result.requests if record.stream == MAIN for gap in _gaps(record, from_s, until_s)]
+
+
+def _gaps(record: RequestRecord, from_s: float, until_s: float) -> list[tuple[float, float]]:
     pairs = zip(record.chunk_s, record.chunk_s[1:], strict=False)
-    return [after - before for before, after in pairs if from_s <= after <= until_s]
+    return [(after, after - before) for before, after in pairs if from_s <= after <= until_s]
 
 
 def _median(values: list[float]) -> float:

@@ -2,23 +2,28 @@
 
 Their words differ. TPOT here is (last token - first) / (tokens - 1) per request: vllm calls it TPOT, guidellm inter-token
 latency. Guidellm knows no single gaps, so the inter-token latency is compared with vllm only.
+
+TTFT does not begin at the same moment. Ours begins before a connection is taken or made, and so does vllm's, which then still
+writes its body as JSON; guidellm's begins when the request's headers are written, behind the connecting. And prompts are not the
+same: we send token ids, the two others send text, which the server has to tokenize. (As read in vllm 0.32.0 and guidellm 0.8.1.)
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrelay.launcher.bench.records import RunResult
+from kvrelay.launcher.bench.records import CpuUse, RunResult
 from kvrelay.launcher.bench.summary import summarize
 from peers.errors import PeerError
 from peers.figures import Values
 from peers.load import Load, failures
+from peers.metered import run_metered
 from peers.sides import Places
 
 _RUN_S = 400.0
@@ -42,42 +47,43 @@ class Generator(ABC):
     def values(self, document: dict[str, Any]) -> tuple[int, Values]:
         """Requests that succeeded, and the figures."""
 
-    def measure(self, load: Load, seed: int) -> Values:
-        """Run it. Raises PeerError if it fails, or if not every request was answered."""
+    def measure(self, load: Load, seed: int, server_pids: Callable[[], Iterable[int]]) -> tuple[Values, CpuUse | None]:
+        """Run it, and watch the CPU. Raises PeerError if it fails, or if not all requests were answered."""
         output = self.places.work / f"{self.name}.json"
         output.unlink(missing_ok=True)
         log = self.places.work / f"{self.name}.log"
-        with log.open("ab") as file:
-            try:
-                status = subprocess.run(
-                    self.command(load, seed, output),
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                    env={**os.environ, **_OFFLINE},
-                    timeout=_RUN_S,
-                    check=False,
-                ).returncode
-            except (subprocess.TimeoutExpired, OSError) as error:
-                raise PeerError(f"{self.name}: {error}; see {log}") from error
+        try:
+            status, cpu = run_metered(
+                self.command(load, seed, output),
+                environment={**os.environ, **_OFFLINE},
+                log=log,
+                limit_s=_RUN_S,
+                server_pids=server_pids,
+            )
+        except OSError as error:
+            raise PeerError(f"{self.name}: {error}; see {log}") from error
         if status != 0 or not output.exists():
             raise PeerError(f"{self.name} ended with status {status}; see {log}")
         num_ok, values = self.values(json.loads(output.read_text()))
-        if num_ok != load.requests:
-            raise PeerError(f"{self.name}: {num_ok} of {load.requests} requests succeeded; see {log}")
-        return values
+        num_asked = load.requests or 0
+        if num_ok < num_asked - (load.rate is not None):  # guidellm ends a run at a rate without its last request
+            raise PeerError(f"{self.name}: {num_ok} of {num_asked} requests succeeded; see {log}")
+        return values, cpu
 
 
 class VllmBench(Generator):
     """`vllm bench serve`."""
 
     def command(self, load: Load, seed: int, output: Path) -> list[str]:
+        pace = ["--max-concurrency", str(load.concurrency)]
+        if load.rate is not None:
+            pace = ["--request-rate", str(load.rate), "--burstiness", "inf"]  # all gaps the same
         return [
             *(self.places.program("vllm", "vllm"), "bench", "serve", "--backend", "openai", "--disable-tqdm"),
             *("--base-url", self.url, "--model", self.model, "--tokenizer", str(self.places.model)),
             *("--dataset-name", "random", "--random-input-len", str(load.input_len), "--seed", str(seed)),
             *("--random-output-len", str(load.output_len), "--num-prompts", str(load.requests)),
-            *("--max-concurrency", str(load.concurrency), "--ignore-eos", "--temperature", "0"),
+            *(*pace, "--ignore-eos", "--temperature", "0"),
             *("--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50", "--save-result"),
             *("--result-dir", str(output.parent), "--result-filename", output.name),
         ]
@@ -95,11 +101,14 @@ class Guidellm(Generator):
     """guidellm."""
 
     def command(self, load: Load, seed: int, output: Path) -> list[str]:
+        profile = f"kind=concurrent,streams={load.concurrency}"
+        if load.rate is not None:
+            profile = f"kind=constant,rate={load.rate}"
         backend = f"kind=openai_http,target={self.url},model={self.model},request_format=/v1/completions"
         return [
             *(self.places.program("guidellm", "guidellm"), "run", "--disable-console"),
             *("--backend", f"{backend},validate_backend=false"),  # it would ask for /health, which is not OpenAI's
-            *("--profile", f"kind=concurrent,streams={load.concurrency}"),
+            *("--profile", profile),
             *("--constraint", f"kind=max_requests,count={load.requests}"),
             *("--tokenizer", f"kind=huggingface_auto,model={self.places.model}"),
             *("--data", f"kind=synthetic_text,prompt_tokens={load.input_len},output_tokens={load.output_len}"),

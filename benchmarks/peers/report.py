@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from peers.figures import Figure, Target, Values
 from peers.rounds import Sample
+
+_DISTURBANCE = ("others' cores, median (most)", "stolen cores", "generator late")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +77,42 @@ def markdown(samples: Sequence[Sample], figures: Sequence[Figure], about: dict[s
         metrics = list(dict.fromkeys(name for item in mine for name in item.values))
         loads = "; ".join(load.words for load in figure.loads.values())
         parts += [f"### {figure.title}", "", f"`{figure.name}`: {loads}. Rounds: {rounds}; medians.", ""]
-        parts += [_row("side", "what", *metrics, "others' CPU"), _row(*["---"] * (len(metrics) + 3))]
+        parts += [
+            _row("side", "what", *metrics, *_DISTURBANCE),
+            _row(*["---"] * (len(metrics) + 2 + len(_DISTURBANCE))),
+        ]
         for side in sides:
             values = medians(mine, figure.name, side)
             cells = [f"{values[name]:.4g}" if name in values else "-" for name in metrics]
-            others = median(item.cpu_others for item in mine if item.side == side)
-            parts.append(_row(side, about[side], *cells, f"{others:.2f} cores"))
+            parts.append(_row(side, about[side], *cells, *_disturbance([item for item in mine if item.side == side])))
         problems = dict.fromkeys(f"{item.side}: {item.problem}" for item in mine if item.problem)
         parts += ["", *(f"- {' '.join(problem.split())[:300]}" for problem in problems)]
+        parts += [f"- doubtful, {text}" for text in _warnings(mine)]
         parts += ["", _row("compared", "median (lowest to highest)", "to reach", "reached"), _row(*["---"] * 4)]
         parts += [_outcome_row(mine, figure, outcome) for outcome in outcomes(samples, figure)]
         parts.append("")
     return "\n".join(parts)
+
+
+def _disturbance(samples: Sequence[Sample]) -> list[str]:
+    """Cells for ``_DISTURBANCE``: others' and the hypervisor's cores, and how late the generator was, s."""
+    cores = [[item.cpu_others for item in samples], [item.cpu_stolen for item in samples]]
+    late_ms = [item.lag_s * 1e3 for item in samples]
+    return [
+        *(f"{median(used):.2f} ({max(used):.2f})" for used in cores),
+        f"{median(late_ms):.0f} ({max(late_ms):.0f}) ms",
+    ]
+
+
+def _warnings(samples: Sequence[Sample]) -> list[str]:
+    """Each kind of warning of each side once: in how many rounds it came, and its first text. Numbers do not make another kind."""
+    first: dict[tuple[str, str], str] = {}
+    rounds: Counter[tuple[str, str]] = Counter()
+    for item in samples:
+        kinds = {(item.side, re.sub(r"[\d.,]+", "#", warning)): warning for warning in item.warnings}
+        rounds.update(kinds.keys())
+        first = {**kinds, **first}
+    return [f"{side} in {rounds[side, kind]} rounds, as: {text}" for (side, kind), text in first.items()]
 
 
 def _outcome_row(samples: Sequence[Sample], figure: Figure, outcome: Outcome) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.launcher.bench.records import RunResult
 from peers.errors import PeerError
-from peers.figures import Figure, Values
+from peers.figures import Figure, Results, Values
 from peers.load import failures, warm_up_of
 from peers.sides import Side
 
@@ -31,6 +31,14 @@ class Sample:
     cpu_server: float  # cores
     cpu_others: float  # cores: whatever is neither the side nor the generator
     problem: str | None = None
+    cpu_stolen: float = 0.0  # cores: what the hypervisor took
+    lag_s: float = 0.0  # longest that the generator's event loop was late; 0 of a side without a generator
+    warnings: tuple[str, ...] = ()  # what makes the values doubtful
+
+    @property
+    def disturbance(self) -> float:
+        """Cores that were not the benchmark's."""
+        return self.cpu_others + self.cpu_stolen
 
 
 @dataclass(slots=True)
@@ -86,8 +94,15 @@ class Stage:
             side.stop()
 
 
-def run_figure(figure: Figure, stage: Stage, rounds: int, sides: Sequence[str], say: Say) -> list[Sample]:
-    """All samples, in the order in which they were taken."""
+def run_figure(
+    figure: Figure,
+    stage: Stage,
+    rounds: int,
+    sides: Sequence[str],
+    say: Say,
+    on_results: Callable[[Sample, Results], None],
+) -> list[Sample]:
+    """All samples, in the order in which they were taken; ``on_results`` gets each with what it was made of."""
     stage.bring(sides)
     for name in sides:
         if stage.problem(name) is None:
@@ -95,13 +110,14 @@ def run_figure(figure: Figure, stage: Stage, rounds: int, sides: Sequence[str], 
     samples: list[Sample] = []
     for number in range(rounds):
         for name in sides if number % 2 == 0 else tuple(reversed(sides)):
-            sample = _sample(figure, stage, number, name)
+            sample, results = _sample(figure, stage, number, name)
+            on_results(sample, results)
             samples.append(sample)
             say(_line(sample, rounds))
     return samples
 
 
-def _sample(figure: Figure, stage: Stage, number: int, name: str) -> Sample:
+def _sample(figure: Figure, stage: Stage, number: int, name: str) -> tuple[Sample, Results]:
     results: dict[str, RunResult] = {}
 
     def measure(side: Side) -> None:
@@ -113,7 +129,7 @@ def _sample(figure: Figure, stage: Stage, number: int, name: str) -> Sample:
         _turn(figure, stage, name, measure)
     problem = stage.problem(name) or _failures(results)
     cpus = [result.cpu for result in results.values() if result.cpu is not None]
-    return Sample(
+    sample = Sample(
         figure=figure.name,
         round=number,
         side=name,
@@ -121,7 +137,11 @@ def _sample(figure: Figure, stage: Stage, number: int, name: str) -> Sample:
         cpu_server=max((cpu.server or 0.0 for cpu in cpus), default=0.0),
         cpu_others=max((cpu.others for cpu in cpus), default=0.0),
         problem=problem,
+        cpu_stolen=max((cpu.stolen for cpu in cpus), default=0.0),
+        lag_s=max((cpu.generator_max_lag_s for cpu in cpus), default=0.0),
+        warnings=tuple(warning for result in results.values() for warning in result.warnings),
     )
+    return sample, results
 
 
 def new_seed() -> int:
@@ -156,5 +176,6 @@ def _failures(results: Mapping[str, RunResult]) -> str | None:
 
 def _line(sample: Sample, rounds: int) -> str:
     what = sample.problem or ", ".join(f"{name} {value:.4g}" for name, value in sample.values.items())
-    cpu = f"(cores: it {sample.cpu_server:.2f}, others {sample.cpu_others:.2f})"
-    return f"{sample.figure} round {sample.round + 1}/{rounds} {sample.side}: {what} {cpu}"
+    cores = f"it {sample.cpu_server:.2f}, others {sample.cpu_others:.2f}, stolen {sample.cpu_stolen:.2f}"
+    text = f"{sample.figure} round {sample.round + 1}/{rounds} {sample.side}: {what} (cores: {cores})"
+    return "\n".join([text, *(f"  doubtful: {warning}" for warning in sample.warnings)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 import urllib.error
@@ -13,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from kvrelay.launcher.bench.records import RunResult, read_result
 from kvrelay.launcher.ports import free_ports
 from peers.errors import PeerError
-from peers.load import SAMPLE_S, Load, SideMeter
+from peers.load import Load, judged
+from peers.metered import run_metered
 from peers.sides import Places, Side
 from peers.trees import ProcessTree
 
@@ -27,6 +25,7 @@ _RUN_S = 400.0  # longest that one sample may take
 _ANSWER_S = 90.0  # longest that one answer may take, else it has failed
 _PROBE_S = 120.0
 _POLL_S = 0.2
+_CORES = (0, 1)  # a role each, or both for one
 _MODEL = "SmolLM2-135M-Instruct"
 _VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -52,10 +51,14 @@ class ServerSide(Side):
     url: str
     model: str
     programs: Sequence[Program]
+    cores: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by a word of a process's command line
 
     def start(self) -> None:
         self.launch()
         self.wait_ready()
+        for word, cores in self.cores.items():
+            if not sum(tree.bind(word, cores) for tree in self._trees):
+                raise PeerError(f"{self.name} has no process {word} to bind to cores {cores}")
         self.probe(seed=0)
 
     def launch(self) -> None:
@@ -100,48 +103,50 @@ class ServerSide(Side):
         output = self.places.work / f"{self.name}.json"
         output.unlink(missing_ok=True)
         log = self.places.work / f"{self.name}-bench.log"
-        children: list[int] = []
-        meter = SideMeter(self.pids, lambda: children)
-        with log.open("ab") as file:
-            bench = subprocess.Popen(
-                _bench_command(self.url, self.model, self.name, load, seed, output),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env={name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")},
-            )
-            children.append(bench.pid)
-            try:
-                deadline_s = time.monotonic() + _RUN_S
-                while bench.poll() is None and time.monotonic() < deadline_s:
-                    meter.sample()
-                    time.sleep(SAMPLE_S)
-            finally:
-                bench.kill()
-                bench.wait()
-        cpu = meter.stop()
+        status, cpu = run_metered(
+            _bench_command(self.url, self.model, self.name, load, seed, output),
+            environment={name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")},
+            log=log,
+            limit_s=_RUN_S,
+            server_pids=self.pids,
+        )
         if not output.exists():
             self.check_alive()
-            raise PeerError(f"{self.name}: kvrelay bench left no result (status {bench.returncode}); see {log}")
-        return msgspec.structs.replace(read_result(output), cpu=cpu)
+            raise PeerError(f"{self.name}: kvrelay bench left no result (status {status}); see {log}")
+        return judged(read_result(output), cpu)
 
 
-def kvrelay(name: str, about: str, places: Places, *options: str) -> ServerSide:
-    """`kvrelay local` with ``options``, in bf16."""
+def kvrelay(
+    name: str, about: str, places: Places, *options: str, cores: Mapping[str, tuple[int, ...]] | None = None
+) -> ServerSide:
+    """`kvrelay local` with ``options``; ``cores`` binds workers by their command: "prefill-worker", "decode-worker"."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     command = (
         *(sys.executable, "-P", "-m", "kvrelay.launcher", "local", "--quiet"),
-        *("--model", str(places.model), "--port", str(port), "--dtype", "bfloat16", *options),
+        *("--model", str(places.model), "--port", str(port), "--dtype", places.dtype, *options),
     )
-    return ServerSide(name, about, places, url, places.model.name, (Program(command, f"{url}/health/ready"),))
+    program = Program(command, f"{url}/health/ready")
+    return ServerSide(name, about, places, url, places.model.name, (program,), cores or {})
+
+
+def kvrelay_split(name: str, about: str, places: Places) -> ServerSide:
+    """A prefill and a decode worker with one thread and one core each, as ``vllm_nixl`` has them; the gateway runs anywhere."""
+    cores = {"prefill-worker": _CORES[:1], "decode-worker": _CORES[1:]}
+    return kvrelay(name, about, places, "--prefill", "1", "--decode", "1", "--threads", "1", cores=cores)
+
+
+def kvrelay_local(name: str, about: str, places: Places, *options: str) -> ServerSide:
+    """One worker with two threads on both cores."""
+    cores = {"decode-worker": _CORES}
+    return kvrelay(name, about, places, "--prefill", "0", "--decode", "1", "--threads", "2", *options, cores=cores)
 
 
 def vllm(name: str, about: str, places: Places, *options: str) -> ServerSide:
-    """vllm-cpu with both cores, in bf16."""
+    """vllm-cpu with both cores."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    environment = {**_VLLM, "VLLM_CPU_OMP_THREADS_BIND": "0-1", "OMP_NUM_THREADS": "2"}
+    environment = {**_VLLM, "VLLM_CPU_OMP_THREADS_BIND": f"{_CORES[0]}-{_CORES[-1]}", "OMP_NUM_THREADS": "2"}
     program = Program(_vllm_command(places, port, *options), f"{url}/health", environment)
     return ServerSide(name, about, places, url, _MODEL, (program,))
 
@@ -152,16 +157,16 @@ def vllm_nixl(name: str, about: str, places: Places) -> ServerSide:
     urls = [f"http://127.0.0.1:{port}" for port in (prefill_port, decode_port)]
     transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
     programs = []
-    for core, port in enumerate((prefill_port, decode_port)):
+    for number, (core, port) in enumerate(zip(_CORES, (prefill_port, decode_port), strict=True)):
         environment = {
             **_VLLM,
             "VLLM_CPU_OMP_THREADS_BIND": str(core),
             "OMP_NUM_THREADS": "1",
             "UCX_TLS": "tcp,self",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(channels[core]),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(channels[number]),
         }
         command = _vllm_command(places, port, "--kv-transfer-config", json.dumps(transfer))
-        programs.append(Program(command, f"{urls[core]}/health", environment))
+        programs.append(Program(command, f"{urls[number]}/health", environment))
     url = f"http://127.0.0.1:{router_port}"
     router = (
         *(places.program("vllm", "vllm-router"), "--vllm-pd-disaggregation", "--kv-connector", "nixl"),
@@ -183,14 +188,18 @@ def llama_cpp(name: str, about: str, places: Places) -> ServerSide:
 def _vllm_command(places: Places, port: int, *options: str) -> tuple[str, ...]:
     return (
         *(places.program("vllm", "vllm"), "serve", str(places.model), "--served-model-name", _MODEL),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", places.dtype),
         *("--max-model-len", "2048", "--max-num-seqs", "64", *options),
     )
 
 
 def _bench_command(url: str, model: str, name: str, load: Load, seed: int, output: Path) -> list[str]:
     command = [sys.executable, "-P", "-m", "kvrelay.launcher", "bench", "--url", url, "--model", model, "--name", name]
-    command += ["--concurrency", str(load.concurrency), "--prompt-seed", str(seed), "--output", str(output)]
+    command += ["--prompt-seed", str(seed), "--output", str(output)]
+    if load.rate is None:
+        command += ["--concurrency", str(load.concurrency)]
+    else:
+        command += ["--rate", str(load.rate), "--arrival", "constant"]
     command += ["--timeout-s", str(_ANSWER_S), "--input-len", str(load.input_len), "--output-len", str(load.output_len)]
     if load.requests is not None:
         command += ["--requests", str(load.requests)]

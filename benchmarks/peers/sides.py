@@ -22,6 +22,7 @@ class Places:
     gguf: Path | None  # the same model as a GGUF file with 4-bit weights
     peers: Path  # holds one virtual environment per peer: vllm, openvino, llama, transformers
     work: Path  # logs and results of this run
+    dtype: str = "bfloat16"  # what servers compute in
 
     def program(self, environment: str, name: str) -> str:
         """A program of the environment of a peer."""

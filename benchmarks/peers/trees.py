@@ -92,6 +92,23 @@ class ProcessTree:
         self._seen = {pid: member for pid, member in self._seen.items() if _is_running(member)}
         return list(self._seen)
 
+    def bind(self, word: str, cores: Sequence[int]) -> int:
+        """Let processes whose command line has ``word`` run on ``cores`` only, with all their threads; returns how many there are.
+
+        Threads and processes that they start later inherit it.
+        """
+        found = 0
+        for member in [self._seen[pid] for pid in self.pids()]:
+            try:
+                if word not in member.cmdline():
+                    continue
+                found += 1
+                for thread in member.threads():
+                    os.sched_setaffinity(thread.id, cores)
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
+        return found
+
     def pause(self) -> None:
         """Take the CPU away from the tree, without its consent."""
         self._signal_all(signal.SIGSTOP)

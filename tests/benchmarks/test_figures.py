@@ -1,42 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from peers.figures import FIGURES, IDLE, LOADED, decode_only, stutter, throughput
+from peers.figures import FIGURES, IDLE, LOADED, burst_window, decode_only, gaps_of_streams, stutter, throughput
 
-from kvrelay.launcher.bench.records import RequestRecord, RunResult
-
-
-def record(stream: str, sent_s: float, chunk_s: list[float]) -> RequestRecord:
-    return RequestRecord(
-        index=0,
-        stream=stream,
-        due_s=sent_s,
-        sent_s=sent_s,
-        finished_s=chunk_s[-1],
-        prompt_tokens=128,
-        planned_output_tokens=len(chunk_s),
-        output_tokens=len(chunk_s),
-        chunk_s=chunk_s,
-    )
-
-
-def run(*records: RequestRecord) -> RunResult:
-    duration_s = max(item.finished_s for item in records) - min(item.sent_s for item in records)
-    return RunResult(
-        name="",
-        started_at="",
-        duration_s=duration_s,
-        url="",
-        model="",
-        settings={},
-        environment={},
-        requests=list(records),
-        cpu=None,
-    )
-
-
-def steps(first_s: float, step_s: float, count: int) -> list[float]:
-    return [first_s + step_s * number for number in range(count)]
+from tests.benchmarks.results import record, run, steps, stuttering
 
 
 def test_throughput_counts_the_whole_run() -> None:
@@ -52,16 +19,20 @@ def test_decode_only_leaves_the_first_token_out() -> None:
 
 def test_stutter_sees_only_the_time_of_the_long_prompts() -> None:
     idle = run(record("main", 0.0, steps(1.0, 0.02, 200)))
-    # 20 ms before and after, 50 ms while the long prompt is answered: from 3.0 to 5.0.
-    loaded = run(
-        record("main", 0.0, [*steps(1.0, 0.02, 100), *steps(3.02, 0.05, 39), *steps(5.02, 0.02, 1000)]),
-        record("burst", 3.0, [4.5, 5.0]),
-    )
+    loaded = stuttering()
     values = stutter({IDLE: idle, LOADED: loaded})
     assert values["itl_idle_p99_s"] == pytest.approx(0.02)
     assert values["itl_burst_p99_s"] == pytest.approx(0.05)
     assert values["itl_p99_ratio"] == pytest.approx(2.5)
     assert values["ttft_long_p50_s"] == pytest.approx(1.5)
+
+
+def test_a_picture_has_the_gaps_of_the_window_and_those_beside_it() -> None:
+    loaded = stuttering()
+    assert burst_window(loaded) == (3.0, 5.0)
+    during = [gap for _, gap in gaps_of_streams(loaded, *burst_window(loaded))]
+    assert max(during) == pytest.approx(0.05)
+    assert len(during) < len(gaps_of_streams(loaded, 0.0, 10.0))
 
 
 def test_targets_name_sides_of_their_figure() -> None:

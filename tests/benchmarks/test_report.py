@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from peers.figures import LOADED, Figure, Target, throughput
 from peers.load import Load
@@ -22,7 +24,9 @@ FIGURE = Figure(
 
 def sample(number: int, side: str, value: float | None) -> Sample:
     values = {} if value is None else {"tokens_per_s": value}
-    return Sample("total", number, side, values, 1.0, 0.25, None if value else "it fell over")
+    return Sample(
+        "total", number, side, values, 1.0, 0.25, None if value else "it fell over", cpu_stolen=0.125, lag_s=0.003
+    )
 
 
 # A machine that gets slower: the plain medians would say 1.0, the rounds say 2.0.
@@ -72,11 +76,23 @@ def test_a_ratio_that_should_be_small_takes_the_smaller_of_ours() -> None:
 
 def test_tables_name_what_failed_and_what_was_reached() -> None:
     text = markdown(SLOWER, [FIGURE], {"split": "a", "local": "b", "peer": "c"})
-    assert "| split | a | 100 | 0.25 cores |" in text
+    assert "| split | a | 100 | 0.25 (0.25) | 0.12 (0.12) | 3 (3) ms |" in text
     assert "- local: it fell over" in text
     assert "**2** (2 to 2); split 2, local 1.2 | ≥ 1.1 | yes |" in text
     assert "| not measured | ≥ 1 | - |" in text
     assert "Rounds: 3" in text
+
+
+def test_what_makes_samples_doubtful_stands_under_the_table_once_for_each_kind() -> None:
+    warned = [
+        replace(sample(0, "split", 200.0), warnings=("the hypervisor took 0.30 of 2 cores",)),
+        replace(sample(1, "split", 100.0), warnings=("the hypervisor took 0.40 of 2 cores",)),
+        replace(sample(1, "peer", 100.0), warnings=("the loop was late by 120 ms",)),
+    ]
+    text = markdown(warned, [FIGURE], {"split": "a", "local": "b", "peer": "c"})
+    assert "- doubtful, split in 2 rounds, as: the hypervisor took 0.30 of 2 cores\n" in text
+    assert "- doubtful, peer in 1 rounds, as: the loop was late by 120 ms\n" in text
+    assert text.count("doubtful") == 2
 
 
 def test_figures_without_samples_are_left_out() -> None:

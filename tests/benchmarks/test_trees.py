@@ -61,6 +61,14 @@ def test_pause_stops_all_and_resume_undoes_it(tree: ProcessTree) -> None:
     assert child.is_running()
 
 
+def test_processes_are_bound_by_a_word_of_their_command_with_all_their_threads(tree: ProcessTree) -> None:
+    child = child_of(tree)
+    core = min(os.sched_getaffinity(0))
+    assert tree.bind("import time; time.sleep(600)", [core]) == 1
+    assert {frozenset(os.sched_getaffinity(thread.id)) for thread in child.threads()} == {frozenset({core})}
+    assert tree.bind("no such word", [core]) == 0
+
+
 def test_a_paused_tree_can_be_stopped(tree: ProcessTree) -> None:
     child_of(tree)
     tree.pause()

@@ -1,6 +1,6 @@
-"""transformers in bf16: `generate` in static batches, or `generate_batch` (continuous batching).
+"""transformers: `generate` in static batches, or `generate_batch` (continuous batching).
 
-Arguments: MODEL_DIRECTORY THREADS static|continuous.
+Arguments: MODEL_DIRECTORY THREADS static|continuous DTYPE.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def main() -> None:
     import torch  # noqa: PLC0415 - after take_stdout
     import transformers  # noqa: PLC0415 - after take_stdout
 
-    directory, threads, mode = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    directory, threads, mode, dtype = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
     torch.set_num_threads(threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
     model.eval()
     model.generation_config.pad_token_id = 0
 
@@ -74,7 +74,7 @@ def main() -> None:
             for answer in answers.values()
         ]
 
-    info = {"engine": f"transformers {mode}", "version": transformers.__version__, "weights": "bf16"}
+    info = {"engine": f"transformers {mode}", "version": transformers.__version__, "weights": dtype}
     serve(info, {"static": static, "continuous": continuous}[mode], channel)
 
 
