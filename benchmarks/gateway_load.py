@@ -6,6 +6,7 @@ machine that is at times half as fast as at others.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import psutil
 
 from kvrelay.launcher.bench.records import read_result
@@ -116,24 +118,33 @@ def _gateway_of(deployment: LocalDeployment, workers: int) -> Iterator[tuple[str
     decode = next(spec for spec in deployment.plan.specs if spec.name == "decode-0").command
     address = next(argument.removeprefix("--address=") for argument in decode if argument.startswith("--address="))
     with least_gateway(address) as (url, process):
+        _until_it_answers(url)
         yield url, [process]
 
 
 @contextmanager
 def least_gateway(worker_address: str) -> Iterator[tuple[str, psutil.Process]]:
-    """URL and process of ``least_gateway.py``, once it answers."""
+    """URL and process of ``least_gateway.py``, which answers once it has its worker."""
     (port,) = free_ports(1)
     script = str(Path(__file__).with_name("least_gateway.py"))
     command = [sys.executable, script, "--port", str(port), "--decode-workers", worker_address]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command)
     try:
-        assert process.stdout is not None
-        if not process.stdout.readline():
-            raise SystemExit("the least gateway did not start")
         yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+
+
+def _until_it_answers(url: str) -> None:
+    deadline_s = time.monotonic() + 60
+    with httpx.Client(trust_env=False) as client:
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(httpx.TransportError):
+                client.get(url)
+                return
+            time.sleep(0.05)
+    raise SystemExit("the least gateway did not start")
 
 
 def _until_all_serve(gateway: psutil.Process, workers: int) -> list[psutil.Process]:

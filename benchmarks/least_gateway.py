@@ -118,7 +118,6 @@ async def _serve(port: int, address: str) -> None:
     gateway.link.start()
     await gateway.is_up.wait()
     server = await asyncio.get_running_loop().create_server(lambda: _Connection(gateway), "127.0.0.1", port)
-    print("ready", flush=True)
     await server.serve_forever()
 
 
