@@ -8,13 +8,12 @@ token of every running request, every ``--step-ms``) and the client. A token's t
 client has it; the first token's also holds the way of the request, from the client's sending until the worker has it. The same
 is measured without a gateway, with a client that speaks to the worker over its control link. What the gateway adds is a
 token's time with it, less the median without it. Beside it stands what the least process adds that could stand there
-(``least_gateway.py``): sockets, wake-ups and codecs, which no gateway of this kind can do without. The three are measured one after
-the other, ``--repeats`` times; the medians count, and ratios are those within one repeat. All of that is done twice, in
-turns: as the machine is, and with its CPUs kept awake (``awake.py``). Between two steps a process sleeps, and so does its CPU; what
-it takes to wake that on a virtual machine is a matter of the host, and a large part of all these times.
+(``least_gateway.py``): sockets, wake-ups and codecs, which no gateway of this kind can do without. The gateway is measured as it
+comes, and with ``--busy-poll-ms``, which keeps its process from sleeping between two steps. The four are measured one after
+the other, ``--repeats`` times; the medians count, and ratios are those within one repeat.
 
-*Throughput* is real processes: one gateway, one decode worker with the fake engine, ``kvrelay bench`` with 200 streams that
-ask for more than can be had; then the same with the least gateway. CPU time by component tells what limits it. With
+*Throughput* is real processes: one gateway, one decode worker with the fake engine, ``kvrelay bench`` with 200 streams, of which
+the worker is to make more than can be had; then the same with the least gateway. CPU time by component tells what limits it. With
 ``--workers 1 --workers 2`` the gateway is measured with one process, then with two. Where the generator needs the same
 cores, tokens per second tell nothing about more processes; CPU time per token does: as long as it stays the same, nothing is
 shared, and N processes on N free cores take N times as many tokens. ``--only-throughput`` leaves the added time out.
@@ -42,7 +41,6 @@ import msgspec
 import psutil
 import uvloop
 import zmq
-from awake import awake_cpus
 from gateway_ends import FIRST_MARK, DirectClient, PacedWorker, prompt_of
 from gateway_load import least_gateway, throughput
 
@@ -54,11 +52,11 @@ from kvrelay.launcher.ports import free_ports
 
 
 @contextmanager
-def gateway_process(worker_address: str, directory: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """A gateway with one decode worker; its URL and process."""
+def gateway_process(worker_address: str, directory: Path, poll_ms: float) -> Iterator[tuple[str, psutil.Process]]:
+    """A gateway with one decode worker, looking for more for ``poll_ms`` without sleeping; its URL and process."""
     (port,) = free_ports(1)
     arguments = ["--model", str(directory), "--port", str(port), "--decode-workers", worker_address]
-    program = ["-P", "-m", "kvrelay.launcher", "gateway", "--log-level", "warning"]
+    program = ["-P", "-m", "kvrelay.launcher", "gateway", "--log-level", "warning", "--busy-poll-ms", f"{poll_ms:g}"]
     process = subprocess.Popen([sys.executable, *program, *arguments])
     try:
         yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
@@ -78,9 +76,6 @@ async def playing(worker: PacedWorker) -> AsyncIterator[str]:
         steps.cancel()
         await asyncio.gather(steps, return_exceptions=True)
         await worker.server.stop()
-
-
-_AWAKE = ", CPUs kept awake"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +130,14 @@ async def measure_direct(load: Load) -> dict[str, list[float]]:
     return times
 
 
-async def measure_gateway(directory: Path | None, load: Load) -> dict[str, list[float]]:
-    """Over HTTP, through a gateway; without a model through the least one."""
+async def measure_gateway(directory: Path | None, load: Load, poll_ms: float = 0.0) -> dict[str, list[float]]:
+    """Over HTTP, through a gateway; without a model through the least one. ``poll_ms``: :func:`gateway_process`."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     worker = PacedWorker(load.step_s, context)
     async with playing(worker) as worker_address:
-        process_of = least_gateway(worker_address) if directory is None else gateway_process(worker_address, directory)
+        process_of = (
+            least_gateway(worker_address) if directory is None else gateway_process(worker_address, directory, poll_ms)
+        )
         with process_of as (url, process):
             await _ready(url)
             http = HttpStreams(ServerAddress(url), {})
@@ -152,15 +149,29 @@ async def measure_gateway(directory: Path | None, load: Load) -> dict[str, list[
                     raise SystemExit(f"a request failed: {answer.error}: {answer.error_text}")
                 return answer.sent_s, answer.chunk_s
 
+            began_s, used_before_s, stolen_before_s = time.monotonic(), _cpu_s(process), psutil.cpu_times().steal
             try:
                 times = await measure_times(worker, load, ask)
             finally:
                 await http.close()
             if directory is not None:
+                took_s = time.monotonic() - began_s
+                cores = (_cpu_s(process) - used_before_s) / took_s
+                stolen = (psutil.cpu_times().steal - stolen_before_s) / took_s
                 memory_mb = process.memory_info().rss / 2**20
-                print(f"gateway memory after {load.streams * (load.rounds + 1)} requests: {memory_mb:.0f} MB")
+                num_requests = load.streams * (load.rounds + 1)
+                polls = f", busy poll {poll_ms:g} ms" if poll_ms else ""
+                disturbed = f"the hypervisor took {stolen:.2f} cores"
+                print(
+                    f"gateway{polls}: {cores:.2f} cores, {memory_mb:.0f} MB after {num_requests} requests; {disturbed}"
+                )
     context.term()
     return times
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def _body(mark: int, tokens: int) -> bytes:
@@ -186,8 +197,17 @@ async def _ready(url: str) -> None:
 @click.option("--rounds", default=15, show_default=True, help="Requests of each of them.")
 @click.option("--step-ms", default=20.0, show_default=True, help="Pace of the played worker.")
 @click.option("--repeats", default=3, show_default=True, help="How often added time is measured.")
+@click.option(
+    "--busy-poll-ms",
+    default=50.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True, max=1000),
+    help="How long the gateway looks for more without sleeping, where it does.",
+)
 @click.option("--load-streams", default=200, show_default=True, help="Streams at a time while throughput is measured.")
-@click.option("--load-step-ms", default=5.0, show_default=True, help="Pace of the fake worker then.")
+@click.option(
+    "--load-step-ms", default=1.0, show_default=True, help="Pace of the fake worker then, which it cannot keep."
+)
 @click.option("--load-seconds", default=20.0, show_default=True, help="How long.")
 @click.option(
     "--workers", multiple=True, default=(1,), show_default=True, help="Processes of the gateway then; may be repeated."
@@ -200,6 +220,7 @@ def main(
     rounds: int,
     step_ms: float,
     repeats: int,
+    busy_poll_ms: float,
     load_streams: int,
     load_step_ms: float,
     load_seconds: float,
@@ -211,27 +232,27 @@ def main(
     """Run it."""
     figures: dict[str, float] = {}
     if not only_throughput:
-        figures |= added_time(Load(streams, rounds, tokens=64, step_s=step_ms * 1e-3), repeats)
+        figures |= added_time(Load(streams, rounds, tokens=64, step_s=step_ms * 1e-3), repeats, busy_poll_ms)
     figures |= throughput(load_streams, load_seconds, load_step_ms, workers, load_rounds)
     if output is not None:
         output.write_text(json.dumps(figures, indent=1))
 
 
-def added_time(pace: Load, repeats: int) -> dict[str, float]:
-    """Measure and print it."""
+def added_time(pace: Load, repeats: int, poll_ms: float) -> dict[str, float]:
+    """Measure and print it, as the gateway comes and with ``poll_ms``."""
     measured: dict[str, list[float]] = {}
     directory = resolve_model("demo", needs_weights=False)
-    for _ in range(repeats):
-        for is_awake in (False, True):
-            with awake_cpus() if is_awake else contextlib.nullcontext():
-                direct = uvloop.run(measure_direct(pace))
-                least = uvloop.run(measure_gateway(None, pace))
-                through = uvloop.run(measure_gateway(directory, pace))
+    suffixes = {0.0: "", poll_ms: f", busy poll {poll_ms:g} ms"}
+    for number in range(repeats):
+        direct = uvloop.run(measure_direct(pace))
+        least = uvloop.run(measure_gateway(None, pace))
+        for polled_ms in list(suffixes)[:: -1 if number % 2 else 1]:
+            through = uvloop.run(measure_gateway(directory, pace, polled_ms))
             for name in direct:
                 for figure, value in _added(name, direct[name], least[name], through[name]).items():
-                    measured.setdefault(f"{figure}{_AWAKE if is_awake else ''}", []).append(value)
+                    measured.setdefault(f"{figure}{suffixes[polled_ms]}", []).append(value)
     figures = {figure: statistics.median(values) for figure, values in measured.items()}
-    for suffix in ("", _AWAKE):
+    for suffix in suffixes.values():
         print(f"{pace.streams} streams, median of {repeats}{suffix}:")
         for name in ("first token", "later tokens"):
             shown = ", ".join(f"{q} {figures[f'{name} {q} ms{suffix}']:.2f}" for q in ("p50", "p99", "max"))

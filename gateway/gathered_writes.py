@@ -13,6 +13,8 @@ import logging
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from kvrelay.gateway.busy_poll import BusyPoll
+
 logger = logging.getLogger(__name__)
 
 _CONNECTIONS_AT_ONCE = 32  # that wait for each other
@@ -22,7 +24,9 @@ _PARTS_AT_ONCE = 8  # of one connection, which may have to be told that its clie
 class GatheredWrites:
     """Of all connections of a process. Lives on its asyncio loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, busy_poll: BusyPoll) -> None:
+        """``busy_poll`` hears of what is written."""
+        self._busy_poll = busy_poll
         self._parts: dict[RequestResponseCycle, list[bytes]] = {}
         self._is_due = False  # on the loop
 
@@ -49,6 +53,7 @@ class GatheredWrites:
 
     def _write_due(self) -> None:
         self._is_due = False
+        self._busy_poll.touch()
         self._write_all()
 
     def _write_all(self) -> None:

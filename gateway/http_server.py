@@ -22,6 +22,7 @@ from typing import Any, Protocol, cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from kvrelay.gateway.busy_poll import BusyPoll
 from kvrelay.gateway.errors import ConnectionsError
 from kvrelay.gateway.gathered_writes import GatheredWrites
 from kvrelay.gateway.http_protocol import HttpProtocol, raw_response
@@ -67,16 +68,23 @@ class HttpServer(uvicorn.Server):
         *,
         certificate: Certificate | None = None,
         drain_s: float,
+        busy_poll_s: float = 0.0,
         door: Door | None = None,
     ) -> None:
         """``certificate``: None means plain HTTP. ``drain_s``: how long running requests may take after a signal.
 
-        ``door``: None means that no other process serves the same sockets.
+        ``busy_poll_s``: see :class:`BusyPoll`. ``door``: None means that no other process serves the same sockets.
         """
         # From being accepted on: uvicorn counts them after the TLS handshake.
         self._connections: set[HttpProtocol] = set()
+        self._busy_poll = BusyPoll(busy_poll_s)
         protocol = functools.partial(
-            HttpProtocol, limits=limits, refusals=refusals, writes=GatheredWrites(), on_lost=self._forget
+            HttpProtocol,
+            limits=limits,
+            refusals=refusals,
+            writes=GatheredWrites(self._busy_poll),
+            busy_poll=self._busy_poll,
+            on_lost=self._forget,
         )
         super().__init__(
             uvicorn.Config(

@@ -28,7 +28,15 @@ def make_server(settings: GatewaySettings, metrics: GatewayMetrics, siblings: Si
     certificate = _certificate(settings.tls)
     app = create_app(settings, metrics=metrics, siblings=siblings)
     refusals = Refusals(metrics.refused_connections)
-    server = HttpServer(app, limits, refusals, certificate=certificate, drain_s=settings.drain_s, door=siblings)
+    server = HttpServer(
+        app,
+        limits,
+        refusals,
+        certificate=certificate,
+        drain_s=settings.drain_s,
+        busy_poll_s=settings.processes.busy_poll_ms * 1e-3,
+        door=siblings,
+    )
     # What is loaded stays; and a collection, which stops all streams, need not come after every 700 objects.
     gc.collect()
     gc.freeze()

@@ -81,12 +81,20 @@ spec:
 {{- end -}}
 {{- end -}}
 
-{{/* What each role is scaled by: work that waits for prefill workers, memory that decode workers have left. */}}
+{{/* What each role is scaled by: work that waits for prefill workers, memory that decode workers have left. A gateway that does not
+     sleep between two tokens uses its core whether it has much to do or little. */}}
 {{- define "kvrelay.metrics.hpa.gateway" -}}
+{{- if gt (.root.Values.gateway.settings.busy_poll_ms | default 0 | float64) 0.0 -}}
+- type: Pods
+  pods:
+    metric: {name: kvrelay_requests_in_flight}
+    target: {type: AverageValue, averageValue: "200"}
+{{- else -}}
 - type: Resource
   resource:
     name: cpu
     target: {type: Utilization, averageUtilization: 70}
+{{- end -}}
 {{- end -}}
 
 {{- define "kvrelay.metrics.hpa.prefill" -}}

@@ -180,13 +180,16 @@ async def serving(
     keep_alive_s: float = 20,
     send_buffer_bytes: int | None = None,
     door: Door | None = None,
+    busy_poll_s: float = 0.0,
     listener: socket.socket | None = None,
     **limits: Any,
 ) -> AsyncIterator[Port]:
     """``app`` on a port of its own, or on that of ``listener``; stopped, and its end checked, afterwards."""
     registry = CollectorRegistry()
     refusals = Refusals(GatewayMetrics(registry).refused_connections)
-    server = HttpServer(app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=5, door=door)
+    server = HttpServer(
+        app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=5, busy_poll_s=busy_poll_s, door=door
+    )
     server.config.timeout_keep_alive = keep_alive_s  # type: ignore[assignment]
     if listener is None:
         listener = socket.socket()

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from kvrelay.gateway.busy_poll import BusyPoll
 from kvrelay.gateway.gathered_writes import GatheredWrites
 from kvrelay.gateway.http import Edge
 from kvrelay.gateway.http_protocol import HttpProtocol
@@ -167,7 +168,8 @@ async def test_a_slow_reader_is_no_deaf_one() -> None:
         cast(Any, loop),
         limits=HttpLimits(),
         refusals=refusals,
-        writes=GatheredWrites(),
+        writes=GatheredWrites(BusyPoll(0)),
+        busy_poll=BusyPoll(0),
         on_lost=lambda _: None,
     )
     protocol.connection_made(cast(asyncio.Transport, transport))

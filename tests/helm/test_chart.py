@@ -255,6 +255,17 @@ def test_keda_without_anything_to_ask_is_refused() -> None:
 
 
 @needs_helm
+@pytest.mark.parametrize(("poll_ms", "kind"), [("0", "Resource"), ("50", "Pods"), ("0.5", "Pods")])
+def test_a_gateway_that_uses_its_core_anyway_is_not_scaled_by_cpu(poll_ms: str, kind: str) -> None:
+    settings = f"gateway.settings.busy_poll_ms={poll_ms}"  # --set takes 0.5 for text
+    found = objects("--set", "gateway.autoscaling.hpa.enabled=true", "--set-json", settings)
+    (metric,) = found["HorizontalPodAutoscaler", "relay-kvrelay-gateway"]["spec"]["metrics"]
+    assert metric["type"] == kind
+    if kind == "Pods":
+        assert metric["pods"]["metric"]["name"] == "kvrelay_requests_in_flight"
+
+
+@needs_helm
 def test_an_autoscaler_owns_the_replicas() -> None:
     plain, scaled = objects(), objects("--values", str(CHART / "examples/autoscaled.yaml"))
     for component in ("gateway", "prefill-worker", "decode-worker"):
