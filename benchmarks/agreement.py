@@ -3,15 +3,19 @@
     .venv/bin/python benchmarks/agreement.py --peers-dir DIR            # about 10 minutes with 5 rounds
 
 One deployment of kvrelay, the three generators one after the other in every round, in an order that turns from round to round, with
-the same lengths and the same load: once in a closed loop (``--concurrency``), once at a rate with equal gaps (``--rate``; 0 leaves
-that out). What counts are the ratios within a round, ours / theirs, beside how much one generator differs from itself between
-rounds. All three take CPU from the server here, each a different share; ``--engine fake`` measures the generators without that:
-tokens come at a set pace and cost nothing. With ``--url`` the deployment may be elsewhere. What each counts as TTFT:
-``peers/generators.py``.
+the same lengths, prompts of text and the same load: once in a closed loop (``--concurrency``), once at a rate with equal gaps
+(``--rate``; 0 leaves that out). What counts are the ratios within a round, ours / theirs, beside how much one generator differs
+from itself between rounds. All three take CPU from the server here, each a different share; ``--engine fake`` measures the
+generators without that: tokens come at a set pace and cost nothing. With ``--url`` the deployment may be elsewhere.
+
+A generator's own client is part of the TTFT that it sees (what each counts: ``peers/generators.py``). So the TTFT that the server
+itself counts is read before and after each run (``ttft_server_mean_s``): if that agrees, all were served the same, and the rest
+(``ttft_client_mean_s``) is what each client adds.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +32,7 @@ from peers.figures import Values
 from peers.generators import Generator, Guidellm, VllmBench, values_of_ours
 from peers.load import Load, warm_up_of
 from peers.rounds import new_seed
+from peers.served import read_served_ttft
 from peers.servers import ServerSide, kvrelay
 from peers.sides import Places, installed_versions
 from peers.stop import stop_in_order
@@ -96,9 +101,9 @@ def main(
     stop_in_order()
     work = Path(tempfile.mkdtemp(prefix="kvrelay-agreement-"))
     places = Places(resolve_model(model), None, peers_dir.resolve(), work)
-    loads = [Load(concurrency, requests=requests)]
+    loads = [Load(concurrency, requests=requests, api="text")]
     if rate:
-        loads.append(Load(concurrency, requests=requests, rate=rate))
+        loads.append(Load(concurrency, requests=requests, rate=rate, api="text"))
     print(f"logs in {work}", flush=True)
     samples: dict[str, list[Round]] = {}  # by load
     with ExitStack() as stack:
@@ -121,7 +126,7 @@ def main(
             for number in range(rounds):
                 found = {}
                 for name in in_turn(list(runs), number):
-                    found[name] = runs[name](load)
+                    found[name] = _with_served(side.url, partial(runs[name], load))
                     print(f"{load.words}, round {number + 1}/{rounds}, {name}: {found[name].words()}", flush=True)
                 samples.setdefault(load.words, []).append(found)
     for words, measured in samples.items():
@@ -160,6 +165,19 @@ def table(samples: Sequence[Mapping[str, Values]]) -> str:
                 f"| {min(ours) / median(ours):.3f} to {max(ours) / median(ours):.3f} |"
             )
     return "\n".join(lines)
+
+
+def _with_served(url: str, run: Callable[[], Measured]) -> Measured:
+    """What ``run`` measures, and which part of its TTFT is the server's, if that tells."""
+    before = read_served_ttft(url)
+    measured = run()
+    after = read_served_ttft(url)
+    served_s = None if before is None or after is None else after.mean_since(before)
+    if served_s is None:
+        return measured
+    beyond_s = measured.values["ttft_mean_s"] - served_s
+    values = measured.values | {"ttft_server_mean_s": served_s, "ttft_client_mean_s": beyond_s}
+    return dataclasses.replace(measured, values=values)
 
 
 def _ours(side: ServerSide, load: Load) -> Measured:

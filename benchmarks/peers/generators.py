@@ -4,8 +4,8 @@ Their words differ. TPOT here is (last token - first) / (tokens - 1) per request
 latency. Guidellm knows no single gaps, so the inter-token latency is compared with vllm only.
 
 TTFT does not begin at the same moment. Ours begins before a connection is taken or made, and so does vllm's, which then still
-writes its body as JSON; guidellm's begins when the request's headers are written, behind the connecting. And prompts are not the
-same: we send token ids, the two others send text, which the server has to tokenize. (As read in vllm 0.32.0 and guidellm 0.8.1.)
+writes its body as JSON; guidellm's begins when the request's headers are written, behind the connecting. And the two others send
+text, which the server has to tokenize: compare with a load whose ``api`` is text. (As read in vllm 0.32.0 and guidellm 0.8.1.)
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class VllmBench(Generator):
         return int(document["completed"]), {
             "tokens_per_s": float(document["output_throughput"]),
             "ttft_p50_s": document["median_ttft_ms"] / 1e3,
+            "ttft_mean_s": document["mean_ttft_ms"] / 1e3,
             "tpot_p50_s": document["median_tpot_ms"] / 1e3,
             "itl_p50_s": document["median_itl_ms"] / 1e3,
         }
@@ -120,6 +121,7 @@ class Guidellm(Generator):
         return int(metrics["request_totals"]["successful"]), {
             "tokens_per_s": float(metrics["output_tokens_per_second"]["successful"]["mean"]),
             "ttft_p50_s": metrics["time_to_first_token_ms"]["successful"]["median"] / 1e3,
+            "ttft_mean_s": metrics["time_to_first_token_ms"]["successful"]["mean"] / 1e3,
             "tpot_p50_s": metrics["inter_token_latency_ms"]["successful"]["median"] / 1e3,
         }
 
@@ -131,7 +133,8 @@ def values_of_ours(result: RunResult) -> Values:
         raise PeerError(f"kvrelay bench: {len(failed)} requests failed: {failed[0].error}: {failed[0].error_text}")
     whole = summarize(result).all
     assert whole.ttft_from_send is not None, "no request succeeded, and none failed"
-    values = {"tokens_per_s": whole.output_tokens_per_s, "ttft_p50_s": whole.ttft_from_send.p50}
+    ttft = whole.ttft_from_send
+    values = {"tokens_per_s": whole.output_tokens_per_s, "ttft_p50_s": ttft.p50, "ttft_mean_s": ttft.mean}
     if whole.tpot is not None and whole.itl is not None:
         values |= {"tpot_p50_s": whole.tpot.p50, "itl_p50_s": whole.itl.p50}
     return values

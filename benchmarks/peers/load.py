@@ -31,6 +31,9 @@ class Load:
     duration_s: float | None = None
     burst: str | None = None
     rate: float | None = None  # requests/s
+    api: str = (
+        "completions"  # as `kvrelay bench` has it: prompts as ids or as text; other generators send what they send
+    )
 
     def with_requests(self, requests: int) -> Load:
         """The same with another number of requests."""

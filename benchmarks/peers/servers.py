@@ -104,7 +104,7 @@ class ServerSide(Side):
         output.unlink(missing_ok=True)
         log = self.places.work / f"{self.name}-bench.log"
         status, cpu = run_metered(
-            _bench_command(self.url, self.model, self.name, load, seed, output),
+            _bench_command(self, load, seed, output),
             environment={name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")},
             log=log,
             limit_s=_RUN_S,
@@ -193,8 +193,11 @@ def _vllm_command(places: Places, port: int, *options: str) -> tuple[str, ...]:
     )
 
 
-def _bench_command(url: str, model: str, name: str, load: Load, seed: int, output: Path) -> list[str]:
-    command = [sys.executable, "-P", "-m", "kvrelay.launcher", "bench", "--url", url, "--model", model, "--name", name]
+def _bench_command(side: ServerSide, load: Load, seed: int, output: Path) -> list[str]:
+    command = [sys.executable, "-P", "-m", "kvrelay.launcher", "bench", "--url", side.url, "--model", side.model]
+    command += ["--name", side.name, "--api", load.api]
+    if load.api != "completions":
+        command += ["--tokenizer", str(side.places.model)]
     command += ["--prompt-seed", str(seed), "--output", str(output)]
     if load.rate is None:
         command += ["--concurrency", str(load.concurrency)]

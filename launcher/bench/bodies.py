@@ -1,4 +1,4 @@
-"""Makes the JSON bodies of planned requests: random token ids, or random words for chats.
+"""Makes the JSON bodies of planned requests: random token ids, or random words for text and chats.
 
 The same seed makes the same prompts. Pieces that prompts share are kept encoded: a long shared prefix costs its making once.
 A long prompt takes tens of milliseconds, and the loop that it is made on notes when chunks come: it is made in small steps.
@@ -30,11 +30,11 @@ class BodySpec:
     """What all bodies have in common."""
 
     model: str
-    api: str  # completions or chat
+    api: str  # completions, text or chat
     prompt_seed: int
     first_id: int = 1000  # of the random token ids
     last_id: int = 20000
-    words: tuple[str, ...] = ()  # for chats
+    words: tuple[str, ...] = ()  # for text and chats
     ignore_eos: bool = True
     temperature: float = 0.0
     seed: int = 0  # of the run: with a temperature, requests carry seeds drawn from it
@@ -45,6 +45,7 @@ class BodyWriter:
 
     def __init__(self, spec: BodySpec) -> None:
         self._spec = spec
+        self._is_text = spec.api != "completions"
         self._ids = range(spec.first_id, spec.last_id + 1)
         self._kept: OrderedDict[Piece, bytes] = OrderedDict()  # shared pieces, the one used last at the end
         fixed: dict[str, Any] = {
@@ -75,6 +76,8 @@ class BodyWriter:
             parts.append(part)
         if self._spec.api == "chat":
             prompt = b'"messages":[{"role":"user","content":"%s"}]' % b" ".join(parts)
+        elif self._is_text:
+            prompt = b'"prompt":"%s"' % b" ".join(parts)
         else:
             prompt = b'"prompt":[%s]' % b",".join(parts)
         seed = b"" if self._spec.temperature == 0 else b'"seed":%d,' % self._sampling_seed(request)
@@ -94,12 +97,12 @@ class BodyWriter:
         parts: list[bytes] = []
         for start in range(0, piece.length, _STEP_TOKENS):
             num = min(_STEP_TOKENS, piece.length - start)
-            if self._spec.api == "chat":
+            if self._is_text:
                 parts.append(" ".join(chooser.choices(self._spec.words, k=num)).encode())
             else:
                 parts.append(msgspec.json.encode(chooser.choices(self._ids, k=num))[1:-1])
             yield
-        return (b" " if self._spec.api == "chat" else b",").join(parts)
+        return (b" " if self._is_text else b",").join(parts)
 
     def _sampling_seed(self, request: PlannedRequest) -> int:
         """The request's own: with one for all, the same prompt would always have the same answer."""

@@ -23,7 +23,7 @@ TIMINGS_HEADER = "x-kvrelay-timings"  # asks a kvrelay gateway where the time we
 _MAX_ERROR_BYTES = 100_000
 _MAX_ERROR_TEXT = 200  # characters, as records say
 
-ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+ROUTES = {"completions": "/v1/completions", "text": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 class _Delta(msgspec.Struct):

@@ -50,7 +50,7 @@ def body_spec(settings: BenchSettings, model: ServedModel, num_ids: int | None) 
             f"--token-ids is {prompt.token_ids!r}; {model.name} has {num_ids} tokens, so that ids end at {num_ids - 1}"
         )
     words: tuple[str, ...] = ()
-    if settings.target.api == "chat":
+    if settings.target.api != "completions":
         words = WORDS if prompt.tokenizer is None else _words_of(prompt.tokenizer)
     return BodySpec(
         model=model.name,
@@ -71,7 +71,7 @@ def tokenizer_directory(name: str) -> Path:
 
 
 def _words_of(name: str) -> tuple[str, ...]:
-    from tokenizers import Tokenizer  # noqa: PLC0415 - only for chats that ask for it
+    from tokenizers import Tokenizer  # noqa: PLC0415 - only for prompts of text that ask for it
 
     tokenizer = Tokenizer.from_file(str(tokenizer_directory(name) / "tokenizer.json"))
 

@@ -22,8 +22,8 @@ class TargetSettings:
     )
     api: str = setting(
         "completions",
-        "route to ask: completions (prompts as token ids, exact lengths) or chat",
-        choices=("completions", "chat"),
+        "route to ask, and what prompts are: completions with token ids (exact lengths), completions with text, or chats",
+        choices=("completions", "text", "chat"),
     )
     api_key: str | None = setting(None, "sent as a bearer token; not kept in the result")
     self_serve: bool = setting(False, "start a deployment on a free port of this machine, measure it and stop it")
@@ -83,7 +83,8 @@ class PromptSettings:
     prefix_groups: int = setting(1, "groups of requests that share a prefix", minimum=1)
     token_ids: str = setting("1000-20000", "range of the random token ids; must be ids of plain text")
     tokenizer: str | None = setting(
-        None, "model directory or name whose tokenizer counts chat prompts; default: a word is taken for a token"
+        None,
+        "model directory or name whose tokenizer counts prompts of text and chats; default: a word is taken for a token",
     )
     seed: int = setting(0, "same seed: same times, lengths and groups")
     prompt_seed: int | None = setting(

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agreement import in_turn, table
+import agreement
+import pytest
+from agreement import Measured, in_turn, table
 from peers.generators import Guidellm, VllmBench
 from peers.load import Load
+from peers.served import ServedTtft, served_ttft
 from peers.sides import Places
 
 CLOSED, OPEN = Load(8, requests=32), Load(8, requests=32, rate=2.0)
@@ -35,3 +38,41 @@ def test_a_rate_is_the_same_load_for_all(tmp_path: Path) -> None:
     closed, opened = (" ".join(guidellm.command(load, 1, tmp_path / "out")) for load in (CLOSED, OPEN))
     assert "kind=concurrent,streams=8" in closed
     assert "kind=constant,rate=2.0" in opened
+
+
+_METRICS = """\
+# TYPE kvrelay_time_to_first_token_seconds histogram
+kvrelay_time_to_first_token_seconds_bucket{le="0.1"} 3
+kvrelay_time_to_first_token_seconds_bucket{le="+Inf"} 4
+kvrelay_time_to_first_token_seconds_count 4
+kvrelay_time_to_first_token_seconds_sum 0.5
+# TYPE kvrelay_request_duration_seconds histogram
+kvrelay_request_duration_seconds_count 9
+kvrelay_request_duration_seconds_sum 7
+"""
+_VLLM = """\
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_count{engine="0"} 4
+vllm:time_to_first_token_seconds_sum{engine="0"} 0.5
+vllm:time_to_first_token_seconds_count{engine="1"} 2
+vllm:time_to_first_token_seconds_sum{engine="1"} 0.25
+"""
+
+
+def test_what_a_server_counted_is_found_in_its_metrics() -> None:
+    assert served_ttft(_METRICS) == ServedTtft(0.5, 4)
+    assert served_ttft(_VLLM) == ServedTtft(0.75, 6)
+    assert served_ttft("# TYPE other counter\nother_total 1\n") is None
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_ttft_is_the_servers_and_the_clients(monkeypatch: pytest.MonkeyPatch, is_told: bool) -> None:
+    counts = iter([ServedTtft(1.0, 10), ServedTtft(1.5, 20)])
+    monkeypatch.setattr(agreement, "read_served_ttft", lambda _: next(counts) if is_told else None)
+    values = agreement._with_served("http://a", lambda: Measured({"ttft_mean_s": 0.06}, None)).values
+    own = {"ttft_server_mean_s": pytest.approx(0.05), "ttft_client_mean_s": pytest.approx(0.01)} if is_told else {}
+    assert values == {"ttft_mean_s": 0.06, **own}
+
+
+def test_nothing_served_has_no_mean() -> None:
+    assert ServedTtft(1.0, 10).mean_since(ServedTtft(1.0, 10)) is None

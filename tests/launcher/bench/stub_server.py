@@ -45,7 +45,9 @@ def completion(texts: list[str], *, usage: tuple[int, int] | None = None, **extr
 def as_asked(request: Request) -> Answer:
     """As many tokens as the request asks for, a prompt as long as it is."""
     num = request.body["max_tokens"]
-    prompt = request.body.get("prompt") or request.body["messages"][0]["content"].split()
+    prompt = request.body.get("prompt") or request.body["messages"][0]["content"]
+    if isinstance(prompt, str):
+        prompt = prompt.split()
     if "messages" in request.body:
         first = event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
         deltas = [event({"choices": [{"index": 0, "delta": {"content": "a"}}]}) for _ in range(num)]

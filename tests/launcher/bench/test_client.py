@@ -35,11 +35,8 @@ async def ask(
 
     streams = HttpStreams(ServerAddress(server.url), {})
     client = StreamingClient(streams, api, timeout_s=timeout_s, clock=clock)
-    body = (
-        {"max_tokens": 3, "prompt": [1, 2]}
-        if api == "completions"
-        else {"max_tokens": 3, "messages": [{"content": "x"}]}
-    )
+    prompts = {"completions": {"prompt": [1, 2]}, "text": {"prompt": "x y"}, "chat": {"messages": [{"content": "x"}]}}
+    body = {"max_tokens": 3, **prompts[api]}
     try:
         return [
             await client.ask(json.dumps(body).encode(), exact_tokens=exact, on_chunk=lambda: None) for _ in range(num)
@@ -48,13 +45,13 @@ async def ask(
         await streams.close()
 
 
-@pytest.mark.parametrize("api", ["completions", "chat"])
+@pytest.mark.parametrize("api", ["completions", "text", "chat"])
 async def test_every_chunk_with_content_is_noted(server: StubServer, api: str) -> None:
     (answer,) = await ask(server, api=api, exact=3)
     assert (answer.error, answer.output_tokens, len(answer.chunk_s)) == (None, 3, 3)
-    assert answer.prompt_tokens == (2 if api == "completions" else 1)
+    assert answer.prompt_tokens == (1 if api == "chat" else 2)
     assert answer.sent_s < answer.chunk_s[0] <= answer.chunk_s[-1] <= answer.finished_s
-    assert server.requests[0].path == ("/v1/completions" if api == "completions" else "/v1/chat/completions")
+    assert server.requests[0].path == ("/v1/chat/completions" if api == "chat" else "/v1/completions")
 
 
 async def test_a_token_without_text_counts_and_the_closing_chunks_do_not(server: StubServer) -> None:

@@ -172,8 +172,9 @@ def test_the_time_that_was_asked_for_counts_unless_the_load_was_over_before(
     assert window_of(workload_spec(build(BenchSettings, values)), reports) == (1.0, until_s)
 
 
-def test_chats_and_processes(server: StubServer, shown: Shown) -> None:
-    arguments = ["bench", "--url", server.url, *SMALL, "--api", "chat", "--concurrency", "2", "--requests", "8"]
+@pytest.mark.parametrize("api", ["text", "chat"])
+def test_words_and_processes(server: StubServer, shown: Shown, api: str) -> None:
+    arguments = ["bench", "--url", server.url, *SMALL, "--api", api, "--concurrency", "2", "--requests", "8"]
     assert cli.run([*arguments, "--processes", "2", "--name", "chats"]) == 0
     assert len(shown.tables[0].requests) == 8
     assert shown.tables[0].name == "chats"

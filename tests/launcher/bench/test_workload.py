@@ -160,6 +160,16 @@ def test_chats_have_a_word_for_each_token_and_nothing_a_strict_server_refuses() 
     assert "ignore_eos" not in body
 
 
+def test_text_has_a_word_for_each_token_and_shares_its_beginning() -> None:
+    requests = plan(rate=1, requests=2, arrival="constant", input_len="1200", prefix_tokens=700).timed
+    writer = BodyWriter(BodySpec("m", "text", 1, words=WORDS))
+    first, second = (body_of(writer, request)["prompt"].split(" ") for request in requests)
+    assert len(first) == len(second) == 1900
+    assert first[:700] == second[:700]
+    assert first[700:] != second[700:]
+    assert {*first, *second} <= set(WORDS)
+
+
 def test_words_that_are_several_tokens_are_left_out() -> None:
     def encode(text: str) -> list[str]:
         return [part for word in text.split() for part in ([word] if len(word) < 6 else [word[:5], word[5:]])]
