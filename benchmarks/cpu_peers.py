@@ -137,7 +137,11 @@ def main(
     work.mkdir(parents=True, exist_ok=True)
     figures = [figure for figure in FIGURES if not figure_names or figure.name in figure_names]
     places = Places(
-        resolve_model(model), gguf or _packaged_gguf(), (peers_dir or work).resolve(), work.resolve(), dtype
+        resolve_model(model),
+        gguf.resolve() if gguf else _packaged_gguf(),
+        (peers_dir or work).resolve(),
+        work.resolve(),
+        dtype,
     )
     makers = {name: partial(maker, name, about, places) for name, (about, maker) in SIDES.items()}
     started_s = time.monotonic()

@@ -78,12 +78,12 @@ def judged(result: RunResult, cpu: CpuUse | None) -> RunResult:
     if cpu is None:
         return result
     counted = [record for record in result.requests if not record.is_warmup]
-    own = doubts(counted, result.cpu, num_processes=1, is_self_served=False)
+    own = doubts(counted, result.cpu, num_processes=1)
     if result.cpu is not None:
         cpu = msgspec.structs.replace(
             result.cpu, server=cpu.server, others=cpu.others, generator=cpu.generator, num_cores=cpu.num_cores
         )
-    found = doubts(counted, cpu, num_processes=1, is_self_served=True)
+    found = doubts(counted, cpu, num_processes=1)
     rest = [warning for warning in result.warnings if warning not in own]
     return msgspec.structs.replace(result, cpu=cpu, warnings=[*rest, *found])
 

@@ -21,7 +21,7 @@ def run_metered(
     limit_s: float,
     server_pids: Callable[[], Iterable[int]],
 ) -> tuple[int | None, CpuUse | None]:
-    """Run ``command`` with ``environment`` (all of it); its output is appended to ``log``.
+    """Run ``command`` with ``environment`` (all of it) in ``log``'s folder; its output is appended to ``log``.
 
     Its exit status, None if it was killed after ``limit_s``, and the CPU use of server, generator and others until then. Raises
     OSError if there is no such program.
@@ -29,7 +29,9 @@ def run_metered(
     children: list[psutil.Process] = []
     meter = SideMeter(server_pids, lambda: [pid for child in children for pid in _family(child)])
     with log.open("ab") as file:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=dict(environment))
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=dict(environment), cwd=log.parent
+        )
         children.append(psutil.Process(process.pid))
         try:
             deadline_s = time.monotonic() + limit_s

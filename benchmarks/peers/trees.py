@@ -37,8 +37,9 @@ class ProcessTree:
         cores: Sequence[int] | None = None,
         has_pipes: bool = False,
     ) -> None:
-        """Start ``command``; its output is appended to ``log``.
+        """Start ``command`` in ``log``'s folder; its output is appended to ``log``.
 
+        In the folder of ours that has packages of common names (``kernels``) a peer's Python would import those for its own.
         ``environment`` comes on top of ours. ``cores``: the only ones it may run on. ``has_pipes``: its stdin and stdout are
         pipes for the owner, only stderr goes to the log. Raises PeerError if there is no such program.
         """
@@ -58,6 +59,7 @@ class ProcessTree:
                 stdout=pipe or file,
                 stderr=file,
                 env={**os.environ, **environment},
+                cwd=log.parent,
                 text=True,
                 start_new_session=True,  # Ctrl-C is for the benchmark, which stops everything in order
             )

@@ -20,14 +20,12 @@ GENERATOR_SHARE = 0.1  # of the cores that the server runs on too
 BUSY_SHARE = 0.9  # of all cores: nobody had time to spare
 
 
-def doubts(
-    records: Sequence[RequestRecord], cpu: CpuUse | None, *, num_processes: int, is_self_served: bool
-) -> list[str]:
+def doubts(records: Sequence[RequestRecord], cpu: CpuUse | None, *, num_processes: int) -> list[str]:
     """Warnings, the worst first; empty if there is nothing to say. ``records``: without warm-up."""
     found = [*_failures(records), *_lateness(records)]
     if cpu is not None:
         found += _generator(records, cpu, num_processes)
-        found += _machine(cpu, is_self_served=is_self_served)
+        found += _machine(cpu)
     return found
 
 
@@ -103,15 +101,16 @@ def _is_long(lag_s: float, reported: Distribution | None) -> bool:
     return reported is not None and lag_s > max(LATE_S, MAX_LAG_SHARE * reported.max)
 
 
-def _machine(cpu: CpuUse, *, is_self_served: bool) -> list[str]:
+def _machine(cpu: CpuUse) -> list[str]:
     found: list[str] = []
-    if cpu.others > max(0.1, OTHERS_SHARE * cpu.num_cores) and is_self_served:
+    is_server_known = cpu.server is not None
+    if cpu.others > max(0.1, OTHERS_SHARE * cpu.num_cores) and is_server_known:
         found.append(f"other programs used {cpu.others:.2f} of {cpu.num_cores} cores meanwhile: the server had less")
     if cpu.stolen > STOLEN_SHARE * cpu.num_cores:
         found.append(f"the hypervisor took {cpu.stolen:.2f} of {cpu.num_cores} cores: the machine was not all ours")
     busy = cpu.generator + (cpu.server or 0.0) + cpu.others + cpu.stolen
     if busy > BUSY_SHARE * cpu.num_cores:
-        if not is_self_served:  # whose the others are is not known: the server may be one of them
+        if not is_server_known:  # whose the others are is not known: the server may be one of them
             found.append(
                 f"{busy:.2f} of {cpu.num_cores} cores of this machine were busy, {cpu.others:.2f} with other programs: "
                 "the generator, and the server if it runs here, had to wait for a core"

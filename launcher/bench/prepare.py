@@ -6,7 +6,10 @@ A measurement takes minutes; what would spoil it must be found before it starts.
 from __future__ import annotations
 
 import itertools
+import tempfile
 from pathlib import Path
+
+import psutil
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.launcher.bench.bodies import WORDS, BodySpec, single_token_words
@@ -31,12 +34,30 @@ def check_places(settings: BenchSettings) -> None:
         if text is None:
             continue
         path = Path(text)
+        folder = path if is_directory else path.parent
         try:
-            (path if is_directory else path.parent).mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError(f"{flag}: cannot make {path} ({error.strerror})") from error
         if path.is_dir() != is_directory and path.exists():
             raise SettingsError(f"{flag} is {text!r}; it must be a {'directory' if is_directory else 'file'}")
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise SettingsError(f"{flag}: cannot write in {folder} ({error.strerror})") from error
+
+
+def check_server_pid(settings: BenchSettings) -> None:
+    """Raises SettingsError if --server-pid says nothing: no such process, or none that somebody else started."""
+    pid = settings.target.server_pid
+    if pid is None:
+        return
+    if settings.is_self_served:
+        raise SettingsError("--server-pid is given with --self-serve, which knows what it starts; leave it out")
+    if not psutil.pid_exists(pid):
+        raise SettingsError(
+            f"--server-pid is {pid}: there is no such process on this machine; leave it out for a server elsewhere"
+        )
 
 
 def body_spec(settings: BenchSettings, model: ServedModel, num_ids: int | None) -> BodySpec:

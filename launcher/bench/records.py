@@ -64,7 +64,7 @@ class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
 
     num_cores: int
     generator: float  # this process and its helpers
-    server: float | None  # the deployment's processes, if bench started them
+    server: float | None  # the server's processes, if they are known: started by bench, or below --server-pid
     others: float  # everything else
     stolen: float  # taken by the hypervisor
     generator_max_lag_s: float  # longest that the generator's event loop was late

@@ -29,7 +29,14 @@ from kvrelay.launcher.bench.errors import BenchError
 from kvrelay.launcher.bench.generator import GeneratorProcess, Job, Report, generate
 from kvrelay.launcher.bench.load import Counts, LoadRunner
 from kvrelay.launcher.bench.load_view import Update, load_view
-from kvrelay.launcher.bench.prepare import body_spec, check_places, length_warnings, making_s, tokenizer_directory
+from kvrelay.launcher.bench.prepare import (
+    body_spec,
+    check_places,
+    check_server_pid,
+    length_warnings,
+    making_s,
+    tokenizer_directory,
+)
 from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult
 from kvrelay.launcher.bench.result_file import write_result
 from kvrelay.launcher.bench.server import DEFAULT_URL, ServedModel, local_settings, served_model, vocab_size
@@ -52,12 +59,22 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they end the sending; what ha
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is measured: where, which model, and our processes if we started it."""
+    """What is measured: where, which model, and its processes as far as they are known."""
 
     url: str
     model: ServedModel
     vocab_size: int | None
-    deployment: LocalDeployment | None
+    deployment: LocalDeployment | None  # if we started it
+    server_pid: int | None = None  # of a server that somebody else started on this machine
+
+    @property
+    def server_pids(self) -> Callable[[], list[int]] | None:
+        """The server's processes just now, to be asked again and again; None if they are not known."""
+        if (deployment := self.deployment) is not None:
+            return lambda: list(deployment.pids.values())
+        if (pid := self.server_pid) is not None:
+            return lambda: [pid]
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +94,7 @@ def run(settings: BenchSettings) -> int:
     parse_id_range(settings.prompt.token_ids, "--token-ids")
     trace = read_trace(Path(settings.load.trace)) if settings.load.trace is not None else ()
     check_places(settings)
+    check_server_pid(settings)
     if settings.prompt.prompt_seed is None:
         prompt = dataclasses.replace(settings.prompt, prompt_seed=secrets.randbelow(2**31))
         settings = dataclasses.replace(settings, prompt=prompt)
@@ -103,9 +121,7 @@ def make_result(settings: BenchSettings, target: Target, measured: Measured, war
     found = list(warnings)
     if any(report.is_stopped for report in measured.reports):
         found.append("the run was interrupted: requests that had not ended then are left out")
-    found += doubts(
-        counted, measured.cpu, num_processes=settings.load.processes, is_self_served=target.deployment is not None
-    )
+    found += doubts(counted, measured.cpu, num_processes=settings.load.processes)
     from_s, until_s = measured.window
     return RunResult(
         name=settings.report.name or target.model.name,
@@ -155,7 +171,7 @@ def _target(settings: BenchSettings) -> Iterator[Target]:
         url = settings.target.url or DEFAULT_URL
         model = served_model(url, settings.target.model, settings.target.api_key)
         size = None if settings.prompt.tokenizer is None else vocab_size(tokenizer_directory(settings.prompt.tokenizer))
-        yield Target(url, model, size, None)
+        yield Target(url, model, size, None, settings.target.server_pid)
         return
     local = local_settings(settings)
     directory = resolve_model(local.model)
@@ -194,9 +210,7 @@ async def _measure(
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
-    deployment = target.deployment
-    server_pids: Callable[[], list[int]] | None = None if deployment is None else lambda: list(deployment.pids.values())
-    meter = CpuMeter(lambda: [item.pid for item in runners if isinstance(item, GeneratorProcess)], server_pids)
+    meter = CpuMeter(lambda: [item.pid for item in runners if isinstance(item, GeneratorProcess)], target.server_pids)
     started_at = datetime.now(UTC)
     meter.start()
     total_s = None if spec.duration_s is None else spec.warmup.duration_s + spec.duration_s

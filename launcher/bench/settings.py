@@ -30,6 +30,11 @@ class TargetSettings:
     serve: str | None = setting(
         None, 'how to serve: options of `kvrelay local` as "prefill=1,decode=1,dtype=bfloat16"; means --self-serve'
     )
+    server_pid: int | None = setting(
+        None,
+        "process of the server at --url, if it runs on this machine: its CPU, and that of all that it started, is the server's",
+        minimum=1,
+    )
     start_timeout_s: float = setting(600.0, "how long the start of a deployment may take", unit="s", minimum=1)
 
 

@@ -29,3 +29,9 @@ def test_what_takes_too_long_is_killed(tmp_path: Path) -> None:
 def test_a_program_that_is_not_there_raises(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         run_metered(("/nowhere/at-all",), environment={}, log=tmp_path / "log", limit_s=1.0, server_pids=list)
+
+
+def test_a_program_runs_in_the_folder_of_its_log_not_in_ours(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", "import os; print(os.getcwd())")
+    run_metered(command, environment=os.environ, log=tmp_path / "log", limit_s=60.0, server_pids=list)
+    assert (tmp_path / "log").read_text().split() == [str(tmp_path)]

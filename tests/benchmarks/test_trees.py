@@ -88,3 +88,11 @@ def test_the_end_of_the_log_is_told_when_a_program_has_ended(tmp_path: Path) -> 
     with pytest.raises(PeerError, match=r"ended with status 1.*\n.*no memory"):
         tree.check_alive()
     tree.stop(grace_s=0.0)
+
+
+def test_a_program_runs_in_the_folder_of_its_log_not_in_ours(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", "import os, sys; sys.exit(os.getcwd())")
+    tree = ProcessTree("vllm", command, environment={}, log=tmp_path / "log")
+    tree.process.wait()
+    tree.stop(grace_s=0.0)
+    assert (tmp_path / "log").read_text().split() == [str(tmp_path)]

@@ -35,8 +35,8 @@ def record(late_s: float = 0.0, *, gap_s: float = 0.05, **changes: object) -> Re
     return RequestRecord(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def found(*records: RequestRecord, cpu: CpuUse | None = QUIET, is_self_served: bool = True) -> list[str]:
-    return doubts(records, cpu, num_processes=1, is_self_served=is_self_served)
+def found(*records: RequestRecord, cpu: CpuUse | None = QUIET) -> list[str]:
+    return doubts(records, cpu, num_processes=1)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_answers_of_one_token_are_compared_by_their_first() -> None:
 def test_a_server_that_others_may_be_has_no_core_to_spare_either() -> None:
     """With --url nobody knows whose the others are; all cores busy is said all the same."""
     busy = msgspec.structs.replace(QUIET, server=None, others=1.81)
-    (said,) = found(record(), cpu=busy, is_self_served=False)
+    (said,) = found(record(), cpu=busy)
     assert said.startswith("1.91 of 2 cores of this machine were busy, 1.81 with other programs")
-    assert found(record(), cpu=msgspec.structs.replace(busy, others=1.0), is_self_served=False) == []
+    assert found(record(), cpu=msgspec.structs.replace(busy, others=1.0)) == []
 
 
 def test_failures_are_named_first() -> None:

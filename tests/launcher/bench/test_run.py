@@ -25,6 +25,7 @@ from kvrelay.launcher.bench.cpu import CpuMeter
 from kvrelay.launcher.bench.environment import checkout_commit, environment
 from kvrelay.launcher.bench.errors import BenchError
 from kvrelay.launcher.bench.generator import Report
+from kvrelay.launcher.bench.prepare import check_server_pid
 from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult, read_result
 from kvrelay.launcher.bench.run import counted_cpu, settings_as_given, window_of
 from kvrelay.launcher.bench.server import local_settings, served_model
@@ -250,6 +251,8 @@ def test_ctrl_c_ends_the_run_and_shows_what_there_is(server: StubServer, shown: 
         (["--serve", "prefill=1"], "--url and --self-serve are both given"),
         (["--plots", "/dev/null/x"], "--plots: cannot make /dev/null/x"),
         (["--output", "."], "--output is '.'; it must be a file"),
+        (["--output", "/proc/run.json"], "--output: cannot write in /proc"),
+        (["--server-pid", "4194305"], "--server-pid is 4194305: there is no such process on this machine"),
         (["--api-key", "a\nb"], "--api-key: a header can only carry printable ASCII"),
     ],
 )
@@ -290,6 +293,8 @@ def test_what_self_serve_starts() -> None:
         local_settings(build(BenchSettings, {"serve": "prefil=2"}))
     with pytest.raises(SettingsError, match="--serve: --decode is 0; it must be at least 1"):
         local_settings(build(BenchSettings, {"serve": "decode=0"}))
+    with pytest.raises(SettingsError, match="--server-pid is given with --self-serve"):
+        check_server_pid(build(BenchSettings, {"self_serve": True, "server_pid": os.getpid()}))
 
 
 def test_the_settings_of_a_result_build_the_same_settings_again() -> None:
