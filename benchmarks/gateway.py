@@ -33,6 +33,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -42,11 +43,12 @@ import psutil
 import uvloop
 import zmq
 from gateway_ends import FIRST_MARK, DirectClient, PacedWorker, prompt_of
+from gateway_figures import added
 from gateway_load import least_gateway, throughput
 
 from kvrelay.launcher.bench.client import StreamingClient
+from kvrelay.launcher.bench.environment import environment
 from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
-from kvrelay.launcher.bench.summary import percentile
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.ports import free_ports
 
@@ -235,7 +237,8 @@ def main(
         figures |= added_time(Load(streams, rounds, tokens=64, step_s=step_ms * 1e-3), repeats, busy_poll_ms)
     figures |= throughput(load_streams, load_seconds, load_step_ms, workers, load_rounds)
     if output is not None:
-        output.write_text(json.dumps(figures, indent=1))
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        output.write_text(json.dumps({"date": date, "environment": environment(), "figures": figures}, indent=1))
 
 
 def added_time(pace: Load, repeats: int, poll_ms: float) -> dict[str, float]:
@@ -249,7 +252,7 @@ def added_time(pace: Load, repeats: int, poll_ms: float) -> dict[str, float]:
         for polled_ms in list(suffixes)[:: -1 if number % 2 else 1]:
             through = uvloop.run(measure_gateway(directory, pace, polled_ms))
             for name in direct:
-                for figure, value in _added(name, direct[name], least[name], through[name]).items():
+                for figure, value in added(name, direct[name], least[name], through[name]).items():
                     measured.setdefault(f"{figure}{suffixes[polled_ms]}", []).append(value)
     figures = {figure: statistics.median(values) for figure, values in measured.items()}
     for suffix in suffixes.values():
@@ -262,16 +265,6 @@ def added_time(pace: Load, repeats: int, poll_ms: float) -> dict[str, float]:
             )
             print(f"    without a gateway it takes {figures[f'{name} direct ms{suffix}']:.2f} ms")
     return figures
-
-
-def _added(name: str, direct: list[float], least: list[float], through: list[float]) -> dict[str, float]:
-    """The figures of one kind of token, of one repeat."""
-    without_ms = statistics.median(direct) * 1e3
-    least_ms = statistics.median(least) * 1e3 - without_ms
-    ordered = sorted(value * 1e3 - without_ms for value in through)
-    figures = {f"{name} {q} ms": percentile(ordered, share) for q, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
-    figures |= {f"{name} direct ms": without_ms, f"{name} least p50 ms": least_ms}
-    return figures | {f"{name} p50 to least": figures[f"{name} p50 ms"] / least_ms}
 
 
 if __name__ == "__main__":

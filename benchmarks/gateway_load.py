@@ -44,14 +44,15 @@ def throughput(streams: int, seconds: float, step_ms: float, workers: Sequence[i
     figures: dict[str, float] = {}
     for count in (*workers, _LEAST):
         load = {name: statistics.median(one[count][name] for one in measured) for name in measured[0][count]}
-        what = "the least gateway" if count == _LEAST else f"{count} gateway process(es)"
+        what = _name_of(count)
         suffix = "" if count == workers[0] else f" {'least' if count == _LEAST else f'workers={count}'}"
         figures |= {f"{name}{suffix}": value for name, value in load.items()}
         print(
             f"{streams} streams, {what}: {load['tokens_per_s']:.0f} tokens/s; gateway "
             f"{load['gateway_us_per_token']:.1f} CPU s per million tokens ({load['gateway_busiest_share']:.0%} of it in one "
             f"process) and {load['gateway_mb']:.0f} MB, worker {load['worker_us_per_token']:.1f} CPU s; "
-            f"generator {load.get('generator_cores', float('nan')):.2f} cores"
+            f"generator {load.get('generator_cores', float('nan')):.2f} cores, the hypervisor took "
+            f"{load.get('stolen_cores', float('nan')):.2f}"
         )
         if suffix:
             ratios = {
@@ -64,6 +65,10 @@ def throughput(streams: int, seconds: float, step_ms: float, workers: Sequence[i
                 f"{ratios['tokens_per_s']:.2f} times the tokens/s here"
             )
     return figures
+
+
+def _name_of(workers: int) -> str:
+    return "the least gateway" if workers == _LEAST else f"{workers} gateway process(es)"
 
 
 def measure_throughput(streams: int, seconds: float, step_ms: float, workers: int) -> dict[str, float]:
@@ -96,6 +101,8 @@ def measure_throughput(streams: int, seconds: float, step_ms: float, workers: in
     whole = summarize(result).all
     if whole.num_ok != whole.num_requests:
         raise SystemExit(f"{whole.num_requests - whole.num_ok} requests failed: {whole.errors}")
+    for warning in result.warnings:
+        print(f"  doubtful, {_name_of(workers)}: {warning}")
     num_tokens = sum(request.output_tokens for request in result.requests)
     figures = {
         "tokens_per_s": whole.output_tokens_per_s,
@@ -105,7 +112,7 @@ def measure_throughput(streams: int, seconds: float, step_ms: float, workers: in
         "gateway_mb": memory_mb,
     }
     if result.cpu is not None:
-        figures |= {"generator_cores": result.cpu.generator, "other_cores": result.cpu.others + result.cpu.stolen}
+        figures |= {"generator_cores": result.cpu.generator, "stolen_cores": result.cpu.stolen}
     return figures
 
 

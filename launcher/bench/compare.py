@@ -127,7 +127,10 @@ def comparison_doubts(results: Sequence[RunResult]) -> list[str]:
                     f"{first.environment.get(name)} and {other.environment.get(name)}"
                 )
         if first.cpu is not None and other.cpu is not None:
-            shares = [cpu.others + cpu.stolen for cpu in (first.cpu, other.cpu)]
+            both = (first.cpu, other.cpu)
+            # Where a server's processes are not known, it may be one of the others.
+            has_others = all(cpu.server is not None for cpu in both)
+            shares = [cpu.stolen + (cpu.others if has_others else 0.0) for cpu in both]
             if abs(shares[0] - shares[1]) > _MAX_CPU_DIFFERENCE:
                 doubts.append(
                     f"others took {shares[0]:.2f} cores during {first.name} and {shares[1]:.2f} during {other.name}; "

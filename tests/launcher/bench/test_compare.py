@@ -63,6 +63,16 @@ def test_loads_that_differ_are_named() -> None:
     assert "input_len 100 and 200" in doubts[2]
 
 
+def test_a_server_that_may_be_one_of_the_others_is_no_disturbance() -> None:
+    """With --url the CPU of a server on this machine is in the others'."""
+    unknown = msgspec.structs.replace(CPU, server=None, others=1.55)
+    assert comparison_doubts([good("a", warnings=[]), good("b", cpu=unknown, warnings=[])]) == []
+    stolen = msgspec.structs.replace(unknown, stolen=0.5)
+    assert comparison_doubts([good("a", warnings=[]), good("b", cpu=stolen, warnings=[])]) == [
+        "others took 0.00 cores during a and 0.50 during b; measure again, alternating"
+    ]
+
+
 def test_what_may_be_compared_on_purpose_is_named() -> None:
     environment = {"cpu": "one", "kvrelay": "0.1.0", "commit": "abc", "torch": "2.9"}
     settings = {"input_len": "100", "seed": "0"}
