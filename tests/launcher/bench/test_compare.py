@@ -147,3 +147,14 @@ def test_a_place_for_plots_that_is_a_file_is_refused(tmp_path: Path) -> None:
     write_result(path, result())
     with pytest.raises(ResultFileError, match=r"cannot write plots to .*a\.json"):
         run_compare([path, path], path)
+
+
+def test_goodput_is_that_of_what_met_the_slo() -> None:
+    late = msgspec.structs.replace(result().requests[0], chunk_s=[0.6 + 0.02 * place for place in range(50)])
+    slo = {"ttft": 0.5}
+    slow = result("slow", requests=[late, *result().requests[1:]], slo=slo)
+    rows = lines_of(slow, result("fast", slo=slo))
+    (goodput,) = [cells for name, cells in rows.items() if name.startswith("all: good")]
+    assert goodput == ["1.50", "2.00", "1.33x better"]
+    (requests,) = [cells for name, cells in rows.items() if name.startswith("all: requests")]
+    assert requests == ["2.00", "2.00", "1.00x"]

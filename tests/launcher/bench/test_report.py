@@ -147,3 +147,17 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("per_s", "text"), [(0.0, "0.00"), (6.144, "6.14"), (61.44, "61.4"), (12345.6, "12346")])
 def test_rates(per_s: float, text: str) -> None:
     assert rate_text(per_s) == text
+
+
+def test_every_figure_stands_in_its_own_cell() -> None:
+    run = result()
+    late = msgspec.structs.replace(
+        run.requests[0], chunk_s=[0.6 + 0.02 * place for place in range(50)], finished_s=1.58
+    )
+    text = printed(result(requests=[late, *run.requests[1:]], slo={"ttft": 0.5}))
+    rows = {row[0]: row[1:] for line in text.splitlines() if (row := [cell for cell in line.split("  ") if cell])}
+    rows = {name.strip(): [cell.strip() for cell in cells] for name, cells in rows.items()}
+    # Five sent, four answered in two seconds, three of them in time; 200 tokens out, and 400 in.
+    assert rows["all"] == ["5", "1", "2.00", "100.0", "300.0", "400", "200", "60.0%", "1.50"]
+    assert rows["first token"][:3] == ["4", "338 ms", "250 ms"]
+    assert rows["end to end"][:3] == ["4", "1.32 s", "1.23 s"]
