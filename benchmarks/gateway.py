@@ -235,10 +235,15 @@ def main(
     figures: dict[str, float] = {}
     if not only_throughput:
         figures |= added_time(Load(streams, rounds, tokens=64, step_s=step_ms * 1e-3), repeats, busy_poll_ms)
-    figures |= throughput(load_streams, load_seconds, load_step_ms, workers, load_rounds)
+    load = throughput(load_streams, load_seconds, load_step_ms, workers, load_rounds)
     if output is not None:
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        output.write_text(json.dumps({"date": date, "environment": environment(), "figures": figures}, indent=1))
+        document = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "environment": environment(),
+            "figures": figures | load.figures,
+            "warnings": load.warnings,
+        }
+        output.write_text(json.dumps(document, indent=1))
 
 
 def added_time(pace: Load, repeats: int, poll_ms: float) -> dict[str, float]:

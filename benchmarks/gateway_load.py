@@ -15,12 +15,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import msgspec
 import psutil
+from peers.load import judged
 
-from kvrelay.launcher.bench.records import read_result
+from kvrelay.launcher.bench.records import RunResult, read_result
 from kvrelay.launcher.bench.summary import summarize
 from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model
@@ -30,7 +33,15 @@ from kvrelay.launcher.settings import LocalSettings
 _LEAST = 0  # in the place of a number of processes: the least gateway
 
 
-def throughput(streams: int, seconds: float, step_ms: float, workers: Sequence[int], rounds: int) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Figures by name, and what makes them doubtful."""
+
+    figures: dict[str, float]
+    warnings: list[str]
+
+
+def throughput(streams: int, seconds: float, step_ms: float, workers: Sequence[int], rounds: int) -> Measured:
     """Measure and print it, for each number of gateway processes; figures of others than the first are named after it.
 
     Each round measures all of them, and the least gateway; ratios are those within a round, so a machine that is slower for a while
@@ -42,8 +53,10 @@ def throughput(streams: int, seconds: float, step_ms: float, workers: Sequence[i
         for number in range(rounds)
     ]
     figures: dict[str, float] = {}
+    warnings: list[str] = []
     for count in (*workers, _LEAST):
-        load = {name: statistics.median(one[count][name] for one in measured) for name in measured[0][count]}
+        names = measured[0][count].figures
+        load = {name: statistics.median(one[count].figures[name] for one in measured) for name in names}
         what = _name_of(count)
         suffix = "" if count == workers[0] else f" {'least' if count == _LEAST else f'workers={count}'}"
         figures |= {f"{name}{suffix}": value for name, value in load.items()}
@@ -51,12 +64,16 @@ def throughput(streams: int, seconds: float, step_ms: float, workers: Sequence[i
             f"{streams} streams, {what}: {load['tokens_per_s']:.0f} tokens/s; gateway "
             f"{load['gateway_us_per_token']:.1f} CPU s per million tokens ({load['gateway_busiest_share']:.0%} of it in one "
             f"process) and {load['gateway_mb']:.0f} MB, worker {load['worker_us_per_token']:.1f} CPU s; "
-            f"generator {load.get('generator_cores', float('nan')):.2f} cores, the hypervisor took "
-            f"{load.get('stolen_cores', float('nan')):.2f}"
+            f"generator {load.get('generator_cores', float('nan')):.2f} cores, others "
+            f"{load.get('other_cores', float('nan')):.2f}, stolen {load.get('stolen_cores', float('nan')):.2f}"
         )
+        for number, one in enumerate(measured, 1):
+            for warning in one[count].warnings:
+                print(f"  doubtful, round {number}: {warning}")
+                warnings.append(f"{what}, round {number}: {warning}")
         if suffix:
             ratios = {
-                name: statistics.median(one[count][name] / one[workers[0]][name] for one in measured)
+                name: statistics.median(one[count].figures[name] / one[workers[0]].figures[name] for one in measured)
                 for name in ("gateway_us_per_token", "tokens_per_s")
             }
             figures |= {f"{name}{suffix} ratio": value for name, value in ratios.items()}
@@ -64,14 +81,14 @@ def throughput(streams: int, seconds: float, step_ms: float, workers: Sequence[i
                 f"  {what} against {workers[0]}: {ratios['gateway_us_per_token']:.2f} times the CPU time per token, "
                 f"{ratios['tokens_per_s']:.2f} times the tokens/s here"
             )
-    return figures
+    return Measured(figures, warnings)
 
 
 def _name_of(workers: int) -> str:
     return "the least gateway" if workers == _LEAST else f"{workers} gateway process(es)"
 
 
-def measure_throughput(streams: int, seconds: float, step_ms: float, workers: int) -> dict[str, float]:
+def measure_throughput(streams: int, seconds: float, step_ms: float, workers: int) -> Measured:
     """Streamed tokens per second with a fake decode worker, and what each process used of the CPU."""
     os.environ |= {
         "KVRELAY_FAKE_STEP_MS": f"{step_ms:g}", "KVRELAY_FAKE_TOKEN_US": "0", "KVRELAY_FAKE_TOKEN_BYTES": "64",
@@ -98,22 +115,35 @@ def measure_throughput(streams: int, seconds: float, step_ms: float, workers: in
             worker_s = _cpu_s(worker) - worker_before_s
             memory_mb = sum(one.memory_info().rss for one in gateways) / 2**20
             result = read_result(output)
+    return figures_of(result, used_s, worker_s, memory_mb)
+
+
+def figures_of(result: RunResult, gateway_s: Sequence[float], worker_s: float, memory_mb: float) -> Measured:
+    """Pure: from a run, and the CPU time of each of the gateway's processes and of the worker during it.
+
+    Raises SystemExit if requests failed.
+    """
     whole = summarize(result).all
     if whole.num_ok != whole.num_requests:
         raise SystemExit(f"{whole.num_requests - whole.num_ok} requests failed: {whole.errors}")
-    for warning in result.warnings:
-        print(f"  doubtful, {_name_of(workers)}: {warning}")
     num_tokens = sum(request.output_tokens for request in result.requests)
     figures = {
         "tokens_per_s": whole.output_tokens_per_s,
-        "gateway_us_per_token": sum(used_s) / num_tokens * 1e6,
-        "gateway_busiest_share": max(used_s) / sum(used_s),
+        "gateway_us_per_token": sum(gateway_s) / num_tokens * 1e6,
+        "gateway_busiest_share": max(gateway_s) / sum(gateway_s),
         "worker_us_per_token": worker_s / num_tokens * 1e6,
         "gateway_mb": memory_mb,
     }
-    if result.cpu is not None:
-        figures |= {"generator_cores": result.cpu.generator, "stolen_cores": result.cpu.stolen}
-    return figures
+    if result.cpu is None:
+        return Measured(figures, result.warnings)
+    served = (sum(gateway_s) + worker_s) / max(request.finished_s for request in result.requests)
+    others = max(0.0, result.cpu.others - served)  # the generator takes gateway and worker for somebody else's
+    result = judged(result, msgspec.structs.replace(result.cpu, server=served, others=others))
+    assert result.cpu is not None
+    figures |= {
+        "generator_cores": result.cpu.generator, "other_cores": others, "stolen_cores": result.cpu.stolen
+    }  # fmt: skip
+    return Measured(figures, result.warnings)
 
 
 @contextmanager
