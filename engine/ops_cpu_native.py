@@ -11,7 +11,7 @@ import torch
 
 from kvrelay.engine.attention import AttentionPlan, AttentionScratch
 from kvrelay.engine.batch import Batch, Ints
-from kvrelay.engine.linear_cpu import Int8Linear, NativeLinear
+from kvrelay.engine.linear_cpu import Int8Linear, NativeLinear, has_packed_linear
 from kvrelay.engine.model_config import ModelConfig
 from kvrelay.engine.native import CpuKernels
 from kvrelay.engine.native.library import Step
@@ -92,7 +92,8 @@ class NativeCpuOps:
         self._config = config
         self._pool = pool
         self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
-        self._scratch = AttentionScratch(pool.dtype)
+        # torch's own bf16 products are slow where oneDNN has none.
+        self._scratch = AttentionScratch(pool.dtype if has_packed_linear(pool.dtype) else torch.float32)
         self._kernels = kernels
         self._has_int8_weights = has_int8_weights
 
@@ -140,8 +141,16 @@ class NativeCpuOps:
 
 
 def has_native_linear(kernels: CpuKernels, weight: Weight) -> bool:
-    """Whether our product is the faster one: not where the processor multiplies tiles (AMX), which oneDNN makes use of."""
-    return kernels.has_bf16_dot_products and weight.shape[1] % 2 == 0 and not torch.cpu._is_amx_tile_supported()
+    """Whether our product is the faster one.
+
+    Not where the processor multiplies tiles (AMX), which oneDNN makes use of. Without bf16 dot products only where oneDNN has no
+    bf16 on this processor at all: there ours multiplies floats.
+    """
+    if weight.shape[1] % 2:
+        return False
+    if kernels.has_bf16_dot_products:
+        return not torch.cpu._is_amx_tile_supported()
+    return not has_packed_linear(torch.bfloat16)
 
 
 def _address(array: Ints) -> int:

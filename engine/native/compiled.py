@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SOURCES = tuple(
-    Path(__file__).with_name(f"{name}.cpp") for name in ("ops", "linear", "decode_attention", "prefill_attention")
+    Path(__file__).with_name(f"{name}.cpp")
+    for name in ("ops", "linear", "linear_dot_products", "linear_portable", "decode_attention", "prefill_attention")
 )
-_HEADER = Path(__file__).with_name("step.h")
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("step.h", "linear.h"))
 _FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
 _COMPILE_S = 120.0
 
@@ -105,7 +106,7 @@ def _prebuilt(directory: Path, flags: frozenset[str]) -> Path:
 
 
 def _source_texts() -> list[str]:
-    return [source.read_text() for source in (_HEADER, *_SOURCES)]
+    return [source.read_text() for source in (*_HEADERS, *_SOURCES)]
 
 
 def _key(compiler: str) -> str:

@@ -52,7 +52,7 @@ class CpuKernels:
         self._prefill_attention = library.kvrelay_prefill_attention
         self._prefill_attention.argtypes = (pointer, integer, pointer, integer, real, pointer)
         self._prefill_attention.restype = None
-        # Else the processor has none: no ``linear`` then, and no ``prefill_attention``.
+        # Else the processor has none: a ``linear`` of floats then, and no ``prefill_attention``.
         self.has_bf16_dot_products: bool = bool(library.kvrelay_has_bf16_dot_products())
         for function in (self._rms_norm, self._silu_mul, self._argmax, self._rotary, self._pack, self._linear):
             function.restype = None

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <limits>
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -29,16 +29,30 @@ inline vec load(const bf16* from) {
     return wide;
 }
 
+#ifndef __AVX512BF16__
+// The bits of the nearest bf16, even if there are two, in the upper half of each lane, and nothing in the lower one; a NaN stays one.
+inline uvec nearest(vec wide) {
+    uvec bits;
+    std::memcpy(&bits, &wide, sizeof bits);
+    const uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+    const uvec is_nan = (uvec)((bits & 0x7fffffff) > 0x7f800000);
+    return (rounded & ~is_nan) | (0x7fc00000 & is_nan);
+}
+#endif
+
 // Round to nearest even; a NaN stays one. The instruction makes zeros of what is too small to be normal (1e-38).
 inline hvec narrow(vec wide) {
 #ifdef __AVX512BF16__
     return (hvec)_mm512_cvtneps_pbh((__m512)wide);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    // GCC makes sixteen single moves of what two instructions do.
+    const uvec halves = nearest(wide) >> 16;
+    __m256i low, high;
+    std::memcpy(&low, &halves, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&halves) + sizeof low, sizeof high);
+    return (hvec)_mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
 #else
-    uvec bits;
-    std::memcpy(&bits, &wide, sizeof bits);
-    const uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const uvec is_nan = (uvec)((bits & 0x7fffffff) > 0x7f800000);
-    return __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), hvec);
+    return __builtin_convertvector(nearest(wide) >> 16, hvec);
 #endif
 }
 
@@ -48,7 +62,11 @@ inline void store(bf16* to, vec wide) {
 }
 
 inline vec rounded(vec wide) {
+#ifdef __AVX512BF16__
     const uvec bits = __builtin_convertvector(narrow(wide), uvec) << 16;
+#else
+    const uvec bits = nearest(wide);
+#endif
     std::memcpy(&wide, &bits, sizeof wide);
     return wide;
 }
