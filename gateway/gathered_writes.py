@@ -51,9 +51,13 @@ class GatheredWrites:
         if parts is not None:
             _write(cycle, parts)
 
+    def touch(self) -> None:
+        """Something was written past this: more may be near."""
+        self._busy_poll.touch()
+
     def _write_due(self) -> None:
         self._is_due = False
-        self._busy_poll.touch()
+        self.touch()
         self._write_all()
 
     def _write_all(self) -> None:

@@ -136,8 +136,9 @@ class HttpProcesses:
     )
     busy_poll_ms: float = setting(
         0.0,
-        "how long a process looks for more without sleeping after something came or was written; 20 to 50 halve what the gateway "
-        "adds to a token, and take the whole core while there are streams, which should then be its own",
+        "how long a process looks for more without sleeping after something came or was written; with more than the time "
+        "between two tokens, say 50, a gateway adds down to half as much to one, and takes the whole core while there are "
+        "streams, which should then be its own",
         unit="ms",
         minimum=0,
         maximum=1000,

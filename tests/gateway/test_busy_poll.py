@@ -16,6 +16,7 @@ from kvrelay.gateway import serving as serving_module
 from kvrelay.gateway.busy_poll import BusyPoll
 from kvrelay.gateway.gathered_writes import GatheredWrites
 from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.reply import Exchange
 from kvrelay.gateway.settings import GatewaySettings
 
 from .http_port import GET, Recorder, answer, close, serving, until
@@ -98,6 +99,16 @@ async def test_what_is_written_keeps_it_looking() -> None:
     assert not poll.is_polling
     await turn_of_the_loop()
     assert (log, poll.is_polling) == ([("0", b"a")], True)
+
+
+async def test_a_first_token_keeps_it_looking() -> None:
+    """It goes past the gathered ones, and may come long behind its request."""
+    cycle = Mock(disconnected=False, response_started=False, default_headers=[], keep_alive=True)
+    cycle.flow.write_paused = False
+    poll = BusyPoll(60)
+    assert Exchange(cycle, GatheredWrites(poll)).begin((), b"a")
+    assert poll.is_polling
+    assert cycle.transport.write.call_count == 1
 
 
 @pytest.mark.parametrize("poll_s", [0.0, 60.0])
