@@ -32,29 +32,16 @@ _PIECE_SCORES = 2**19  # fp32 scores of one piece
 
 
 class AttentionScratch:
-    """Where pieces gather their K/V. One per model; a fresh allocation each time costs more in page faults than the copy.
-
-    ``dtype`` is what products are computed in: the pool's, or a wider one where the CPU multiplies that faster.
-    """
+    """Where pieces gather their K/V. One per model; a fresh allocation each time costs more in page faults than the copy."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        self._buffer = torch.empty(_PIECE_KV_BYTES // dtype.itemsize, dtype=dtype)
 
-    def gather(self, pool: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``pool[rows]`` ``[len(rows), row_len]`` in ``dtype``, valid until the next call."""
-        gathered = self._rows(pool.dtype, len(rows), pool.shape[1])
-        torch.index_select(pool, 0, rows, out=gathered)
-        if self.dtype == pool.dtype:
-            return gathered
-        return self._rows(self.dtype, *gathered.shape).copy_(gathered)
-
-    def _rows(self, dtype: torch.dtype, num_rows: int, row_len: int) -> torch.Tensor:
-        size = num_rows * row_len
-        buffer = self._buffers.get(dtype)
-        if buffer is None or buffer.numel() < size:  # one item alone may be larger than a piece ought to be
-            buffer = self._buffers[dtype] = torch.empty(max(size, _PIECE_KV_BYTES // dtype.itemsize), dtype=dtype)
-        return buffer[:size].view(num_rows, row_len)
+    def rows(self, num_rows: int, row_len: int) -> torch.Tensor:
+        """``[num_rows, row_len]``, valid until the next call."""
+        if self._buffer.numel() < num_rows * row_len:  # one item alone is larger than a piece ought to be
+            self._buffer = torch.empty(num_rows * row_len, dtype=self._buffer.dtype)
+        return self._buffer[: num_rows * row_len].view(num_rows, row_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +81,7 @@ class _Group:
 
 
 class AttentionPlan:
-    """The items of one step for one sliding window. ``skips_decode``: somebody else attends to rows of a single token."""
+    """The items of one step for one sliding window."""
 
     def __init__(
         self,
@@ -103,8 +90,6 @@ class AttentionPlan:
         num_q_heads: int,
         sliding_window: int | None,
         scratch: AttentionScratch,
-        *,
-        skips_decode: bool = False,
     ) -> None:
         # pool: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
         _, self._num_layers, _, self._num_kv_heads, self._block_size, self._head_dim = pool.shape
@@ -115,9 +100,7 @@ class AttentionPlan:
         split, end = batch.num_decode_rows, len(batch.rows)
         self._groups = []
         self._lone_query: _LoneQuery | None = None
-        if skips_decode:
-            pass
-        elif split == 1 and end == 1 and (sliding_window is None or batch.seq_lens[0] <= sliding_window):
+        if split == 1 and end == 1 and (sliding_window is None or batch.seq_lens[0] <= sliding_window):
             self._lone_query = self._plan_lone_query(batch)
         elif split > 0:
             self._groups.append(self._plan(batch, 0, split, 1))
@@ -234,7 +217,7 @@ class AttentionPlan:
     def run(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         """Attend with ``query`` ``[num_tokens, num_q_heads, head_dim]``, K/V of all positions already in the pool.
 
-        Writes every row of ``out``, of the same shape. Scores are rounded to the scratch's dtype once, as ``bmm`` gives
+        Writes every row of ``out``, of the same shape. Scores are rounded to the model's dtype once, as ``bmm`` gives
         them; softmax and the combination of items run in fp32.
         """
         if self._lone_query is not None:
@@ -251,8 +234,8 @@ class AttentionPlan:
 
     def _run_lone_query(self, lone: _LoneQuery, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         heads, head_dim = self._num_kv_heads, self._head_dim
-        gathered = self._scratch.gather(self._flat_pool, lone.pool_rows + layer * 2 * heads)
-        query = query.to(self._scratch.dtype)
+        gathered = self._scratch.rows(len(lone.pool_rows), self._flat_pool.shape[1])
+        torch.index_select(self._flat_pool, 0, lone.pool_rows + layer * 2 * heads, out=gathered)
         kv = gathered.view(2, 1, heads, -1, head_dim)[:, :, :, : lone.seq_len]
         # The query heads of one KV head are the rows of one matrix.
         attended = F.scaled_dot_product_attention(query.view(1, heads, self._group_size, head_dim), kv[0], kv[1])
@@ -264,7 +247,7 @@ class AttentionPlan:
         lanes = query[group.tokens] if group.queries is None else query.index_select(0, group.queries)
         # Query heads of one KV head are rows of one matrix: [num_tiles, kv_heads, group * tile, head_dim]
         tiles = lanes.view(num_tiles, tile, heads, per_head, head_dim).permute(0, 2, 3, 1, 4)
-        tiles = tiles.reshape(num_tiles, heads, per_head * tile, head_dim).to(self._scratch.dtype)
+        tiles = tiles.reshape(num_tiles, heads, per_head * tile, head_dim)
         if group.is_split:
             sums = _OnlineSums(tiles.shape)
             for piece in group.pieces:
@@ -277,15 +260,16 @@ class AttentionPlan:
         # [num_tiles, kv_heads, group, tile, head_dim] -> [num_tiles * tile, q_heads, head_dim]
         result = result.view(num_tiles, heads, per_head, tile, head_dim).permute(0, 3, 1, 2, 4)
         result = result.reshape(num_tiles * tile, heads * per_head, head_dim)
-        result = result if group.lanes is None else result.index_select(0, group.lanes)
-        out[group.tokens] = result.to(out.dtype)
+        out[group.tokens] = result if group.lanes is None else result.index_select(0, group.lanes)
 
     def _attend(
         self, group: _Group, piece: _Piece, tiles: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # -> ([n, kv_heads, group * tile, head_dim], [n, kv_heads, group * tile] fp32 if the group is split)
         heads, head_dim, num_items = self._num_kv_heads, self._head_dim, len(piece.tiles)
-        gathered = self._scratch.gather(self._flat_pool, piece.pool_rows + layer * 2 * heads)
+        rows = piece.pool_rows + layer * 2 * heads
+        gathered = self._scratch.rows(len(rows), self._flat_pool.shape[1])
+        torch.index_select(self._flat_pool, 0, rows, out=gathered)
         keys, values = gathered.view(2, num_items * heads, group.chunk, head_dim).unbind()
         items = tiles[piece.first_tile : piece.end_tile]
         if group.is_split:

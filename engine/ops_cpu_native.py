@@ -1,4 +1,9 @@
-"""The operations on the CPU in bf16, by our C++ kernels; matrix products by oneDNN where it is the faster."""
+"""The operations on the CPU in bf16, by our C++ kernels; matrix products by oneDNN where it is the faster.
+
+On processors of one kind, what a token is computed to does not depend on what else is in the step, nor on how its sequence was cut
+into steps: an answer that is computed anew goes on with the same words. That is not promised of 8-bit weights, nor of oneDNN's
+products.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.engine.attention import AttentionPlan, AttentionScratch
 from kvrelay.engine.batch import Batch, Ints
 from kvrelay.engine.linear_cpu import Int8Linear, NativeLinear, has_packed_linear
 from kvrelay.engine.model_config import ModelConfig
@@ -23,7 +27,7 @@ from kvrelay.engine.sampling_rows import SamplingRows
 
 
 class NativeCpuStep:
-    """Implements StepContext for one batch: attention by our kernels; of prompts by :class:`AttentionPlan` where there is none."""
+    """Implements StepContext for one batch."""
 
     def __init__(
         self,
@@ -31,19 +35,10 @@ class NativeCpuStep:
         config: ModelConfig,
         pool: torch.Tensor,
         tables: tuple[torch.Tensor, torch.Tensor],
-        scratch: AttentionScratch,
         kernels: CpuKernels,
     ) -> None:
         self._kernels = kernels
         self._windows = config.sliding_windows
-        self._num_decode_rows = batch.num_decode_rows
-        self._plans: dict[int | None, AttentionPlan] = {}
-        self._has_prompts = batch.num_decode_rows < len(batch.rows)
-        if self._has_prompts and not kernels.has_bf16_dot_products:
-            self._plans = {
-                window: AttentionPlan(batch, pool, config.num_q_heads, window, scratch, skips_decode=True)
-                for window in set(config.sliding_windows)
-            }
         _, num_layers, _, kv_heads, block_size, head_dim = pool.shape
         of_batch = (batch.positions, batch.slot_mapping, batch.block_tables, batch.seq_lens, batch.query_start_loc)
         arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in of_batch]
@@ -53,9 +48,8 @@ class NativeCpuStep:
             pool=pool.data_ptr(), cos=tables[0].data_ptr(), sin=tables[1].data_ptr(),
             positions=_address(positions), slots=_address(slots),
             block_tables=_address(block_tables), seq_lens=_address(seq_lens), query_starts=_address(query_starts),
-            num_tokens=len(positions), num_rows=len(seq_lens), num_decode_rows=batch.num_decode_rows,
-            max_blocks=block_tables.shape[1], num_layers=num_layers, q_heads=config.num_q_heads, kv_heads=kv_heads,
-            block_size=block_size, head_dim=head_dim,
+            num_tokens=len(positions), num_rows=len(seq_lens), max_blocks=block_tables.shape[1], num_layers=num_layers,
+            q_heads=config.num_q_heads, kv_heads=kv_heads, block_size=block_size, head_dim=head_dim,
         )  # fmt: skip
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
@@ -64,15 +58,7 @@ class NativeCpuStep:
 
     def attention(self, query: torch.Tensor, layer: int) -> torch.Tensor:
         """See StepContext."""
-        out = torch.empty_like(query)
-        window = self._windows[layer]
-        if self._num_decode_rows:
-            self._kernels.decode_attention(self._step, layer, query, window, out)
-        if self._plans:
-            self._plans[window].run(query, layer, out)
-        elif self._has_prompts:
-            self._kernels.prefill_attention(self._step, layer, query, window, out)
-        return out
+        return self._kernels.attention(self._step, layer, query, self._windows[layer])
 
 
 class NativeCpuOps:
@@ -92,8 +78,6 @@ class NativeCpuOps:
         self._config = config
         self._pool = pool
         self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
-        # torch's own bf16 products are slow where oneDNN has none.
-        self._scratch = AttentionScratch(pool.dtype if has_packed_linear(pool.dtype) else torch.float32)
         self._kernels = kernels
         self._has_int8_weights = has_int8_weights
 
@@ -113,7 +97,7 @@ class NativeCpuOps:
 
     def begin_step(self, batch: Batch) -> NativeCpuStep:
         """See Ops."""
-        return NativeCpuStep(batch, self._config, self._pool, self._tables, self._scratch, self._kernels)
+        return NativeCpuStep(batch, self._config, self._pool, self._tables, self._kernels)
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See Ops."""

@@ -25,7 +25,7 @@ class Step(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("pool", "cos", "sin", "positions", "slots", "block_tables", "seq_lens", "query_starts")
         ),
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "num_decode_rows", "max_blocks")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "max_blocks")),
         *((name, ctypes.c_int64) for name in ("num_layers", "q_heads", "kv_heads", "block_size", "head_dim")),
     ]
 
@@ -43,18 +43,17 @@ class CpuKernels:
         self._argmax.argtypes = (pointer, pointer, integer, integer)
         self._rotary = library.kvrelay_rotary_kv_write
         self._rotary.argtypes = (pointer, integer, pointer, pointer, pointer, integer, integer, integer, pointer)
-        self._attention = library.kvrelay_decode_attention
+        self._attention = library.kvrelay_attention
         self._attention.argtypes = (pointer, integer, pointer, integer, real, pointer)
         self._pack = library.kvrelay_pack_weight
         self._pack.argtypes = (pointer, pointer, integer, integer)
         self._linear = library.kvrelay_linear
         self._linear.argtypes = (pointer, pointer, pointer, pointer, integer, integer, integer)
-        self._prefill_attention = library.kvrelay_prefill_attention
-        self._prefill_attention.argtypes = (pointer, integer, pointer, integer, real, pointer)
-        self._prefill_attention.restype = None
-        # Else the processor has none: a ``linear`` of floats then, and no ``prefill_attention``.
+        # Else the processor has none, and products are of floats.
         self.has_bf16_dot_products: bool = bool(library.kvrelay_has_bf16_dot_products())
-        for function in (self._rms_norm, self._silu_mul, self._argmax, self._rotary, self._pack, self._linear):
+        for function in (
+            self._rms_norm, self._silu_mul, self._argmax, self._rotary, self._attention, self._pack, self._linear,
+        ):  # fmt: skip
             function.restype = None
 
     @classmethod
@@ -126,17 +125,13 @@ class CpuKernels:
         )  # fmt: skip
         return rotated
 
-    def decode_attention(
-        self, step: Step, layer: int, query: torch.Tensor, window: int | None, out: torch.Tensor
-    ) -> None:
-        """Attention of the leading ``step.num_decode_rows`` tokens of ``query`` over the pool, into those of ``out``."""
-        scale = query.shape[-1] ** -0.5
-        if self._attention(ctypes.byref(step), layer, query.data_ptr(), window or 0, scale, out.data_ptr()):
-            raise ValueError(f"no kernel for head_dim {query.shape[-1]}; there is for {_HEAD_DIMS}")
+    def attention(self, step: Step, layer: int, query: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Attention of ``query`` ``[num_tokens, q_heads, head_dim]`` over the pool, in the same shape.
 
-    def prefill_attention(
-        self, step: Step, layer: int, query: torch.Tensor, window: int | None, out: torch.Tensor
-    ) -> None:
-        """Attention of all tokens behind the leading ``step.num_decode_rows``, over the pool, into theirs of ``out``."""
+        A token's result has the same bits whatever else is in the step, and however its sequence was cut into steps.
+        """
+        query = query.contiguous()
+        out = torch.empty_like(query)
         scale = query.shape[-1] ** -0.5
-        self._prefill_attention(ctypes.byref(step), layer, query.data_ptr(), window or 0, scale, out.data_ptr())
+        self._attention(ctypes.byref(step), layer, query.data_ptr(), window or 0, scale, out.data_ptr())
+        return out

@@ -6,23 +6,24 @@
 #include <cstring>
 
 #include "linear.h"
+#include "step.h"
 
 namespace kvrelay {
 namespace {
 
 #ifdef __AVX512F__
-constexpr int64_t kLanes = 16, kTall = 8, kWide = 3;  // a tile's rows, and its vectors of outputs: sums for 32 registers
+constexpr int64_t kFloats = 16, kTall = 8, kWide = 3;  // a tile's rows, and its vectors of outputs: sums for 32 registers
 #else
-constexpr int64_t kLanes = 8, kTall = 6, kWide = 2;  // for 16
+constexpr int64_t kFloats = 8, kTall = 6, kWide = 2;  // for 16
 #endif
 constexpr int64_t kFewRows = 4;  // up to which each weight is expanded where it is used; for more, once for all
 constexpr int64_t kDeep = 256;   // inputs that are expanded at a time: what the first-level cache keeps of a tile's outputs
-constexpr int64_t kPart = kWide * kLanes;  // outputs of a tile
+constexpr int64_t kPart = kWide * kFloats;  // outputs of a tile
 
-typedef uint32_t bits __attribute__((vector_size(4 * kLanes)));
-typedef float fvec __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t loose_bits __attribute__((vector_size(4 * kLanes), aligned(2), may_alias));
-typedef float loose_fvec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef uint32_t bits __attribute__((vector_size(4 * kFloats)));
+typedef float fvec __attribute__((vector_size(4 * kFloats)));
+typedef uint32_t loose_bits __attribute__((vector_size(4 * kFloats), aligned(2), may_alias));
+typedef float loose_fvec __attribute__((vector_size(4 * kFloats), aligned(4), may_alias));
 typedef uint32_t loose_pair __attribute__((aligned(2), may_alias));
 
 inline fvec even(bits pairs) { return (fvec)(pairs << 16); }
@@ -30,13 +31,6 @@ inline fvec odd(bits pairs) { return (fvec)(pairs & 0xffff0000u); }
 
 // All lanes alike. By way of integers: 0.0f + x is an addition, since it makes 0.0 of -0.0.
 inline bits all(uint32_t value) { return bits{} + value; }
-
-inline bf16 narrow(float wide) {
-    uint32_t value;
-    std::memcpy(&value, &wide, sizeof value);
-    if ((value & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-    return static_cast<bf16>((value + 0x7fff + ((value >> 16) & 1)) >> 16);
-}
 
 // R rows from `row` with V vectors of a panel's outputs, from `output` on. Weights and rows are expanded where they are used.
 template <int R, int V>
@@ -46,27 +40,27 @@ void multiply_few(const Product& product, int64_t row, int64_t panel, int64_t ou
     const bf16* weight = product.panels + panel * kPanel * product.inputs + 2 * output;
     for (int64_t input = 0; input < product.inputs; input += 2, weight += 2 * kPanel) {
         fvec outputs[V];
-        for (int v = 0; v < V; ++v) outputs[v] = even(*(const loose_bits*)(weight + 2 * v * kLanes));
+        for (int v = 0; v < V; ++v) outputs[v] = even(*(const loose_bits*)(weight + 2 * v * kFloats));
         for (int r = 0; r < R; ++r) {
             const fvec value = even(all(*(const loose_pair*)(hidden + r * product.inputs + input)));
             for (int v = 0; v < V; ++v) sum[r][v] += outputs[v] * value;
         }
-        for (int v = 0; v < V; ++v) outputs[v] = odd(*(const loose_bits*)(weight + 2 * v * kLanes));
+        for (int v = 0; v < V; ++v) outputs[v] = odd(*(const loose_bits*)(weight + 2 * v * kFloats));
         for (int r = 0; r < R; ++r) {
             const fvec value = odd(all(*(const loose_pair*)(hidden + r * product.inputs + input)));
             for (int v = 0; v < V; ++v) sum[r][v] += outputs[v] * value;
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) *(loose_fvec*)(sums + r * kPanel + output + v * kLanes) = sum[r][v];
+        for (int v = 0; v < V; ++v) *(loose_fvec*)(sums + r * kPanel + output + v * kFloats) = sum[r][v];
 }
 
 // R = `rows` rows; one or two take all of a panel at once, which is then read from its beginning to its end.
 template <int R>
 void multiply_few_rows(int64_t rows, const Product& product, int64_t row, int64_t panel, float* sums) {
     if (rows == R) {
-        constexpr int V = R <= 2 ? kPanel / kLanes : 3;
-        for (int64_t output = 0; output < kPanel; output += V * kLanes) multiply_few<R, V>(product, row, panel, output, sums);
+        constexpr int V = R <= 2 ? kPanel / kFloats : 3;
+        for (int64_t output = 0; output < kPanel; output += V * kFloats) multiply_few<R, V>(product, row, panel, output, sums);
     } else if constexpr (R > 1)
         multiply_few_rows<R - 1>(rows, product, row, panel, sums);
 }
@@ -76,17 +70,17 @@ template <int R>
 void multiply_tile(const float* hidden, const float* weights, int64_t depth, float* sums) {
     fvec sum[R][kWide];
     for (int r = 0; r < R; ++r)
-        for (int v = 0; v < kWide; ++v) sum[r][v] = *(const loose_fvec*)(sums + r * kPanel + v * kLanes);
+        for (int v = 0; v < kWide; ++v) sum[r][v] = *(const loose_fvec*)(sums + r * kPanel + v * kFloats);
     for (int64_t input = 0; input < depth; ++input, weights += kPart) {
         fvec outputs[kWide];
-        for (int v = 0; v < kWide; ++v) outputs[v] = *(const loose_fvec*)(weights + v * kLanes);
+        for (int v = 0; v < kWide; ++v) outputs[v] = *(const loose_fvec*)(weights + v * kFloats);
         for (int r = 0; r < R; ++r) {
             const fvec value = (fvec)all(*(const loose_pair*)(hidden + r * kDeep + input));
             for (int v = 0; v < kWide; ++v) sum[r][v] += outputs[v] * value;
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int v = 0; v < kWide; ++v) *(loose_fvec*)(sums + r * kPanel + v * kLanes) = sum[r][v];
+        for (int v = 0; v < kWide; ++v) *(loose_fvec*)(sums + r * kPanel + v * kFloats) = sum[r][v];
 }
 
 template <int R>
@@ -101,7 +95,7 @@ void multiply_rows(int64_t rows, const float* hidden, const float* weights, int6
 void expand_weights(const bf16* from, int64_t depth, float* weights) {
     for (int64_t input = 0; input < depth; input += 2, from += 2 * kPanel)
         for (int64_t part = 0; part < kPanel; part += kPart)
-            for (int64_t lane = 0; lane < kPart; lane += kLanes) {
+            for (int64_t lane = 0; lane < kPart; lane += kFloats) {
                 const bits pairs = *(const loose_bits*)(from + 2 * (part + lane));
                 float* to = weights + part * kDeep + input * kPart + lane;
                 *(loose_fvec*)to = even(pairs);
@@ -142,10 +136,16 @@ void multiply_panel(const Product& product, int64_t panel, int64_t first, int64_
         multiply_many(product, panel, first, last - first, sums);
     const int64_t output = panel * kPanel, num_outputs = std::min(kPanel, product.outputs - output);
     for (int64_t row = first; row < last; ++row) {
-        const float* sum = sums + (row - first) * kPanel;
+        float* sum = sums + (row - first) * kPanel;
         bf16* out = product.out + row * product.outputs + output;
-        for (int64_t index = 0; index < num_outputs; ++index)
-            out[index] = narrow(product.bias == nullptr ? sum[index] : sum[index] + product.bias[output + index]);
+        if (product.bias != nullptr)
+            for (int64_t index = 0; index < num_outputs; ++index) sum[index] += product.bias[output + index];
+        for (int64_t index = 0; index < num_outputs; index += kLanes) {
+            vec wide;
+            std::memcpy(&wide, sum + index, sizeof wide);
+            const hvec half = narrow(wide);
+            std::memcpy(out + index, &half, std::min(kLanes, num_outputs - index) * sizeof(bf16));
+        }
     }
 }
 

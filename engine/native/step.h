@@ -126,7 +126,7 @@ struct Step {
     const int64_t* block_tables;  // [num_rows, max_blocks]
     const int64_t* seq_lens;      // [num_rows], this step's tokens included
     const int64_t* query_starts;  // [num_rows + 1]: each row's first token, and the end
-    int64_t num_tokens, num_rows, num_decode_rows, max_blocks;  // rows of a single token lead
+    int64_t num_tokens, num_rows, max_blocks;
     int64_t num_layers, q_heads, kv_heads, block_size, head_dim;
 };
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import random
 import shutil
 from pathlib import Path
@@ -26,16 +28,20 @@ from tests.engine.conftest import sequence
 from tests.engine.test_attention import RAGGED, dense
 
 
-@pytest.fixture(scope="module")
-def kernels() -> CpuKernels:
-    if shutil.which("g++") is None:
+@pytest.fixture(scope="module", params=[None, *compiled.VARIANTS], ids=lambda it: "native" if it is None else it.name)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
+    """For this very processor, and for each of the kinds that this one can stand in for."""
+    compiler = shutil.which("g++")
+    if compiler is None:
         pytest.skip("no g++")
-    return CpuKernels.load(default_cache_dir())
-
-
-def needs_dot_products(kernels: CpuKernels) -> None:
-    if not kernels.has_bf16_dot_products:
-        pytest.skip("this CPU has no bf16 dot products")
+    variant: compiled.Variant | None = request.param
+    if variant is None:
+        return CpuKernels.load(default_cache_dir())
+    if not variant.needs <= compiled.processor_flags():
+        pytest.skip("this CPU has not all of its instructions")
+    directory = tmp_path_factory.mktemp(variant.name)
+    compiled.compile_library(compiler, variant.flags, compiled.prebuilt_path(directory, variant))
+    return CpuKernels(ctypes.CDLL(str(compiled.prebuilt_path(directory, variant))))
 
 
 def bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -129,20 +135,10 @@ def test_argmax_of_logits_that_were_processed(kernels: CpuKernels) -> None:
     ("heads", "head_dim"), [((9, 3), 64), ((4, 4), 32), ((8, 1), 128), ((14, 2), 64), ((2, 2), 96)]
 )
 @pytest.mark.parametrize("block_size", [1, 16, 24])
-@pytest.mark.parametrize("has_dot_products", [True, False])
 def test_a_step_is_that_of_plain_torch(
-    kernels: CpuKernels,
-    heads: tuple[int, int],
-    head_dim: int,
-    block_size: int,
-    has_dot_products: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, block_size: int
 ) -> None:
     """Rotation and pool bit for bit; attention, of decode rows and chunks of prompts in one batch, as exact as torch's."""
-    if has_dot_products:
-        needs_dot_products(kernels)
-    else:
-        monkeypatch.setattr(kernels, "has_bf16_dot_products", False)
     config = config_of(heads, head_dim)
     batch, num_blocks = batch_of([(300, 1), (0, 1), (0, 70), (17, 1), (100, 20)], block_size)
     pool = bf16(num_blocks, 2, 2, heads[1], block_size, head_dim)
@@ -163,30 +159,17 @@ def test_a_step_is_that_of_plain_torch(
     torch.testing.assert_close(found, reference, rtol=0, atol=3e-2)
 
 
-@pytest.mark.parametrize("window", [None, 1, 20, 300])
-def test_decode_rows_against_the_dense_reference(kernels: CpuKernels, window: int | None) -> None:
-    rows = [(start + count - 1, 1) for start, count in RAGGED]
-    batch, num_blocks = batch_of(rows, 16)
-    pool = bf16(num_blocks, 2, 2, 2, 16, 64)
-    query = bf16(len(rows), 6, 64, seed=5)
-    step = NativeCpuOps(config_of((6, 2), 64, window=window), pool, 1024, kernels).begin_step(batch)
-    found = step.attention(query, 1)
-    for index, row in enumerate(batch.rows):
-        context = pool[row.sequence.block_table, 1].permute(1, 2, 0, 3, 4).flatten(2, 3)
-        keys, values = context[:, :, : int(batch.seq_lens[index])]
-        expected = dense(query[index : index + 1], keys, values, window)[0]
-        # Sums are fp32 from end to end; what is left is the rounding of the result.
-        torch.testing.assert_close(found[index].double(), expected, rtol=2**-8, atol=1e-4)
-
-
-@pytest.mark.parametrize("window", [None, 1, 20, 150])
+@pytest.mark.parametrize("window", [None, 1, 20, 150, 300])
 @pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 64), ((7, 1), 32), ((2, 2), 256)])
-def test_prompts_against_the_dense_reference(
+def test_attention_against_the_dense_reference(
     kernels: CpuKernels, heads: tuple[int, int], head_dim: int, window: int | None
 ) -> None:
-    """Chunks of every length around the sizes of tiles and chunks, with and without what was computed before."""
-    needs_dot_products(kernels)
-    rows = [(9, 1), (0, 2), (0, 63), (0, 64), (0, 65), (0, 300), (5, 128), (127, 129), (300, 3), (128, 256)]
+    """Chunks of every length around the sizes of tiles and chunks, with and without what was computed before; single tokens."""
+    rows = [
+        *((start + count - 1, 1) for start, count in RAGGED),
+        *((0, count) for count in (2, 63, 64, 65, 300)),
+        *((9, 1), (5, 128), (127, 129), (300, 3), (128, 256)),
+    ]
     batch, num_blocks = batch_of(rows, 16)
     pool = bf16(num_blocks, 2, 2, heads[1], 16, head_dim)
     # What lies behind a sequence's end must not be read: it may be NaN.
@@ -200,8 +183,61 @@ def test_prompts_against_the_dense_reference(
         keys, values = context[:, :, : int(batch.seq_lens[index])]
         tokens = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
         expected = dense(query[tokens], keys, values, window)
-        # Weights are rounded to bf16 before they meet the values.
-        torch.testing.assert_close(found[tokens].double(), expected, rtol=2**-7, atol=4e-3)
+        # For dot products of bf16 weights are rounded before they meet the values; else what is left is the result's rounding.
+        rtol, atol = (2**-7, 4e-3) if kernels.has_bf16_dot_products else (2**-8, 1e-4)
+        torch.testing.assert_close(found[tokens].double(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("window", [None, 20, 150])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "block_size"),
+    [((6, 2), 64, 16), ((14, 1), 32, 16), ((2, 2), 96, 24), ((16, 1), 128, 1), ((2, 1), 256, 16)],
+)
+def test_a_token_is_attended_to_in_one_way(
+    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, block_size: int, window: int | None
+) -> None:
+    """Bit for bit the same as one of a prompt, of any part of one, or alone, whatever else is in the step."""
+    num_tokens = 330
+    sizes = [-(-count // block_size) for count in (num_tokens, 7, 90)]
+    free = iter(random.Random(1).sample(range(sum(sizes)), sum(sizes)))
+    table, begins, far_table = ([next(free) for _ in range(size)] for size in sizes)
+    pool = bf16(sum(sizes), 2, 2, heads[1], block_size, head_dim)
+    query = bf16(num_tokens, heads[0], head_dim, seed=5, scale=2)
+    ops = NativeCpuOps(config_of(heads, head_dim, window=window), pool, 1024, kernels)
+
+    def attended(start: int, end: int) -> torch.Tensor:
+        """Tokens start .. end-1 in one step, beside a sequence that begins and one that has come far."""
+        row = StepRow(sequence([0] * end, table), end - start)
+        row.sequence.num_computed_tokens = start
+        far = sequence([0] * 90, far_table)
+        far.num_computed_tokens = 89
+        batch = build_batch([row, StepRow(sequence([0] * 7, begins), 7), StepRow(far, 1)], block_size)
+        place = next(index for index, other in enumerate(batch.rows) if other.sequence is row.sequence)
+        tokens = slice(int(batch.query_start_loc[place]), int(batch.query_start_loc[place + 1]))
+        packed = bf16(len(batch.positions), heads[0], head_dim, seed=6)
+        packed[tokens] = query[start:end]
+        return ops.begin_step(batch).attention(packed, 1)[tokens]
+
+    whole = attended(0, num_tokens)
+    cuts = [0, 1, 2, 9, 64, 65, 127, 128, 129, 200, 257, num_tokens]
+    assert torch.equal(torch.cat([attended(*part) for part in itertools.pairwise(cuts)]), whole)
+    assert torch.equal(torch.cat([attended(at, at + 1) for at in range(num_tokens)]), whole)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_a_broken_query_is_broken_alone(kernels: CpuKernels, head_dim: int) -> None:
+    """No sense is made of a NaN, wherever it stands in a tile; others do not get it."""
+    batch, num_blocks = batch_of([(40, 1), (0, 200), (300, 1)], 16)
+    pool = bf16(num_blocks, 2, 2, 1, 16, head_dim)
+    query = bf16(len(batch.positions), 2, head_dim)
+    step = NativeCpuOps(config_of((2, 1), head_dim), pool, 512, kernels).begin_step(batch)
+    expected = step.attention(query, 0)
+    broken = [0, 1, 5, 130, 201]
+    query[broken, 1, 7] = float("nan")
+    found = step.attention(query, 0)
+    assert found[broken, 1].isnan().all()
+    found[broken, 1] = expected[broken, 1]
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("rows", [[(40, 1), (2, 1)], [(0, 200), (40, 7)]])

@@ -1,0 +1,321 @@
+// Attention over paged K/V, of prompts and of single tokens alike.
+//
+// A task is a tile of queries of one sequence and one KV head; a decode step's is a tile of one query. It goes through the keys in
+// chunks: a chunk's keys and values are packed once for all query heads and queries of the tile, which then take their turns with
+// it, a few rows at a time: scores, running maximum and sum, weights, output (online softmax: Milakov and Gimelshein 2018; Dao et
+// al., "FlashAttention", 2022). Scores, sums and output are fp32.
+//
+// A query's result has the same bits whatever is computed beside it: alone, in a batch, in a prompt cut anywhere. Chunks begin at
+// multiples of their size, not where a tile begins; every sum has one order; and what a query does not see adds zeros (all values are
+// finite: rotary_kv_write sees to that). So an answer
+// that is computed anew somewhere else, its generated tokens now part of a prompt, goes on with the same words.
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "step.h"
+
+namespace {
+
+// Vectors as wide as the processor's registers. A word is what a lane multiplies at once: a pair of bf16 where the processor has
+// dot products of them, else one float.
+#ifdef __AVX512F__
+constexpr int64_t kWords = 16, kRows = 12;  // rows by two vectors of sums, and the registers are full
+#else
+constexpr int64_t kWords = 8, kRows = 6;
+#endif
+#ifdef __AVX512BF16__
+constexpr int64_t kDepth = 2;  // numbers of a word
+#else
+constexpr int64_t kDepth = 1;
+#endif
+constexpr int64_t kQueries = 64;        // positions of a tile
+constexpr int64_t kChunk = 128;         // keys packed at once
+constexpr int64_t kPanel = 2 * kWords;  // keys, or elements of a head, that a product computes at once
+constexpr int64_t kMaxDim = 256;
+constexpr float kLowest = -1e30f;  // below every score, and its differences stay finite
+
+typedef uint32_t words __attribute__((vector_size(4 * kWords)));
+typedef float sums __attribute__((vector_size(4 * kWords)));
+typedef uint16_t halves __attribute__((vector_size(2 * kWords)));
+
+template <typename To, typename From>
+inline To read(const From* from) {
+    To value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+template <typename Value, typename To>
+inline void write(To* to, Value value) {
+    std::memcpy(to, &value, sizeof value);
+}
+
+inline words widened(const bf16* from) { return __builtin_convertvector(read<halves>(from), words); }
+
+#ifdef __AVX512BF16__
+inline words words_of(const bf16* from) { return read<words>(from); }
+
+template <size_t... Lane>
+inline void put_pairs(uint32_t* to, const bf16* even, const bf16* odd, std::index_sequence<Lane...>) {
+    typedef uint16_t panel __attribute__((vector_size(2 * kPanel)));
+    const panel a = read<panel>(even), b = read<panel>(odd);
+    write(to, __builtin_shufflevector(a, b, (Lane / 2 + Lane % 2 * kPanel)...));
+    write(to + kWords, __builtin_shufflevector(a, b, (kWords + Lane / 2 + Lane % 2 * kPanel)...));
+}
+
+// A panel's words of values that follow each other.
+inline void put_values(uint32_t* to, const bf16* even, const bf16* odd) { put_pairs(to, even, odd, std::make_index_sequence<kPanel>()); }
+inline sums add_product(sums sum, words a, words b) { return (sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+inline void put_weights(uint32_t* to, vec weights) { write(to, narrow(weights)); }
+#else
+inline words words_of(const bf16* from) { return widened(from) << 16; }
+inline void put_values(uint32_t* to, const bf16* one, const bf16*) {
+    for (int64_t at = 0; at < kPanel; at += kWords) write(to + at, words_of(one + at));
+}
+inline sums add_product(sums sum, words a, words b) { return sum + (sums)a * (sums)b; }
+inline void put_weights(uint32_t* to, vec weights) { write(to, weights); }
+#endif
+
+// Two rows' part in a transposition: blocks of S by S change places.
+template <size_t S, size_t... Lane>
+inline void swap_blocks(words& a, words& b, std::index_sequence<Lane...>) {
+    const words low = __builtin_shufflevector(a, b, (Lane & S ? kWords + Lane - S : Lane)...);
+    b = __builtin_shufflevector(a, b, (Lane & S ? kWords + Lane : Lane + S)...);
+    a = low;
+}
+
+template <size_t S = 1>
+inline void transpose(words (&rows)[kWords]) {
+    for (size_t row = 0; row < kWords; ++row)
+        if (!(row & S)) swap_blocks<S>(rows[row], rows[row | S], std::make_index_sequence<kWords>());
+    if constexpr (2 * S < kWords) transpose<2 * S>(rows);
+}
+
+// out [R, P * kPanel] (out_stride) = or += a [R, depth] (a_stride) times P panels of b, [depth, kPanel] each (b_stride).
+template <int R, int P>
+void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int64_t depth, float* out,
+                   int64_t out_stride, bool adds) {
+    constexpr int V = 2 * P;
+    sums sum[R][V] = {};
+    if (adds)
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < V; ++v) sum[r][v] = read<sums>(out + r * out_stride + v * kWords);
+    for (int64_t at = 0; at < depth; ++at, b += kPanel) {
+        words panels[V];
+        for (int v = 0; v < V; ++v) panels[v] = read<words>(b + v / 2 * b_stride + v % 2 * kWords);
+        for (int r = 0; r < R; ++r) {
+            const words all = words{} + a[r * a_stride + at];
+            for (int v = 0; v < V; ++v) sum[r][v] = add_product(sum[r][v], panels[v], all);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) write(out + r * out_stride + v * kWords, sum[r][v]);
+}
+
+// As many panels as there are. Few rows take two at once: one alone would have too few sums to keep the processor busy.
+template <int R = kRows>
+void multiply(int64_t rows, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int64_t depth, int64_t panels,
+              float* out, int64_t out_stride, bool adds) {
+    if (rows == R) {
+        if constexpr (R <= kRows / 3)
+            for (; panels >= 2; panels -= 2, b += 2 * b_stride, out += 2 * kPanel)
+                multiply_tile<R, 2>(a, a_stride, b, b_stride, depth, out, out_stride, adds);
+        for (; panels > 0; --panels, b += b_stride, out += kPanel)
+            multiply_tile<R, 1>(a, a_stride, b, b_stride, depth, out, out_stride, adds);
+    } else if constexpr (R > 1)
+        multiply<R - 1>(rows, a, a_stride, b, b_stride, depth, panels, out, out_stride, adds);
+}
+
+struct Tile {
+    int64_t row;              // of the batch
+    int64_t query;            // its first, among the step's tokens
+    int64_t position, count;  // of the first query; how many queries there are
+    int64_t head;             // KV head
+};
+
+// What is not initialised, and begins where a cache line does.
+template <typename T>
+class Lines {
+    struct alignas(64) Line {
+        T elements[64 / sizeof(T)];
+    };
+    std::unique_ptr<Line[]> lines_;
+
+public:
+    explicit Lines(int64_t size) : lines_(new Line[(size * sizeof(T) + sizeof(Line) - 1) / sizeof(Line)]) {}
+    T* data() { return lines_[0].elements; }
+};
+
+// A thread's memory. A "lane" is a query of one query head: group * count of them in a tile, all heads of a position together.
+struct Scratch {
+    Lines<uint32_t> queries, keys, values, weights;
+    Lines<float> scores, outputs, highest, total;
+    const bf16* rows[kChunk];  // where the chunk's keys lie
+
+    Scratch(int64_t lanes, int64_t dim)
+        : queries(lanes * dim / kDepth), keys(kChunk * dim / kDepth), values(kChunk * dim / kDepth), weights(kRows * kChunk / kDepth),
+          scores(kRows * kChunk), outputs(lanes * dim), highest(lanes), total(lanes) {}
+};
+
+alignas(64) const bf16 kZeros[kMaxDim] = {};
+
+// Where keys first .. first+count-1 of a head lie. Behind the last one zeros, up to a whole panel; their values are zeros, too.
+int64_t locate(const bf16* base, const int64_t* table, int64_t block_size, int64_t block_stride, int64_t dim, int64_t first,
+               int64_t count, const bf16** rows) {
+    int64_t offset = first % block_size;
+    table += first / block_size;
+    for (int64_t index = 0; index < count; offset = 0, ++table)
+        for (const bf16* block = base + *table * block_stride; offset < block_size && index < count; ++offset, ++index)
+            rows[index] = block + offset * dim;
+    const int64_t padded = (count + kPanel - 1) / kPanel * kPanel;
+    for (int64_t index = count; index < padded; ++index) rows[index] = kZeros;
+    return padded;
+}
+
+// [keys / kPanel, dim / kDepth, kPanel]: a word of every key, a panel of keys side by side. The values, which lie elsewhere, are
+// fetched meanwhile: no hardware prefetcher sees them coming.
+void pack_keys(const bf16* const* rows, int64_t count, int64_t padded, int64_t dim, int64_t value_offset, uint32_t* packed) {
+    const int64_t depth = dim / kDepth;
+    for (int64_t key = 0; key < padded; key += kWords) {
+        for (int64_t index = key; index < std::min(key + kWords, count); ++index) prefetch(rows[index] + value_offset, dim);
+        uint32_t* panel = packed + key / kPanel * kPanel * depth + key % kPanel;
+        for (int64_t at = 0; at < depth; at += kWords) {
+            words block[kWords];
+            for (int64_t index = 0; index < kWords; ++index) block[index] = words_of(rows[key + index] + at * kDepth);
+            transpose(block);
+            for (int64_t index = 0; index < kWords; ++index) write(panel + (at + index) * kPanel, block[index]);
+        }
+    }
+}
+
+// [dim / kPanel, kChunk / kDepth, kPanel]: a word of values that follow each other, a panel of elements side by side.
+void pack_values(const bf16* const* rows, int64_t count, int64_t padded, int64_t dim, int64_t value_offset, uint32_t* packed) {
+    for (int64_t key = 0; key < padded; key += kDepth) {
+        const bf16* one = key < count ? rows[key] + value_offset : kZeros;
+        const bf16* two = key + 1 < count ? rows[key + 1] + value_offset : kZeros;
+        for (int64_t at = 0; at < dim; at += kPanel) put_values(packed + (at / kPanel * kChunk + key) / kDepth * kPanel, one + at, two + at);
+    }
+}
+
+// exp(x) for x <= 0, to 4e-6 of it, and nothing for what is too small: 2^n * 2^f, |f| <= 1/2, by the Taylor polynomial of degree 5.
+inline vec exponential_of_negative(vec x) {
+    const float shifter = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number, in its last bits
+    const vec power = x * 1.44269504f;
+    const vec shifted = power + shifter;
+    const vec f = power - (shifted - shifter);
+    vec p = vec{} + 1.33335581e-3f;
+    for (float factor : {9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f}) p = p * f + factor;
+    const uvec scaled = read<uvec>(&p) + (read<uvec>(&shifted) << 23);
+    return x > -87.0f ? read<vec>(&scaled) : vec{};
+}
+
+// What a lane makes of its scores of the first `width` keys, of which it sees low .. high-1: weights, and by how much all earlier
+// ones shrink.
+float weigh(float* scores, int64_t width, int64_t low, int64_t high, float scale, float* highest, float* total, uint32_t* weights) {
+    if (low >= high) {  // sees none of these keys
+        std::fill_n(weights, width / kDepth, 0);
+        return 1.0f;
+    }
+    std::fill_n(scores, low, kLowest);
+    std::fill_n(scores + high, width - high, kLowest);
+    vec highs = vec{} + kLowest;
+    for (int64_t at = 0; at < width; at += kLanes) {
+        const vec score = read<vec>(scores + at);
+        highs = score > highs ? score : highs;
+    }
+    const float before = *highest, now = std::max(before, greatest(highs) * scale);
+    vec sum_of = {};
+    for (int64_t at = 0; at < width; at += kLanes) {
+        const vec score = read<vec>(scores + at);
+        vec weight = exponential_of_negative(score * scale - now);
+        weight = score > kLowest ? weight : vec{};  // a broken query has no weights at all, and no sense is made of it: 0 / 0
+        sum_of += weight;
+        put_weights(weights + at / kDepth, weight);
+    }
+    const float shrinks = exponential_of_negative(vec{} + (before - now))[0];
+    *highest = now;
+    *total = *total * shrinks + sum(sum_of);
+    return shrinks;
+}
+
+void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query, int64_t window, float scale, bf16* out, Scratch& scratch) {
+    const int64_t dim = step->head_dim, depth = dim / kDepth, group = step->q_heads / step->kv_heads, lanes = group * tile.count;
+    const int64_t head_stride = step->block_size * dim, value_offset = step->kv_heads * head_stride;
+    const bf16* keys = step->pool + layer * layer_stride(step) + tile.head * head_stride;
+    const int64_t* table = step->block_tables + tile.row * step->max_blocks;
+
+    const int64_t offset = (tile.query * step->q_heads + tile.head * group) * dim, stride = step->q_heads * dim;
+    uint32_t *queries = scratch.queries.data(), *weights = scratch.weights.data();
+    float *scores = scratch.scores.data(), *outputs = scratch.outputs.data();
+    for (int64_t lane = 0; lane < lanes; ++lane)
+        for (int64_t at = 0; at < depth; at += kWords)
+            write(queries + lane * depth + at, words_of(query + offset + lane / group * stride + lane % group * dim + at * kDepth));
+    std::fill_n(outputs, lanes * dim, 0.0f);
+    std::fill_n(scratch.highest.data(), lanes, kLowest);
+    std::fill_n(scratch.total.data(), lanes, 0.0f);
+
+    const int64_t end = tile.position + tile.count;  // of the keys that the last query sees
+    const int64_t begin = window > 0 ? std::max<int64_t>(0, tile.position - window + 1) / kChunk * kChunk : 0;
+    for (int64_t first = begin; first < end; first += kChunk) {
+        const int64_t count = std::min(kChunk, end - first);
+        const int64_t padded = locate(keys, table, step->block_size, step->num_layers * layer_stride(step), dim, first, count, scratch.rows);
+        pack_keys(scratch.rows, count, padded, dim, value_offset, scratch.keys.data());
+        pack_values(scratch.rows, count, padded, dim, value_offset, scratch.values.data());
+        for (int64_t lane = 0; lane < lanes; lane += kRows) {
+            const int64_t rows = std::min(kRows, lanes - lane);
+            const int64_t seen = std::min(count, tile.position + (lane + rows - 1) / group + 1 - first);
+            if (seen <= 0) continue;
+            const int64_t width = (seen + kPanel - 1) / kPanel * kPanel;
+            multiply(rows, queries + lane * depth, depth, scratch.keys.data(), kPanel * depth, depth, width / kPanel, scores, kChunk,
+                     false);
+            for (int64_t row = 0; row < rows; ++row) {
+                const int64_t position = tile.position + (lane + row) / group;
+                const int64_t low = window > 0 ? std::max<int64_t>(0, position - window + 1 - first) : 0;
+                const int64_t high = std::clamp<int64_t>(position + 1 - first, 0, width);
+                const float shrinks = weigh(scores + row * kChunk, width, low, high, scale, scratch.highest.data() + lane + row,
+                                            scratch.total.data() + lane + row, weights + row * kChunk / kDepth);
+                float* output = outputs + (lane + row) * dim;
+                if (shrinks < 1.0f)
+                    for (int64_t at = 0; at < dim; ++at) output[at] *= shrinks;
+            }
+            multiply(rows, weights, kChunk / kDepth, scratch.values.data(), kChunk / kDepth * kPanel, width / kDepth, dim / kPanel,
+                     outputs + lane * dim, dim, true);
+        }
+    }
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+        bf16* to = out + offset + lane / group * stride + lane % group * dim;
+        for (int64_t at = 0; at < dim; at += kLanes) store(to + at, read<vec>(outputs + lane * dim + at) / scratch.total.data()[lane]);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// query and out [num_tokens, q_heads, head_dim], contiguous; head_dim a multiple of 32, at most 256; window: positions that a query
+// sees, 0 for all.
+void kvrelay_attention(const Step* step, int64_t layer, const bf16* query, int64_t window, float scale, bf16* out) {
+    std::vector<Tile> tiles;
+    int64_t longest = 0;
+    for (int64_t row = 0; row < step->num_rows; ++row) {
+        const int64_t start = step->query_starts[row], count = step->query_starts[row + 1] - start;
+        longest = std::max(longest, std::min(kQueries, count));
+        for (int64_t done = 0; done < count; done += kQueries)
+            for (int64_t head = 0; head < step->kv_heads; ++head)
+                tiles.push_back({row, start + done, step->seq_lens[row] - count + done, std::min(kQueries, count - done), head});
+    }
+    // A tile's work grows with its queries and their positions: the small ones last, so that the threads end together.
+    const auto work = [](const Tile& tile) { return (tile.position + tile.count) * tile.count; };
+    std::stable_sort(tiles.begin(), tiles.end(), [&](const Tile& a, const Tile& b) { return work(a) > work(b); });
+#pragma omp parallel if (tiles.size() > 1)
+    {
+        Scratch scratch(step->q_heads / step->kv_heads * longest, step->head_dim);
+#pragma omp for schedule(dynamic, 1)
+        for (size_t index = 0; index < tiles.size(); ++index) attend(step, layer, tiles[index], query, window, scale, out, scratch);
+    }
+}
+
+}  // extern "C"
