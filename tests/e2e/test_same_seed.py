@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,11 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+import torch
 
+from kvrelay.engine.native import CpuKernels
+from kvrelay.engine.native.compiled import default_cache_dir
+from kvrelay.engine.ops_cpu_native import has_native_linear
 from kvrelay.launcher.client import counter_values
 from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.settings import LocalSettings
@@ -66,17 +71,29 @@ WISHES = {
 Told = list[tuple[str, list[int]]]  # text and token ids of each choice
 
 
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    """Of the deployment with little room. bf16 keeps its words by our own kernels (docs/reliability.md)."""
+    name: str = request.param
+    if name == "bfloat16":
+        if shutil.which("g++") is None:
+            pytest.skip("no g++")
+        if not has_native_linear(CpuKernels.load(default_cache_dir()), torch.empty(2, 2)):
+            pytest.skip("oneDNN multiplies on this CPU")
+    return name
+
+
 @pytest.fixture(scope="module")
-def alone(deployment: LocalDeployment) -> dict[str, Told]:
-    """What each says when nobody else is there."""
-    answers = asyncio.run(ask_alone(deployment.url, WISHES))
+def alone(dtype: str, deployment: LocalDeployment, small: LocalDeployment) -> dict[str, Told]:
+    """What each says when nobody else is there; in float32, on another deployment."""
+    answers = asyncio.run(ask_alone((deployment if dtype == "float32" else small).url, WISHES))
     return {name: [(one["text"], one["token_ids"]) for one in answer.choices] for name, answer in answers.items()}
 
 
 @pytest.fixture(scope="module")
-def small(model_directory: Path) -> Iterator[LocalDeployment]:
+def small(dtype: str, model_directory: Path) -> Iterator[LocalDeployment]:
     """A prefill worker and two decode workers, with little room."""
-    settings = LocalSettings(port=0, device="cpu", dtype="float32", threads=1, decode=2, local_prefill_max_tokens=0)
+    settings = LocalSettings(port=0, device="cpu", dtype=dtype, threads=1, decode=2, local_prefill_max_tokens=0)
     with pytest.MonkeyPatch.context() as variables:
         variables.setenv("KVRELAY_NUM_BLOCKS", str(NUM_BLOCKS))
         with LocalDeployment.from_settings(settings, model_directory) as running:
