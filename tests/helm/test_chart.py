@@ -266,6 +266,19 @@ def test_a_gateway_that_uses_its_core_anyway_is_not_scaled_by_cpu(poll_ms: str, 
 
 
 @needs_helm
+@pytest.mark.parametrize(("workers", "requests"), [(None, "200"), (4, "800")])
+def test_a_gateway_of_several_processes_has_so_many_times_the_requests(workers: int | None, requests: str) -> None:
+    polls = {"busy_poll_ms": 50} if workers is None else {"busy_poll_ms": 50, "workers": workers}
+    settings = ("--set-json", f"gateway.settings={json.dumps(polls)}")
+    found = objects("--set", "gateway.autoscaling.hpa.enabled=true", *settings)
+    (metric,) = found["HorizontalPodAutoscaler", "relay-kvrelay-gateway"]["spec"]["metrics"]
+    assert metric["pods"]["target"]["averageValue"] == requests
+    keda = "gateway.autoscaling.keda.enabled=true,gateway.autoscaling.keda.prometheus=http://prometheus"
+    (trigger,) = objects("--set", keda, *settings)["ScaledObject", "relay-kvrelay-gateway"]["spec"]["triggers"]
+    assert trigger["metadata"]["threshold"] == requests
+
+
+@needs_helm
 def test_an_autoscaler_owns_the_replicas() -> None:
     plain, scaled = objects(), objects("--values", str(CHART / "examples/autoscaled.yaml"))
     for component in ("gateway", "prefill-worker", "decode-worker"):
