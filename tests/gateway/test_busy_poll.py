@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import selectors
 from collections.abc import Iterator
 from typing import Any
@@ -89,6 +90,14 @@ def test_between_touches_that_are_far_apart_it_sleeps(loop: Loop) -> None:
 
 def test_without_a_time_it_always_sleeps(loop: Loop) -> None:
     assert _sleeps(loop, 0.0, 2, apart_s=1.0) == [pytest.approx(1), pytest.approx(1), pytest.approx(10)]
+
+
+def test_between_two_looks_the_core_is_offered_to_others(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered: list[float] = []
+    monkeypatch.setattr(os, "sched_yield", lambda: offered.append(loop.time()))
+    _sleeps(loop, 0.05, 1, apart_s=0.0)
+    assert len(offered) >= 0.9 * 0.05 / _LOOK_S
+    assert len(set(offered)) >= 0.9 * len(offered)  # once a look
 
 
 async def test_what_is_written_keeps_it_looking() -> None:

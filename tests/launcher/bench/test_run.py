@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -35,19 +34,6 @@ from kvrelay.launcher.bench.summary import summarize
 from kvrelay.launcher.bench.watch import Watched
 from tests.launcher.bench.results import CPU, result
 from tests.launcher.bench.stub_server import Answer, Request, StubServer, as_asked
-
-
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("KVRELAY_"):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def server() -> Iterator[StubServer]:
-    with StubServer().in_thread() as stub:
-        yield stub
 
 
 class Shown(SimpleNamespace):

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -25,19 +25,6 @@ from kvrelay.launcher.bench.settings import BenchSettings
 from kvrelay.launcher.bench.watch import Watched
 from tests.launcher.bench.results import CPU, result
 from tests.launcher.bench.stub_server import StubServer
-
-
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("KVRELAY_"):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def server() -> Iterator[StubServer]:
-    with StubServer().in_thread() as stub:
-        yield stub
 
 
 def measured(server: StubServer, tmp_path: Path, *arguments: str) -> RunResult:
