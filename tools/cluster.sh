@@ -25,7 +25,9 @@ for image in gateway worker; do
     arguments=
     if [ $image = worker ]; then arguments=$TORCH; fi
     echo "== image kvrelay-$image:$KVRELAY_TEST_TAG"
-    $BUILD "kvrelay-$image:$KVRELAY_TEST_TAG" . --target $image $arguments
+    build="$BUILD kvrelay-$image:$KVRELAY_TEST_TAG . --target $image $arguments"
+    # Once more: an image store that collects the former image's layers may take those that it is just about to share with the new one.
+    $build || { echo "== again: image kvrelay-$image:$KVRELAY_TEST_TAG"; $build; }
 done
 $UP
 if [ -n "$LOAD" ]; then
