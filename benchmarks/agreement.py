@@ -29,7 +29,7 @@ from statistics import median
 import click
 import msgspec
 from peers.figures import Values
-from peers.generators import Generator, Guidellm, VllmBench, values_of_ours
+from peers.generators import Generator, Guidellm, VllmBench, ours
 from peers.load import Load, warm_up_of
 from peers.rounds import new_seed
 from peers.served import read_served_ttft
@@ -50,6 +50,7 @@ _OURS = "kvrelay bench"
 class Measured:
     """One run of one generator."""
 
+    num_answers: int  # that its figures are of
     values: Values
     cpu: CpuUse | None
     warnings: Sequence[str] = ()
@@ -173,20 +174,30 @@ def _with_served(url: str, run: Callable[[], Measured]) -> Measured:
     measured = run()
     after = read_served_ttft(url)
     served_s = None if before is None or after is None else after.mean_since(before)
-    if served_s is None:
+    if before is None or after is None or served_s is None:
         return measured
-    beyond_s = measured.values["ttft_mean_s"] - served_s
-    values = measured.values | {"ttft_server_mean_s": served_s, "ttft_client_mean_s": beyond_s}
-    return dataclasses.replace(measured, values=values)
+    values = measured.values | {
+        "ttft_server_mean_s": served_s,
+        "ttft_client_mean_s": measured.values["ttft_mean_s"] - served_s,
+    }
+    warnings = list(measured.warnings)
+    num_served = after.count - before.count
+    if num_served != measured.num_answers:
+        warnings.append(
+            f"the server's mean is of {num_served} answers, the generator's figures are of {measured.num_answers}"
+        )
+    return dataclasses.replace(measured, values=values, warnings=warnings)
 
 
 def _ours(side: ServerSide, load: Load) -> Measured:
     result = side.measure(load, new_seed())
-    return Measured(values_of_ours(result), result.cpu, result.warnings)
+    said = ours(result)
+    return Measured(said.num_answers, said.values, said.cpu, result.warnings)
 
 
 def _theirs(generator: Generator, side: ServerSide, load: Load) -> Measured:
-    return Measured(*generator.measure(load, new_seed(), side.pids))
+    said = generator.measure(load, new_seed(), side.pids)
+    return Measured(said.num_answers, said.values, said.cpu)
 
 
 if __name__ == "__main__":

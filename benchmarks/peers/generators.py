@@ -31,6 +31,15 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_U
 
 
 @dataclass(frozen=True, slots=True)
+class Generated:
+    """What a generator says of its run."""
+
+    num_answers: int  # that its figures are of
+    values: Values
+    cpu: CpuUse | None
+
+
+@dataclass(frozen=True, slots=True)
 class Generator(ABC):
     """A load generator of somebody else."""
 
@@ -47,7 +56,7 @@ class Generator(ABC):
     def values(self, document: dict[str, Any]) -> tuple[int, Values]:
         """Requests that succeeded, and the figures."""
 
-    def measure(self, load: Load, seed: int, server_pids: Callable[[], Iterable[int]]) -> tuple[Values, CpuUse | None]:
+    def measure(self, load: Load, seed: int, server_pids: Callable[[], Iterable[int]]) -> Generated:
         """Run it, and watch the CPU. Raises PeerError if it fails, or if not all requests were answered."""
         output = self.places.work / f"{self.name}.json"
         output.unlink(missing_ok=True)
@@ -68,7 +77,7 @@ class Generator(ABC):
         num_asked = load.requests or 0
         if num_ok < num_asked - (load.rate is not None):  # guidellm ends a run at a rate without its last request
             raise PeerError(f"{self.name}: {num_ok} of {num_asked} requests succeeded; see {log}")
-        return values, cpu
+        return Generated(num_ok, values, cpu)
 
 
 class VllmBench(Generator):
@@ -126,8 +135,8 @@ class Guidellm(Generator):
         }
 
 
-def values_of_ours(result: RunResult) -> Values:
-    """The same figures of `kvrelay bench`. Raises PeerError if a request failed."""
+def ours(result: RunResult) -> Generated:
+    """The same of `kvrelay bench`. Raises PeerError if a request failed."""
     failed = failures(result)
     if failed:
         raise PeerError(f"kvrelay bench: {len(failed)} requests failed: {failed[0].error}: {failed[0].error_text}")
@@ -137,4 +146,4 @@ def values_of_ours(result: RunResult) -> Values:
     values = {"tokens_per_s": whole.output_tokens_per_s, "ttft_p50_s": ttft.p50, "ttft_mean_s": ttft.mean}
     if whole.tpot is not None and whole.itl is not None:
         values |= {"tpot_p50_s": whole.tpot.p50, "itl_p50_s": whole.itl.p50}
-    return values
+    return Generated(whole.num_ok, values, result.cpu)

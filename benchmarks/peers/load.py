@@ -50,7 +50,7 @@ class Load:
 
 def warm_up_of(load: Load) -> Load:
     """What a side answers before it is measured the first time: the same shapes, few tokens."""
-    return Load(load.concurrency, load.input_len, output_len=8, requests=load.concurrency)
+    return Load(load.concurrency, load.input_len, output_len=8, requests=load.concurrency, api=load.api)
 
 
 class SideMeter:
