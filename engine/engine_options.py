@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,19 +59,26 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-def dtype_of(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
+def dtype_of(name: str, checkpoint: str, device: torch.device, why_no_kernels: Callable[[], str | None]) -> torch.dtype:
     """The type that ``name`` means for a checkpoint of type ``checkpoint``.
 
     "auto" is the checkpoint's; but float32 on a CPU that has no instructions for it, where torch's prompts would take several
-    times as long, and single tokens no less. Our own bf16 kernels are faster there than either, but need a compiler at the start.
+    times as long, and single tokens no less. Our own bf16 kernels are faster there than either, with half the memory:
+    ``why_no_kernels`` looks for them, and says why there are none.
     """
     if name != "auto":
         return _torch_dtype(name)
     dtype = _torch_dtype(checkpoint)
-    if device.type == "cpu" and not has_packed_linear(dtype):
-        logger.info("this CPU has no %s products: computing in float32, with twice the memory (--dtype)", checkpoint)
-        return torch.float32
-    return dtype
+    if device.type != "cpu" or has_packed_linear(dtype):
+        return dtype
+    reason = why_no_kernels() if dtype == torch.bfloat16 else f"ours are for bfloat16, not {checkpoint}"
+    if reason is None:
+        return dtype
+    logger.warning(
+        "this CPU has no %s products, and there are no kernels of our own for it (%s): computing in float32, with twice the memory",
+        *(checkpoint, reason),
+    )
+    return torch.float32
 
 
 def _torch_dtype(name: str) -> torch.dtype:

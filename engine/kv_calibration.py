@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.batch import build_batch
-from kvrelay.engine.cpu import cpu_ops
+from kvrelay.engine.cpu import cpu_ops, why_no_cpu_kernels
 from kvrelay.engine.engine_options import EngineOptions, device_of, dtype_of
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.kv_pool import KvPool
@@ -46,7 +47,7 @@ def largest_kv(options: EngineOptions, prompts: Seq[Seq[int]], progress: Progres
     """
     config = load_config(options.model_dir)
     device = device_of(options.device)
-    dtype = dtype_of(options.dtype, config.dtype, device)
+    dtype = dtype_of(options.dtype, config.dtype, device, partial(why_no_cpu_kernels, options, config))
     torch.set_num_threads(options.num_threads)
     weights = load_weights(options.model_dir, config, dtype, device, lambda done, total: None)
     max_len, size = max(map(len, prompts)), options.block_size

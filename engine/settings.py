@@ -25,8 +25,8 @@ class ModelSettings:
     model: str = setting("demo", "model directory, Hugging Face id, or 'demo'")
     dtype: str = setting(
         "auto",
-        "number format of weights and KV; auto is the checkpoint's, or float32 on a CPU that is slower in that; the same on all "
-        "workers",
+        "number format of weights and KV; auto is the checkpoint's, or float32 on a CPU without instructions or kernels of ours "
+        "for that; the same on all workers",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     device: str = setting(

@@ -15,7 +15,7 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.batch import Batch, build_batch
 from kvrelay.engine.copies import CudaCopies, StagingPlan
-from kvrelay.engine.cpu import cpu_ops
+from kvrelay.engine.cpu import cpu_ops, why_no_cpu_kernels
 from kvrelay.engine.engine_options import (
     NUM_SPARE_BLOCKS,
     EngineOptions,
@@ -65,7 +65,7 @@ class TorchEngine:
         """Load weights and allocate the pool. Raises ModelError naming what does not fit and the way out."""
         config = load_config(options.model_dir)
         device = device_of(options.device)
-        dtype = dtype_of(options.dtype, config.dtype, device)
+        dtype = dtype_of(options.dtype, config.dtype, device, partial(why_no_cpu_kernels, options, config))
         kv_dtype = kv_dtype_of(options.kv_dtype, dtype, device)
         rounding = rounding_of(options.weight_format, device, dtype)
         torch.set_num_threads(options.num_threads)

@@ -29,8 +29,8 @@ class LocalSettings:
     )
     dtype: str = setting(
         "auto",
-        "number format of weights and KV; auto is the checkpoint's, or float32 on a CPU that is slower in that; the same on all "
-        "workers",
+        "number format of weights and KV; auto is the checkpoint's, or float32 on a CPU without instructions or kernels of ours "
+        "for that; the same on all workers",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     weight_format: str = setting(

@@ -28,7 +28,9 @@ void kvrelay_pack_weight(const bf16* weight, bf16* panels, int64_t outputs, int6
 // out = hidden @ weight.T + bias.
 void kvrelay_linear(const bf16* hidden, const bf16* panels, const float* bias, bf16* out, int64_t rows, int64_t outputs,
                     int64_t inputs) {
-    const Product product{hidden, panels, bias, out, rows, outputs, inputs};
+    Product product{hidden, panels, bias, out, rows, outputs, inputs};
+    const std::unique_ptr<uint32_t[]> expanded = expanded_rows(product);
+    product.expanded = expanded.get();
 #pragma omp parallel for collapse(2)
     for (int64_t panel = 0; panel < (outputs + kPanel - 1) / kPanel; ++panel)
         for (int64_t first = 0; first < rows; first += kRowsAtOnce)

@@ -9,12 +9,18 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 
 namespace kvrelay {
 
 using bf16 = uint16_t;
 constexpr int64_t kPanel = 48;       // outputs; kvrelay.engine.native.library knows the number, too
-constexpr int64_t kRowsAtOnce = 64;  // that meet a panel before the next one is read
+// Rows that meet a panel before the next one is read.
+#ifdef __AVX512BF16__
+constexpr int64_t kRowsAtOnce = 64;
+#else
+constexpr int64_t kRowsAtOnce = 96;  // each time, the panel is expanded
+#endif
 
 struct Product {
     const bf16* hidden;  // [rows, inputs]
@@ -22,7 +28,11 @@ struct Product {
     const float* bias;   // [outputs], or null
     bf16* out;           // [rows, outputs]
     int64_t rows, outputs, inputs;
+    const uint32_t* expanded = nullptr;  // hidden as floats' bits, if multiply_panel needs them
 };
+
+// What `product.expanded` is to be while it is multiplied; null where that is not needed.
+std::unique_ptr<uint32_t[]> expanded_rows(const Product& product);
 
 // Rows first .. last-1, kRowsAtOnce at most, with one panel. By linear_dot_products.cpp, or by linear_portable.cpp.
 void multiply_panel(const Product& product, int64_t panel, int64_t first, int64_t last);

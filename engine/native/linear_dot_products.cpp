@@ -75,6 +75,8 @@ void multiply_rows(int64_t rows, const Product& product, int64_t row, const Piec
 
 }  // namespace
 
+std::unique_ptr<uint32_t[]> expanded_rows(const Product&) { return nullptr; }
+
 // In tiles of about the same height.
 void multiply_panel(const Product& product, int64_t panel, int64_t first, int64_t last) {
     float sums[kRowsAtOnce * kPanel];

@@ -18,6 +18,7 @@ constexpr int64_t kFloats = 8, kTall = 6, kWide = 2;  // for 16
 #endif
 constexpr int64_t kFewRows = 4;  // up to which each weight is expanded where it is used; for more, once for all
 constexpr int64_t kDeep = 256;   // inputs that are expanded at a time: what the first-level cache keeps of a tile's outputs
+constexpr int64_t kManyNumbers = 32 * 1024;  // that are worth waking other threads to expand them
 constexpr int64_t kPart = kWide * kFloats;  // outputs of a tile
 
 typedef uint32_t bits __attribute__((vector_size(4 * kFloats)));
@@ -65,9 +66,9 @@ void multiply_few_rows(int64_t rows, const Product& product, int64_t row, int64_
         multiply_few_rows<R - 1>(rows, product, row, panel, sums);
 }
 
-// R expanded rows of `depth` inputs with expanded weights [depth, kPart], on top of `sums`.
+// R expanded rows of `depth` inputs, `stride` floats apart, with expanded weights [depth, kPart], on top of `sums`.
 template <int R>
-void multiply_tile(const float* hidden, const float* weights, int64_t depth, float* sums) {
+void multiply_tile(const uint32_t* hidden, int64_t stride, const float* weights, int64_t depth, float* sums) {
     fvec sum[R][kWide];
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < kWide; ++v) sum[r][v] = *(const loose_fvec*)(sums + r * kPanel + v * kFloats);
@@ -75,7 +76,7 @@ void multiply_tile(const float* hidden, const float* weights, int64_t depth, flo
         fvec outputs[kWide];
         for (int v = 0; v < kWide; ++v) outputs[v] = *(const loose_fvec*)(weights + v * kFloats);
         for (int r = 0; r < R; ++r) {
-            const fvec value = (fvec)all(*(const loose_pair*)(hidden + r * kDeep + input));
+            const fvec value = (fvec)all(hidden[r * stride + input]);
             for (int v = 0; v < kWide; ++v) sum[r][v] += outputs[v] * value;
         }
     }
@@ -84,11 +85,11 @@ void multiply_tile(const float* hidden, const float* weights, int64_t depth, flo
 }
 
 template <int R>
-void multiply_rows(int64_t rows, const float* hidden, const float* weights, int64_t depth, float* sums) {
+void multiply_rows(int64_t rows, const uint32_t* hidden, int64_t stride, const float* weights, int64_t depth, float* sums) {
     if (rows == R)
-        multiply_tile<R>(hidden, weights, depth, sums);
+        multiply_tile<R>(hidden, stride, weights, depth, sums);
     else if constexpr (R > 1)
-        multiply_rows<R - 1>(rows, hidden, weights, depth, sums);
+        multiply_rows<R - 1>(rows, hidden, stride, weights, depth, sums);
 }
 
 // `depth` inputs of a panel, from `from` on, to weights [kPanel / kPart, kDeep, kPart].
@@ -103,30 +104,33 @@ void expand_weights(const bf16* from, int64_t depth, float* weights) {
             }
 }
 
-void expand_row(const bf16* from, int64_t depth, float* to) {
-    for (int64_t input = 0; input < depth; ++input) {
-        const uint32_t value = static_cast<uint32_t>(from[input]) << 16;
-        std::memcpy(to + input, &value, sizeof value);
-    }
-}
-
 void multiply_many(const Product& product, int64_t panel, int64_t first, int64_t num_rows, float* sums) {
-    float weights[kPanel * kDeep], hidden[kRowsAtOnce * kDeep];
+    float weights[kPanel * kDeep];
     const int64_t tiles = (num_rows + kTall - 1) / kTall;
     for (int64_t begin = 0; begin < product.inputs; begin += kDeep) {
         const int64_t depth = std::min(kDeep, product.inputs - begin);
         expand_weights(product.panels + (panel * product.inputs + begin) * kPanel, depth, weights);
-        for (int64_t row = 0; row < num_rows; ++row)
-            expand_row(product.hidden + (first + row) * product.inputs + begin, depth, hidden + row * kDeep);
+        const uint32_t* hidden = product.expanded + first * product.inputs + begin;
         for (int64_t part = 0; part < kPanel; part += kPart)
             for (int64_t tile = 0; tile < tiles; ++tile) {
                 const int64_t row = num_rows * tile / tiles, rows = num_rows * (tile + 1) / tiles - row;
-                multiply_rows<kTall>(rows, hidden + row * kDeep, weights + part * kDeep, depth, sums + row * kPanel + part);
+                multiply_rows<kTall>(rows, hidden + row * product.inputs, product.inputs, weights + part * kDeep, depth,
+                                     sums + row * kPanel + part);
             }
     }
 }
 
 }  // namespace
+
+std::unique_ptr<uint32_t[]> expanded_rows(const Product& product) {
+    if (product.rows <= kFewRows) return nullptr;
+    const int64_t size = product.rows * product.inputs;
+    std::unique_ptr<uint32_t[]> expanded(new uint32_t[size]);
+    uint32_t* to = expanded.get();
+#pragma omp parallel for if (size >= kManyNumbers)
+    for (int64_t index = 0; index < size; ++index) to[index] = static_cast<uint32_t>(product.hidden[index]) << 16;
+    return expanded;
+}
 
 void multiply_panel(const Product& product, int64_t panel, int64_t first, int64_t last) {
     float sums[kRowsAtOnce * kPanel] = {};

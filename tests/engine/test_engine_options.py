@@ -57,14 +57,24 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     assert device_of("auto").type == "cpu"
 
 
-def test_a_cpu_that_lacks_the_checkpoints_type_computes_in_another_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_that_lacks_the_checkpoints_type_computes_in_another_unless_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
+
+    def no_compiler() -> str | None:
+        return "there is no g++"
+
     for has_bf16, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(engine_options, "has_packed_linear", lambda dtype, has=has_bf16: has)
-        assert dtype_of("auto", "bfloat16", cpu) is expected
-        assert dtype_of("auto", "bfloat16", cuda) is torch.bfloat16
-        assert dtype_of("bfloat16", "float32", cpu) is torch.bfloat16
-        assert dtype_of("float16", "float32", cuda) is torch.float16
+        assert not caplog.text
+        assert dtype_of("auto", "bfloat16", cpu, no_compiler) is expected
+    assert "no kernels of our own for it (there is no g++): computing in float32, with twice the memory" in caplog.text
+    assert dtype_of("auto", "bfloat16", cpu, lambda: None) is torch.bfloat16
+    assert dtype_of("auto", "float16", cpu, lambda: None) is torch.float32
+    assert dtype_of("auto", "bfloat16", cuda, no_compiler) is torch.bfloat16
+    assert dtype_of("bfloat16", "float32", cpu, no_compiler) is torch.bfloat16
+    assert dtype_of("float16", "float32", cuda, no_compiler) is torch.float16
 
 
 def test_weights_are_rounded_where_there_are_kernels_for_it() -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.batch import Batch, build_batch
-from kvrelay.engine.cpu import cpu_ops
+from kvrelay.engine.cpu import cpu_ops, why_no_cpu_kernels
 from kvrelay.engine.engine_options import EngineOptions
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.linear_cpu import NativeLinear
@@ -305,3 +305,15 @@ def test_without_kernels_the_engine_runs_on_torch(
     with pytest.raises(ModelError, match=r"--cpu-kernels is native, but there is no g\+\+"):
         ops("native")
     assert isinstance(ops("torch"), CpuOps)
+    assert why_no_cpu_kernels(EngineOptions(Path(), "m"), config) == "there is no g++ (apt install g++)"
+
+
+def test_why_there_are_no_kernels(kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuKernels, "load", lambda _: kernels)
+
+    def why(head_dim: int, asked: str) -> str | None:
+        return why_no_cpu_kernels(EngineOptions(Path(), "m", cpu_kernels=asked), config_of((4, 2), head_dim))
+
+    assert why(64, "auto") is why(64, "native") is None
+    assert why(64, "torch") == "--cpu-kernels is torch"
+    assert str(why(80, "auto")).startswith("they have no code for head_dim 80 with widths")

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine import engine_options, torch_engine
 from kvrelay.engine.interface import DeviceFailedError, StepRow
 from kvrelay.engine.linear_cpu import has_packed_linear
 from kvrelay.engine.sequence import Sequence
@@ -130,6 +131,16 @@ def test_half_precision_is_near_the_fp32_model(dtype: str, tolerance: float, tmp
     engine = load(tmp_path, dtype=dtype)
     assert engine.card.layout.kv_dtype == dtype
     drive(engine, model, tolerance)
+
+
+@pytest.mark.parametrize(("why_not", "expected"), [(None, "bfloat16"), ("there is no g++", "float32")])
+def test_a_cpu_without_bf16_products_has_the_checkpoints_type_by_our_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why_not: str | None, expected: str
+) -> None:
+    save_model(tmp_path, transformers.LlamaConfig(**SIZES), dtype=torch.bfloat16)
+    monkeypatch.setattr(engine_options, "has_packed_linear", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(torch_engine, "why_no_cpu_kernels", lambda options, config: why_not)
+    assert load(tmp_path).card.layout.kv_dtype == expected
 
 
 def test_many_sequences_and_odd_block_sizes(llama: tuple[Path, Any]) -> None:
