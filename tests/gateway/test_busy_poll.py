@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import selectors
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.settings import build
@@ -98,6 +100,42 @@ def test_between_two_looks_the_core_is_offered_to_others(loop: Loop, monkeypatch
     _sleeps(loop, 0.05, 1, apart_s=0.0)
     assert len(offered) >= 0.9 * 0.05 / _LOOK_S
     assert len(set(offered)) >= 0.9 * len(offered)  # once a look
+
+
+@pytest.mark.parametrize("new_loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_what_comes_between_two_looks_is_read(
+    monkeypatch: pytest.MonkeyPatch, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """The gateway's loop is uvloop's: there, too, callbacks that follow each other leave room for what the kernel has."""
+    ours, theirs = socket.socketpair()
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            theirs.send(b"a token")
+
+    async def run() -> tuple[bytes, bool]:
+        loop = asyncio.get_running_loop()
+        came: asyncio.Future[bytes] = loop.create_future()
+        loop.add_reader(ours, lambda: came.set_result(ours.recv(100)))
+        poll = BusyPoll(60)
+        poll.touch()
+        async with asyncio.timeout(30):
+            data = await came
+        loop.remove_reader(ours)
+        return data, poll.is_polling
+
+    monkeypatch.setattr(os, "sched_yield", look)
+    loop = new_loop()
+    try:
+        assert loop.run_until_complete(run()) == (b"a token", True)
+    finally:
+        loop.close()
+        ours.close()
+        theirs.close()
+    assert looks < 10
 
 
 async def test_what_is_written_keeps_it_looking() -> None:
