@@ -112,9 +112,13 @@ def rounding_of(weight_format: str, device: torch.device, dtype: torch.dtype) ->
         return rounding
     if rounding is Rounding.FP8:
         raise ModelError(f"--weight-format is fp8, which needs a GPU, not {device}; take int8, or leave it at full")
-    if dtype != torch.bfloat16 or not has_packed_linear(dtype):
+    if dtype != torch.bfloat16:
         raise ModelError(
-            f"--weight-format is int8, which needs --dtype bfloat16 and a CPU with bf16, not {dtype} on {device}; leave it at full"
+            f"--weight-format is int8, which needs --dtype bfloat16 on a CPU, not {dtype}; leave it at full"
+        )
+    if not has_packed_linear(dtype):
+        raise ModelError(
+            "--weight-format is int8, which this CPU, without instructions for bf16, is slower with; leave it at full"
         )
     return rounding
 

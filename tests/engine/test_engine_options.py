@@ -77,7 +77,7 @@ def test_a_cpu_that_lacks_the_checkpoints_type_computes_in_another_unless_told(
     assert dtype_of("float16", "float32", cuda, no_compiler) is torch.float16
 
 
-def test_weights_are_rounded_where_there_are_kernels_for_it() -> None:
+def test_weights_are_rounded_where_there_are_kernels_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for device in (cpu, cuda):
         assert rounding_of("full", device, torch.float32) is None
@@ -91,8 +91,15 @@ def test_weights_are_rounded_where_there_are_kernels_for_it() -> None:
             rounding_of(name, cuda, torch.float32)
     with pytest.raises(ModelError, match="--weight-format is fp8, which needs a GPU, not cpu; take int8"):
         rounding_of("fp8", cpu, torch.bfloat16)
-    with pytest.raises(ModelError, match="--weight-format is int8, which needs --dtype bfloat16 and a CPU with bf16"):
+    with pytest.raises(
+        ModelError, match=r"which needs --dtype bfloat16 on a CPU, not torch\.float16; leave it at full"
+    ):
         rounding_of("int8", cpu, torch.float16)
+    monkeypatch.setattr(engine_options, "has_packed_linear", lambda dtype: dtype == torch.bfloat16)
+    assert rounding_of("int8", cpu, torch.bfloat16) is Rounding.INT8
+    monkeypatch.setattr(engine_options, "has_packed_linear", lambda dtype: False)
+    with pytest.raises(ModelError, match="without instructions for bf16, is slower with; leave it at full"):
+        rounding_of("int8", cpu, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("capability", "is_refused"), [((8, 0), True), ((9, 0), False)])

@@ -271,7 +271,9 @@ def test_int8_weights_stay_near_the_model_and_are_told_apart_from_it(llama: tupl
 
 
 def test_int8_weights_need_bf16(llama: tuple[Path, Any]) -> None:
-    with pytest.raises(ModelError, match=r"--weight-format is int8.*float32 on cpu"):
+    with pytest.raises(
+        ModelError, match=r"--weight-format is int8, which needs --dtype bfloat16 .* not torch\.float32"
+    ):
         load(llama[0], dtype="float32", weight_format="int8")
 
 
