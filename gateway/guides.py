@@ -37,7 +37,7 @@ def requested_guide(response_format: Any, structured_outputs: Any, fields: Mappi
     if (
         response_format is None
         and structured_outputs is None
-        and not any(name.startswith("guided_") for name in fields)
+        and not (fields and any(name.startswith("guided_") for name in fields))
     ):
         return None  # as with nearly all requests
     found: dict[str, Guide] = {}

@@ -69,7 +69,7 @@ class Intake:
 
     def known_limits(self) -> SharedLimits | None:
         """What all workers that are up can do; None while none is."""
-        return self._pool.limits()
+        return self._pool.limits
 
     def cards(self) -> list[ModelCard]:
         """The cards of the workers that are up. Raises UnavailableError as :meth:`limits` does."""
@@ -82,7 +82,7 @@ class Intake:
         Raises UnavailableError if none is, or if nobody is there who could serve: to wait for room then, as for a worker that
         is busy or lost, might be to wait for ever. So it may be after every await.
         """
-        limits, absent = self._pool.limits(), self._pool.absent()
+        limits, absent = self._pool.limits, self._pool.absent
         if absent or limits is None:
             reasons = absent or [reason.split(" (")[0] for reason in self._pool.not_ready()]
             raise UnavailableError(f"{'; '.join(reasons)}; try again later", retry_after_s=1.0)

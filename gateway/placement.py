@@ -35,7 +35,7 @@ class Placement:
 
     def no_room(self, max_len: int) -> str:
         """Why there is no place for a request of so many tokens."""
-        reasons = self._pool.absent() + [reason.split(" (")[0] for reason in self._pool.not_ready()]
+        reasons = self._pool.absent + [reason.split(" (")[0] for reason in self._pool.not_ready()]
         for role, workers in (("prefill", self._pool.prefills), ("decode", self._pool.decodes)):
             if not reasons and workers and not any(worker.holds(max_len) for worker in workers.values()):
                 reasons.append(f"no {role} worker that is up holds the {max_len} tokens of prompt and output any more")

@@ -7,6 +7,7 @@ not serve are refused by name as soon as they ask for something: silence would c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -105,7 +106,8 @@ class SamplingBody(BaseModel):
         self, *, max_tokens: int | None, num_logprobs: int | None, max_tokens_param: str = "max_tokens"
     ) -> GenerationSpec:
         """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused, or contradicted."""
-        self._refuse_unsupported()
+        extra = self.model_extra or {}
+        _refuse_unsupported(extra)
         is_stream, num_choices = bool(self.stream), self.n or 1
         best_of = self.best_of if self.best_of is not None else num_choices
         beams = self._beam_search(num_choices)
@@ -119,7 +121,7 @@ class SamplingBody(BaseModel):
             )
         if is_stream and beams is not None:
             raise InvalidRequestError("a beam search cannot be streamed: leave stream out", param="use_beam_search")
-        requested = requested_guide(self.response_format, self.structured_outputs, self.model_extra or {})
+        requested = requested_guide(self.response_format, self.structured_outputs, extra)
         if requested is not None and beams is not None:
             name = requested.param.partition(".")[0]
             raise InvalidRequestError(f"{name} and use_beam_search are given together; leave one out", param=name)
@@ -136,14 +138,14 @@ class SamplingBody(BaseModel):
             presence_penalty=0.0 if self.presence_penalty is None else self.presence_penalty,
             frequency_penalty=0.0 if self.frequency_penalty is None else self.frequency_penalty,
             seed=self.seed,
-            stops=self._stops(),
+            stops=self._stops() if self.stop else (),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             includes_stop=bool(self.include_stop_str_in_output),
             keeps_special=self.skip_special_tokens is False,
-            logit_bias=self._logit_bias(),
+            logit_bias=_bias_entries(self.logit_bias) if self.logit_bias else (),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
-            bad_words=tuple(word for word in self.bad_words or () if word),
+            bad_words=tuple(word for word in self.bad_words if word) if self.bad_words else (),
             num_choices=num_choices,
             best_of=best_of,
             num_logprobs=num_logprobs,
@@ -188,17 +190,19 @@ class SamplingBody(BaseModel):
         stops = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
         return tuple(stop for stop in stops if stop)
 
-    def _logit_bias(self) -> tuple[tuple[int, float], ...]:
-        entries: list[tuple[int, float]] = []
-        for token, bias in (self.logit_bias or {}).items():
-            if not (token.isascii() and token.isdigit() and len(token) < 10):
-                raise InvalidRequestError(
-                    f"logit_bias holds {token[:40]!r}; its keys must be token ids, such as '1234'", param="logit_bias"
-                )
-            entries.append((int(token), bias))
-        return tuple(entries)
 
-    def _refuse_unsupported(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if name in _HARMLESS and value is not None and value not in _HARMLESS[name]:
-                raise InvalidRequestError(f"{name}={str(value)[:80]!r} is not supported; leave it out", param=name)
+def _bias_entries(logit_bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    entries: list[tuple[int, float]] = []
+    for token, bias in logit_bias.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise InvalidRequestError(
+                f"logit_bias holds {token[:40]!r}; its keys must be token ids, such as '1234'", param="logit_bias"
+            )
+        entries.append((int(token), bias))
+    return tuple(entries)
+
+
+def _refuse_unsupported(extra: Mapping[str, Any]) -> None:
+    for name, value in extra.items():
+        if name in _HARMLESS and value is not None and value not in _HARMLESS[name]:
+            raise InvalidRequestError(f"{name}={str(value)[:80]!r} is not supported; leave it out", param=name)

@@ -63,8 +63,8 @@ class WorkerPool:
         self._fingerprint: bytes | None = None  # of the KV of all workers that are used
         self._is_told = False  # who is there
         self._cards: list[ModelCard] = []
-        self._limits: SharedLimits | None = None
-        self._absent = self._missing_roles()
+        self.limits: SharedLimits | None = None  # what all workers that are up can do; None while none is
+        self.absent = self._missing_roles()  # why no gateway can serve; empty if somebody has each role
         self.is_local_only = not needs_prefill_workers  # decode workers compute all prompts
         self._listeners: dict[Key, Listener] = {}
         self._stopping: set[asyncio.Task[None]] = set()
@@ -107,10 +107,6 @@ class WorkerPool:
     def cards(self) -> list[ModelCard]:
         """The cards of the workers that are up."""
         return self._cards
-
-    def limits(self) -> SharedLimits | None:
-        """What all workers that are up can do; None while none is."""
-        return self._limits
 
     @property
     def fingerprint(self) -> bytes | None:
@@ -181,10 +177,6 @@ class WorkerPool:
                     self.changed.clear()
                     await self.changed.wait()
 
-    def absent(self) -> list[str]:
-        """Why no gateway can serve requests: a role that is needed and that nobody has. Empty if somebody has each."""
-        return self._absent
-
     def _missing_roles(self) -> list[str]:
         needed = [Role.PREFILL] if self._needs_prefill_workers else []
         return [f"there is no {role} worker" for role in (*needed, Role.DECODE) if not self._staying(role)]
@@ -228,8 +220,8 @@ class WorkerPool:
         self._metrics.workers_refused.set(sum(1 for worker in up if worker.misfit))
         # Each request looks at these several times.
         self._cards = [worker.welcome.card for worker in up if worker.welcome is not None and not worker.misfit]
-        self._limits = SharedLimits.of(self._cards) if self._cards else None
-        self._absent = self._missing_roles()
+        self.limits = SharedLimits.of(self._cards) if self._cards else None
+        self.absent = self._missing_roles()
         self.is_local_only = not self._needs_prefill_workers and not self._staying(Role.PREFILL)
         self.changed.set()
 

@@ -65,11 +65,20 @@ async def test_without_workers_every_request_gets_503_at_once(
 async def test_workers_that_go_while_a_prompt_is_encoded_are_a_503(
     model_directory: Path, tokenizer: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pools: list[WorkerPool] = []
+    init = WorkerPool.__init__
+
+    def kept(self: WorkerPool, *args: Any, **kwargs: Any) -> None:
+        pools.append(self)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(WorkerPool, "__init__", kept)
     async with app_for(model_directory, saying(tokenizer, "x")) as app:
         encode = Tokenizer.encode
+        (pool,) = pools
 
         def slow(self: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-            monkeypatch.setattr(WorkerPool, "limits", lambda self: None)
+            monkeypatch.setattr(pool, "limits", None)
             return encode(self, text, add_special_tokens=add_special_tokens)
 
         monkeypatch.setattr(Tokenizer, "encode", slow)

@@ -129,11 +129,11 @@ async def test_a_pool_of_none_is_named() -> None:
     async with stage(good, prefill=good) as on:
         prefill, decode = on.players
         on.pool.update(found(prefill))
-        assert on.pool.absent() == ["there is no decode worker"]
+        assert on.pool.absent == ["there is no decode worker"]
         assert on.pool.not_ready() == []  # no other gateway could do more
         on.pool.update(found(decode))
         await usable(on, 1)
-        assert on.pool.absent() == on.pool.not_ready() == []
+        assert on.pool.absent == on.pool.not_ready() == []
         assert await on.run() == ALL  # the decode worker does it all
         assert decode.submits[0].decode is None
 
@@ -142,7 +142,7 @@ async def test_without_prefill_workers_there_may_be_no_service() -> None:
     async with stage(good, prefill=good, needs_prefill_workers=True, room_timeout_s=0.0) as on:
         on.pool.update(found(on.players[1]))
         await usable(on, 1)
-        assert on.pool.absent() == ["there is no prefill worker"]
+        assert on.pool.absent == ["there is no prefill worker"]
         with pytest.raises(KvrelayError, match="there is no prefill worker; try again later"):
             await on.run()
 
@@ -156,7 +156,7 @@ async def test_workers_on_their_way_out_are_as_good_as_none() -> None:
         assert await on.run() == ALL
         assert decode.submits[0].decode is None
         on.pool.update(found(prefill, decode, retiring=decode))
-        assert on.pool.absent() == ["there is no decode worker"]
+        assert on.pool.absent == ["there is no decode worker"]
         assert on.pool.not_ready() == []
 
 
@@ -165,7 +165,7 @@ async def test_a_gateway_that_was_told_nothing_is_not_ready() -> None:
     assert pool.not_ready() == ["who the workers are is not known yet"]
     pool.update([])
     assert pool.not_ready() == []
-    assert pool.absent() == ["there is no decode worker"]
+    assert pool.absent == ["there is no decode worker"]
     await pool.stop()
 
 
