@@ -100,7 +100,7 @@ PACKAGES = {
     type=click.Choice(["bfloat16", "float32"]),
     default="bfloat16",
     show_default=True,
-    help="What kvrelay, vllm and transformers compute in. A CPU without instructions for bf16 needs float32.",
+    help="What kvrelay, vllm and transformers compute in. Most peers are slow in bf16 on a CPU that has none.",
 )
 @click.option(
     "--gguf",

@@ -59,7 +59,7 @@ class Start:
     type=click.Choice(list(_SMALL_MIB)),
     default="bfloat16",
     show_default=True,
-    help="A CPU without instructions for bf16 needs float32.",
+    help="What kvrelay computes in.",
 )
 @click.option("--starts", default=5, show_default=True, type=click.IntRange(1), help="Starts with each size of pool.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="All values as JSON.")

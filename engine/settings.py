@@ -41,7 +41,7 @@ class ModelSettings:
     weight_format: str = setting(
         "full",
         "weights as --dtype has them, or the layers' rounded to 8 bits: fewer bytes per step of few streams, on a GPU half "
-        "the memory; int8 on a CPU in bf16 and on GPUs, fp8 (e4m3) on GPUs of compute capability 8.9 or later; the same on all "
+        "the memory; int8 on a CPU with bf16 and on GPUs, fp8 (e4m3) on GPUs of compute capability 8.9 or later; the same on all "
         "workers",
         choices=("full", "int8", "fp8"),
     )

@@ -36,7 +36,7 @@ class LocalSettings:
     weight_format: str = setting(
         "full",
         "weights as --dtype has them, or the layers' rounded to 8 bits: fewer bytes per step of few streams, on a GPU half "
-        "the memory; int8 on a CPU in bf16 and on GPUs, fp8 (e4m3) on GPUs of compute capability 8.9 or later",
+        "the memory; int8 on a CPU with bf16 and on GPUs, fp8 (e4m3) on GPUs of compute capability 8.9 or later",
         choices=("full", "int8", "fp8"),
     )
     threads: int | None = setting(

@@ -325,7 +325,7 @@ def main() -> int:
     return 1 if num_problems else 0
 
 
-# float32: in 16 bits the order of a sum, which depends on who else is in the batch, may decide between two tokens.
+# float32: bf16 keeps its words only where our own kernels do all of it (docs/reliability.md).
 MODEL_OPTIONS = ["--dtype", "float32", "--threads", "1", "--kv-memory-mb", "512", "--device", "cpu"]
 
 FAKE_OPTIONS = ["--engine", "fake", "--num-blocks", "512"]
