@@ -96,6 +96,7 @@ class HttpServer(uvicorn.Server):
                 http=cast(type[asyncio.Protocol], protocol),
                 ws="none",
                 timeout_graceful_shutdown=max(1, round(drain_s)),
+                timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # seconds of a timer: parts, too
             )
         )
         self._limits = limits

@@ -104,6 +104,13 @@ class HttpLimits:
         unit="s",
         minimum=0.1,
     )
+    keep_alive_s: float = setting(
+        75.0,
+        "how long a connection stays open without a request; set it longer than clients and load balancers keep theirs, "
+        "else a request may meet a connection that is being closed",
+        unit="s",
+        minimum=0.1,
+    )
     max_connections: int = setting(10_000, "connections of clients at a time; one more gets 503", minimum=1)
 
 

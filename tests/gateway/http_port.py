@@ -177,7 +177,6 @@ async def serving(
     app: ASGIApp,
     *,
     certificate: Certificate | None = None,
-    keep_alive_s: float = 20,
     send_buffer_bytes: int | None = None,
     door: Door | None = None,
     busy_poll_s: float = 0.0,
@@ -190,7 +189,6 @@ async def serving(
     server = HttpServer(
         app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=5, busy_poll_s=busy_poll_s, door=door
     )
-    server.config.timeout_keep_alive = keep_alive_s  # type: ignore[assignment]
     if listener is None:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))

@@ -64,6 +64,22 @@ async def test_a_byte_now_and_then_buys_no_time(app: Recorder) -> None:
         assert port.refused() == {"header_timeout": 2}
 
 
+async def test_an_idle_connection_is_kept_for_so_long(app: Recorder) -> None:
+    loop = asyncio.get_running_loop()
+    for options, kept_s in (({}, 75.0), ({"keep_alive_s": 620.5}, 620.5)):
+        async with serving(app, **options) as port:
+            reader, writer = await port.connect()
+            begun_s = loop.time()
+            writer.write(GET)
+            await answer(reader)
+            (connection,) = port.server.server_state.connections
+            assert isinstance(connection, HttpProtocol)
+            timer = connection.timeout_keep_alive_task
+            assert timer is not None
+            assert begun_s + kept_s <= timer.when() <= loop.time() + kept_s
+            await close(writer)
+
+
 async def test_blank_lines_keep_no_idle_connection_open(app: Recorder) -> None:
     async with serving(app, keep_alive_s=0.2) as port:
         reader, writer = await port.connect()
