@@ -172,7 +172,8 @@ def _local(model: str, options: Mapping[str, Any]) -> tuple[Backend, int]:
 
 
 def _remote(address: str, model: str | None, api_key: str | None, options: Mapping[str, Any]) -> tuple[Backend, int]:
-    from kvrelay.executor.remote import RemoteBackend, RemoteSettings  # noqa: PLC0415 - whoever has the model here needs no HTTP
+    from kvrelay.executor.connections import RemoteSettings  # noqa: PLC0415
+    from kvrelay.executor.remote import RemoteBackend  # noqa: PLC0415 - whoever has the model here needs no HTTP
 
     known = {info.name for info in describe(RemoteSettings)}
     if foreign := sorted(set(options) - known):

@@ -2,6 +2,9 @@
 
 Needs neither torch nor a tokenizer. Texts go as they are; where the number of a prompt's tokens must be known, or a chat's template
 be rendered, the gateway is asked for the tokens first (``/tokenize``), and generates from them.
+
+A connection that breaks before an answer has begun is no reason to fail: its gateway may have ended while others are there, or it
+has closed the connection, idle until then, in the moment in which a request was sent. Such a request is sent once more.
 """
 
 from __future__ import annotations
@@ -9,18 +12,17 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import socket
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import httpx
 
 from kvrelay import __version__
 from kvrelay.common.errors import SettingsError
-from kvrelay.common.settings import setting
 from kvrelay.executor.backend import Stats
 from kvrelay.executor.completions import CompletionReader, events
+from kvrelay.executor.connections import Connections, RemoteSettings
 from kvrelay.executor.errors import GatewayUnreachableError, told_error
 from kvrelay.executor.progress import Progress
 from kvrelay.executor.request import Chat, Request, encode_body
@@ -36,23 +38,8 @@ _STATS: dict[str, re.Pattern[str]] = {  # samples that are added up
     "num_prompt_tokens": re.compile(r"kvrelay_gateway_prompt_tokens_total$"),
     "num_output_tokens": re.compile(r"kvrelay_gateway_output_tokens_total$"),
 }
-# A connection whose other machine is gone is ended after some 60 s; a gateway that computes for long says nothing meanwhile.
-_KEEPALIVE = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-]
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteSettings:
-    """Of the way to a gateway."""
-
-    max_connections: int = setting(
-        1000, "requests on their way to the gateway at a time; more wait in this process", minimum=1
-    )
-    connect_timeout_s: float = setting(10.0, "how long a connection may take", unit="s", minimum=0.1)
+# What the end of a connection raises; one that cannot be made means that nobody listens, and trying again would not help.
+_BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 
 
 class RemoteBackend:
@@ -72,17 +59,12 @@ class RemoteBackend:
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._settings = settings
-        self._client: httpx.AsyncClient | None = None
+        self._open: Connections | None = None
         self._max_model_len: int | None = None
 
     async def start(self) -> None:
         """See Backend. Raises ApiError if nobody answers at the address, or the model is not served there."""
-        limits = httpx.Limits(max_connections=self._settings.max_connections, keepalive_expiry=30.0)
-        transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEPALIVE)
-        timeout = httpx.Timeout(None, connect=self._settings.connect_timeout_s)
-        self._client = httpx.AsyncClient(
-            base_url=self._url, headers=self._headers, transport=transport, timeout=timeout
-        )
+        self._open = Connections(self._url, self._headers, self._settings)
         await self._look_at_model()
 
     async def run(self, request: Request, progress: Progress, *, stream: bool) -> None:
@@ -98,14 +80,11 @@ class RemoteBackend:
             # The API has no word for "as many as fit": without a number its completions have 16.
             body["max_tokens"] = await self._room_behind(min(len(prompt), params.truncate_prompt_tokens or len(prompt)))
         body["prompt"] = prompt
-        headers = {"x-request-id": request.request_id or ""}
-        if request.timeout_s is not None:
-            headers["x-request-timeout"] = f"{request.timeout_s:.6f}"
         reader = CompletionReader(progress, tells_logprobs=params.logprobs is not None)
         if stream:
-            await self._stream({**body, "stream_options": {"include_usage": True}}, headers, reader)
+            await self._stream({**body, "stream_options": {"include_usage": True}}, request, reader)
         else:
-            answer = await self._ask("/v1/completions", body, headers)
+            answer = await self._ask("/v1/completions", body, request)
             with _understanding():
                 reader.read(answer)
 
@@ -125,8 +104,8 @@ class RemoteBackend:
 
     async def stop(self) -> None:
         """See Backend."""
-        if self._client is not None:
-            await self._client.aclose()
+        if self._open is not None:
+            await self._open.aclose()
 
     async def _look_at_model(self) -> None:
         """Whether the model is served, and how long its sequences may be, if a worker is up. Raises ApiError."""
@@ -146,42 +125,70 @@ class RemoteBackend:
 
     async def _tokenize(self, body: Mapping[str, Any]) -> list[int]:
         """The tokens of a text or a chat. Raises ApiError."""
-        answer = await self._ask("/tokenize", body, {})
+        answer = await self._ask("/tokenize", body)
         with _understanding():
             self._max_model_len = answer["max_model_len"] or self._max_model_len
             token_ids: list[int] = answer["tokens"]
             return token_ids
 
     async def _get(self, path: str) -> httpx.Response:
-        with self._reaching():
-            response = await self._http.get(path)
-        return _accepted(response)
+        async with self._sent("GET", path) as response:
+            return _accepted(response)
 
-    async def _ask(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-        with self._reaching():
-            response = await self._http.post(path, content=self._encoded(body), headers={**_JSON, **headers})
-        with _understanding():
-            answer: dict[str, Any] = _accepted(response).json()
-            return answer
+    async def _ask(self, path: str, body: Mapping[str, Any], request: Request | None = None) -> dict[str, Any]:
+        async with self._sent("POST", path, body, request) as response:
+            with _understanding():
+                answer: dict[str, Any] = _accepted(response).json()
+                return answer
 
-    async def _stream(self, body: Mapping[str, Any], headers: Mapping[str, str], reader: CompletionReader) -> None:
-        content = self._encoded(body)
-        with self._reaching():
-            async with self._http.stream(
-                "POST", "/v1/completions", content=content, headers={**_JSON, **headers}
-            ) as response:
-                if response.is_error:
-                    await response.aread()
-                    _accepted(response)
-                async for data in events(response.aiter_bytes()):
-                    if data == b"[DONE]":
-                        return
-                    with _understanding():
-                        chunk = json.loads(data)
-                        if "error" in chunk:
-                            raise told_error(response.status_code, chunk)
-                        reader.read(chunk)
+    async def _stream(self, body: Mapping[str, Any], request: Request, reader: CompletionReader) -> None:
+        async with self._sent("POST", "/v1/completions", body, request, stream=True) as response:
+            if response.is_error:
+                await response.aread()
+                _accepted(response)
+            async for data in events(response.aiter_bytes()):
+                if data == b"[DONE]":
+                    return
+                with _understanding():
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        raise told_error(response.status_code, chunk)
+                    reader.read(chunk)
         raise GatewayUnreachableError(f"the gateway at {self._url} ended its answer before it was complete")
+
+    @contextlib.asynccontextmanager
+    async def _sent(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        request: Request | None = None,
+        *,
+        stream: bool = False,
+    ) -> AsyncIterator[httpx.Response]:
+        """The answer, or the head of a streamed one; the second try's, if the connection broke before there was a first.
+
+        ``request``: what headers tell of it. Raises GatewayUnreachableError, also for what happens to the connection meanwhile.
+        """
+        content = None if body is None else self._encoded(body)
+        assert self._open is not None, "requests come between start and stop"
+        begun_s = time.monotonic()
+        with self._reaching():
+            async with self._open.one() as client:
+
+                async def send() -> httpx.Response:
+                    headers = {} if request is None else _told(request, time.monotonic() - begun_s)
+                    if content is not None:
+                        headers.update(_JSON)
+                    built = client.build_request(method, path, content=content, headers=headers)
+                    return await client.send(built, stream=stream)
+
+                try:
+                    response = await send()
+                except _BROKEN:
+                    response = await send()
+                async with contextlib.aclosing(response):
+                    yield response
 
     def _encoded(self, body: Mapping[str, Any]) -> bytes:
         return encode_body(body if self._model is None else {**body, "model": self._model})
@@ -197,10 +204,13 @@ class RemoteBackend:
                 "is one running there?"
             ) from error
 
-    @property
-    def _http(self) -> httpx.AsyncClient:
-        assert self._client is not None, "requests come between start and stop"
-        return self._client
+
+def _told(request: Request, late_s: float) -> dict[str, str]:
+    """The headers of a request that is sent so late."""
+    headers = {"x-request-id": request.request_id or ""}
+    if request.timeout_s is not None:
+        headers["x-request-timeout"] = f"{max(1e-6, request.timeout_s - late_s):.6f}"
+    return headers
 
 
 def _accepted(response: httpx.Response) -> httpx.Response:
