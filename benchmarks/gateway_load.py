@@ -92,7 +92,7 @@ def measure_throughput(streams: int, seconds: float, step_ms: float, workers: in
     """Streamed tokens per second with a fake decode worker, and what each process used of the CPU."""
     os.environ |= {
         "KVRELAY_FAKE_STEP_MS": f"{step_ms:g}", "KVRELAY_FAKE_TOKEN_US": "0", "KVRELAY_FAKE_TOKEN_BYTES": "64",
-        "KVRELAY_MAX_NUM_SEQS": f"{streams + 56}",
+        "KVRELAY_MAX_NUM_SEQS": f"{streams + 56}", "KVRELAY_BUSY_POLL_MS": "0",
     }  # fmt: skip
     settings = LocalSettings(engine="fake", prefill=0, decode=1, port=0, workers=max(1, workers), log_level="warning")
     with (

@@ -133,8 +133,8 @@ def comparison_doubts(results: Sequence[RunResult]) -> list[str]:
             shares = [cpu.stolen + (cpu.others if has_others else 0.0) for cpu in both]
             if abs(shares[0] - shares[1]) > _MAX_CPU_DIFFERENCE:
                 doubts.append(
-                    f"others took {shares[0]:.2f} cores during {first.name} and {shares[1]:.2f} during {other.name}; "
-                    "measure again, alternating"
+                    f"{'others' if has_others else 'the hypervisor'} took {shares[0]:.2f} cores during {first.name} and "
+                    f"{shares[1]:.2f} during {other.name}; measure again, alternating"
                 )
     return doubts
 

@@ -21,6 +21,8 @@ def test_what_is_added_is_a_time_less_the_median_without_a_gateway() -> None:
     assert figures["first token p50 ms"] == pytest.approx(2.5)
     assert figures["first token max ms"] == pytest.approx(100.0)
     assert figures["first token p50 to least"] == pytest.approx(1.25)
+    with_none = added("first token", direct, None, through)
+    assert with_none == {name: value for name, value in figures.items() if "least" not in name}
     assert figures["first token p99 ms"] == pytest.approx(3.0 + 0.96 * 97.0)  # between the fourth of five and the last
 
 

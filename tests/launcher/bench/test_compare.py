@@ -69,7 +69,7 @@ def test_a_server_that_may_be_one_of_the_others_is_no_disturbance() -> None:
     assert comparison_doubts([good("a", warnings=[]), good("b", cpu=unknown, warnings=[])]) == []
     stolen = msgspec.structs.replace(unknown, stolen=0.5)
     assert comparison_doubts([good("a", warnings=[]), good("b", cpu=stolen, warnings=[])]) == [
-        "others took 0.00 cores during a and 0.50 during b; measure again, alternating"
+        "the hypervisor took 0.00 cores during a and 0.50 during b; measure again, alternating"
     ]
 
 
