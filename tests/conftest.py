@@ -1,9 +1,21 @@
-"""Settings of the whole suite that must be in force before the first import."""
+"""What holds for the whole suite before the first import: where Triton runs, and how much hypothesis tries.
+
+``make test`` leaves out what is marked ``full`` and takes the profile ``fast``; ``make test-all`` runs everything with
+the profile ``all``; ``make fuzz`` goes furthest. A test reads the number of its examples from the profile in force.
+"""
 
 import os
 from pathlib import Path
+
+from hypothesis import HealthCheck, settings
 
 # Triton reads this when it is imported and when a kernel is defined: too late for any fixture. Without an
 # NVIDIA device the kernels run in Triton's interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# No deadline: a shared machine may stop for a second at any example.
+settings.register_profile("fast", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("all", settings.get_profile("fast"), max_examples=60)
+settings.register_profile("fuzz", settings.get_profile("fast"), max_examples=600)
+settings.load_profile("fast")
