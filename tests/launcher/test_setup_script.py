@@ -41,7 +41,7 @@ def checkout(tmp_path: Path) -> Path:
     """A checkout, and beside it a folder that is the whole PATH."""
     directory = tmp_path / "checkout"
     (directory / "tools").mkdir(parents=True)
-    for name in ("tools/setup.sh", "pyproject.toml"):
+    for name in ("tools/setup.sh", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, directory / name)
     path = tmp_path / "bin"
     path.mkdir()
@@ -97,23 +97,7 @@ def test_choices_that_cannot_be(checkout: Path) -> None:
 
 
 def test_every_make_target_has_help() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = next(line.split()[1:] for line in makefile.splitlines() if line.startswith(".PHONY:"))
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    targets = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("make ")]
-    assert targets == [
-        "help",
-        "setup",
-        "serve",
-        "clients",
-        "test",
-        "chaos",
-        "overload",
-        "fuzz",
-        "soak",
-        "demo",
-        "check",
-        "verify",
-        "kind-up",
-        "kind-test",
-        "kind-down",
-        "clean",
-    ]
+    assert {line.split()[1] for line in done.stdout.splitlines() if line.startswith("make ")} == set(targets)
