@@ -1,4 +1,4 @@
-"""The executor: kvrelay for programs that embed it instead of calling HTTP. One class, over a model in this process or a cluster.
+"""The executor: kvrelay for programs that embed a model instead of calling HTTP.
 
     from kvrelay.executor import LLM, SamplingParams
 
@@ -6,11 +6,11 @@
         for output in llm.generate(["The sky is", "Grass is"], SamplingParams(max_tokens=8)):
             print(output.outputs[0].text)
 
-It stands beside the launcher, above all other components; nobody imports it. With an address it needs neither torch nor a
-tokenizer: what computes is imported when it is used.
+It stands beside the launcher, above all other components; nobody imports it. Not for a cluster: ask its gateway with any OpenAI
+client.
 """
 
-from kvrelay.executor.errors import GatewayUnreachableError, ShutDownError, WorkerDiedError
+from kvrelay.executor.errors import ShutDownError, WorkerDiedError
 from kvrelay.executor.llm import LLM
 from kvrelay.executor.outputs import CompletionOutput, Logprob, RequestOutput
 from kvrelay.executor.request import Chat, Prompt, Request
@@ -23,7 +23,6 @@ __all__ = [
     "ApiError",
     "Chat",
     "CompletionOutput",
-    "GatewayUnreachableError",
     "GenerationResult",
     "InvalidRequestError",
     "Logprob",

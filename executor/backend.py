@@ -1,4 +1,4 @@
-"""What computes behind an executor: a worker in this process, or a gateway at an address."""
+"""What an executor asks of the worker in its process."""
 
 from __future__ import annotations
 

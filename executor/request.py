@@ -8,13 +8,12 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from kvrelay.executor.sampling import SamplingParams
 from kvrelay.gateway.errors import InvalidRequestError
 
 Message = Mapping[str, Any]  # {"role": …, "content": …}
-
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _LONGEST_S = 1_000_000_000
@@ -42,8 +41,8 @@ class Chat:
         return body
 
 
-Prompt = str | Sequence[int] | Chat | Mapping[str, Any]
-"""A text, its token ids, a chat, or, as vLLM and TensorRT-LLM write them, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``."""
+Prompt = str | Sequence[int] | Chat
+"""A text, its token ids, or a chat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Request:
     timeout_s: float | None = None  # how long all of it may take; None: as long as the gateway's settings allow
     priority: int = 0  # in the line for a place; the smaller, the earlier
     cache_priority: int | None = (
-        None  # 0 to 100, the higher the longer its KV stays cached; None: as others, or above with a ttl
+        None  # 0 to 100, the higher the longer its KV stays cached; None: as others, above with a ttl
     )
     cache_ttl: float | None = None  # seconds for which that holds
 
@@ -93,18 +92,10 @@ def as_request(prompt: Prompt | Request, sampling_params: SamplingParams | None)
 
 
 def _checked(prompt: Prompt) -> str | list[int] | Chat:
-    if isinstance(prompt, Mapping):
-        given = prompt.get("prompt_token_ids", prompt.get("prompt"))
-        if given is None:
-            raise InvalidRequestError(
-                f"a prompt that is a dict has 'prompt' or 'prompt_token_ids'; this one has {sorted(prompt)}",
-                param="prompt",
-            )
-        prompt = given
     if isinstance(prompt, str | Chat):
         return prompt
     try:
-        return [operator.index(token_id) for token_id in cast("Sequence[int]", prompt)]
+        return [operator.index(token_id) for token_id in prompt]
     except TypeError as error:
         raise InvalidRequestError(
             f"the prompt is {str(prompt)[:80]!r}; give one text, one list of token ids, a Chat or a Request",

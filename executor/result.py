@@ -44,14 +44,9 @@ class GenerationResult:
             raise TimeoutError(f"request {self.request_id} is not complete after {timeout:g} s; it goes on")
         return self._whole()
 
-    async def aresult(self) -> RequestOutput:
-        """As :meth:`result`, awaited. Who gives up waiting leaves the request running."""
-        while not self._progress.is_over:
-            await self._progress.news(self._progress.version)
-        return self._whole()
-
     def __await__(self) -> Generator[None, None, RequestOutput]:
-        return self.aresult().__await__()
+        """As :meth:`result`. Who gives up waiting leaves the request running."""
+        return self._awaited().__await__()
 
     def __iter__(self) -> Iterator[RequestOutput]:
         cursor: Cursor = {}
@@ -83,6 +78,11 @@ class GenerationResult:
     def add_done_callback(self, callback: Callable[[GenerationResult], None]) -> None:
         """Call ``callback`` with this result when it is over, on the executor's thread (it must be quick); at once if it is."""
         self._progress.when_over(lambda: callback(self))
+
+    async def _awaited(self) -> RequestOutput:
+        while not self._progress.is_over:
+            await self._progress.news(self._progress.version)
+        return self._whole()
 
     def _next(self, cursor: Cursor) -> tuple[RequestOutput, int]:
         output, version = self._progress.snapshot(cursor)

@@ -36,9 +36,9 @@ def result_of(executor: Executor, submitted: Submitted) -> GenerationResult:
     return GenerationResult(submitted.progress, lambda: executor.abort(submitted))
 
 
-def test_thousands_of_submits_from_many_threads(make_executor: MakeExecutor) -> None:
+def test_hundreds_of_submits_from_many_threads(make_executor: MakeExecutor) -> None:
     executor, backend = make_executor(max_queued=100_000, room_timeout_s=10_000, request_timeout_s=10_000)
-    prompts = [[1 + index % 300, 2 + index // 300, 3] for index in range(2000)]
+    prompts = [[1 + index % 300, 2 + index // 300, 3] for index in range(600)]
 
     def ask(prompt: list[int]) -> Submitted:
         return executor.submit(Request(prompt, GREEDY), stream=False)

@@ -106,11 +106,11 @@ async def test_who_gives_up_waiting_leaves_it_running() -> None:
         result.result(timeout=0.01)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await result.aresult()
+            await result
     assert not result.finished
     progress.add(0, Piece("a", [1], None, "stop"))
     progress.finish()
-    assert (await result.aresult()).outputs[0].text == "a"
+    assert (await result).outputs[0].text == "a"
 
 
 def test_errors_reach_everybody_and_the_first_end_counts() -> None:
@@ -154,7 +154,7 @@ async def test_a_loop_that_is_gone_holds_nobody_up() -> None:
 
     def wait_briefly() -> None:
         loop = asyncio.new_event_loop()
-        waiting = loop.create_task(result.aresult())
+        waiting = asyncio.ensure_future(result, loop=loop)
         loop.run_until_complete(asyncio.sleep(0))
         loop.call_soon(waiting.cancel)
         with pytest.raises(asyncio.CancelledError):

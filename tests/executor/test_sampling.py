@@ -113,8 +113,7 @@ def test_what_json_cannot_carry_is_refused() -> None:
 def test_prompts_in_all_forms() -> None:
     chat = Chat([{"role": "user", "content": "hi"}])
     assert as_request("text", None) == Request("text")
-    assert as_request({"prompt": "text"}, SamplingParams(n=2)) == Request("text", SamplingParams(n=2))
-    assert as_request({"prompt_token_ids": (1, 2)}, None).prompt == [1, 2]
+    assert as_request((1, 2), SamplingParams(n=2)) == Request([1, 2], SamplingParams(n=2))
     assert as_request(range(3), None).prompt == [0, 1, 2]
     assert as_request(chat, None).prompt is chat
     assert as_request(Request((1,), priority=3), None) == Request([1], priority=3)
