@@ -112,7 +112,7 @@ class OpenAIRoutes:
                 echoed=chat.echoed,
             )
 
-        return await self._respond("/v1/chat/completions", request, body, spec, generations, make_format)
+        return await self._respond(request, body, spec, generations, make_format)
 
     async def completions(self, body: CompletionBody, request: ApiRequest) -> ASGIApp:
         """Continue one text, or several."""
@@ -135,7 +135,7 @@ class OpenAIRoutes:
                 prompts=used,
             )
 
-        return await self._respond("/v1/completions", request, body, spec, generations, make_format)
+        return await self._respond(request, body, spec, generations, make_format)
 
     async def _prompts(self, body: CompletionBody) -> list[list[int]]:
         """The prompts as token ids, whichever of the four forms they came in."""
@@ -153,7 +153,6 @@ class OpenAIRoutes:
 
     async def _respond(
         self,
-        route: str,
         request: ApiRequest,
         body: SamplingBody,
         spec: GenerationSpec,
@@ -161,7 +160,6 @@ class OpenAIRoutes:
         make_format: Callable[[], Format],
     ) -> ASGIApp:
         job = Job(
-            route,
             generations,
             make_format,
             is_stream=bool(body.stream),

@@ -10,7 +10,6 @@ force.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import re
 import time
@@ -49,7 +48,7 @@ class ApiKeys:
         self._clock = clock
         self._counts_of = counts_of or (lambda _: OwnCounts())
         self._version = _version(path)
-        self._keys = _read(path)
+        self._take(_read(path))
         self._uses: dict[str, KeyUse] = {}  # by name; what runs is counted on when the file changes
         self._looked_s = clock()
 
@@ -59,12 +58,11 @@ class ApiKeys:
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise UnauthorizedError("no API key: send it as 'Authorization: Bearer KEY'")
-        digest = hash_key(key.strip())
-        # All are compared, each in constant time: how long it takes tells nothing about any of them.
-        names = [name for name, known in self._keys.items() if hmac.compare_digest(known.digest, digest)]
-        if not names:
+        # How long a look-up by hash takes tells nothing about a key: nobody can choose what his key's hash begins with.
+        name = self._names.get(hash_key(key.strip()))
+        if name is None:
             raise UnauthorizedError("this API key is not known here")
-        return names[0]
+        return name
 
     def enter(self, authorization: str | None) -> KeyUse:
         """A request begins; ``leave`` of what is returned must follow. Raises UnauthorizedError and TooManyRequestsError."""
@@ -73,6 +71,10 @@ class ApiKeys:
             use = self._uses[name] = KeyUse(self._counts_of(name))
         use.enter(self._keys[name].limits, self._clock())
         return use
+
+    def _take(self, keys: dict[str, _Key]) -> None:
+        self._keys = keys
+        self._names = {key.digest: name for name, key in reversed(keys.items())}
 
     def _look_again(self) -> None:
         now_s = self._clock()
@@ -84,7 +86,7 @@ class ApiKeys:
             return
         self._version = version
         try:
-            self._keys = _read(self._path)
+            self._take(_read(self._path))
             logger.info("read %d API keys from %s", len(self._keys), self._path)
         except SettingsError as error:
             logger.error("%s; the keys read before stay in force", error)

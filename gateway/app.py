@@ -70,7 +70,7 @@ def create_app(
     )
     pods = KubernetesPods.connect(workers.namespace, workers.worker_selector) if is_discovered else None
     relay = Relay(pool, settings.relay, metrics)
-    responder = Responder(Generator(relay, tokenizer, metrics), metrics)
+    responder = Responder(Generator(relay, tokenizer, metrics))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:

@@ -125,11 +125,15 @@ class Attempt:
                 raise AttemptsFailedError(
                     "the prompt's log probabilities were lost with a worker; ask again", retry_after_s=_RETRY_AFTER_S
                 )
-            case WorkerLost(role=Role.PREFILL) if self._is_handed_over:
-                pass  # the decode worker owns the request; the prefill worker's death does not concern it
+            case WorkerLost(role=Role.PREFILL) | GaveUp(role=Role.PREFILL) if self._needs_no_prefill_worker:
+                pass  # the decode worker owns the request; neither the prefill worker's death nor its last word concerns it
             case _:
                 raise _failure(event, self._involved)
         return False
+
+    @property
+    def _needs_no_prefill_worker(self) -> bool:
+        return self._is_handed_over and not self._progress.lacks_prompt_logprobs
 
     def _is_over(self) -> bool:
         if self._last is None or self._progress.lacks_prompt_logprobs:

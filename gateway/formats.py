@@ -45,7 +45,6 @@ class Shown:
     token_ids: bool = False
     ids_as_tokens: bool = False  # in log probabilities, ``token_id:17`` instead of a token's text
     usage: bool = False  # at a stream's end; whole answers always have it
-    usage_always: bool = False  # with every chunk
 
 
 class CompletionFormat:

@@ -144,7 +144,6 @@ class _Text:
             usage.num_output_tokens += num_taken
             tokens = tokens[:num_taken]
         if output.is_stopped:
-            self._metrics.stop_strings.inc()
             self._take(TextDelta(text, tokens, FinishReason.STOP, output.stop_reason, delta.prompt_logprobs))
             return self._ended()
         if delta.finish_reason is not None:

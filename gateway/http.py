@@ -111,7 +111,8 @@ class Edge:
                 use.leave()
             route = scope.get("route")
             path = scope["path"] if endpoint is not None else route.path if route is not None else "other"
-            self._metrics.requests.labels(path, str(reply.status) if reply.status else "client_left").inc()
+            outcome = "failed_mid_stream" if request.has_failed else str(reply.status or "client_left")
+            self._metrics.requests.labels(path, outcome).inc()
 
     async def _read_body(self, receive: Receive, request: ApiRequest, exchange: Exchange | None) -> bytes:
         """Raises BodyTooLargeError, SlowClientError, and ClientLeftError if only a part of the body came."""

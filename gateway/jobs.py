@@ -62,7 +62,6 @@ class Job(msgspec.Struct, frozen=True):
     them, by log probability per token, are the answer. (All of them, unless that is less: then the answer is not streamed.)
     """
 
-    route: str
     generations: list[Generation]
     make_format: Callable[[], Format]  # called once, while workers compute
     is_stream: bool

@@ -78,15 +78,17 @@ class GatewayMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"kvrelay_{name}_seconds", text, labels, buckets=buckets, registry=registry)
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"kvrelay_{name}_total", text, registry=registry)
-
         self.requests = Counter(
             "kvrelay_requests_total", "Requests by route and HTTP outcome", ["route", "outcome"], registry=registry
         )
         self.in_flight = Gauge("kvrelay_requests_in_flight", "Requests being served", registry=registry)
         self.tokens = TokenMeter(registry)
-        self.attempts = Counter("kvrelay_attempts_total", "Attempts by how they ended", ["outcome"], registry=registry)
+        self.attempts = Counter(
+            "kvrelay_attempts_total",
+            "Attempts by how they ended: finished, stopped (a stop string), given_up, or why they failed",
+            ["outcome"],
+            registry=registry,
+        )
         self.disconnects = Counter("kvrelay_client_disconnects_total", "Clients that left early", registry=registry)
         self.refused_connections = Counter(
             "kvrelay_refused_connections_total",
@@ -101,7 +103,6 @@ class GatewayMetrics:
             "kvrelay_refused_requests_total", "Requests that got no place, by reason", ["reason"], registry=registry
         )
         self.queued_s = histogram("admission_wait", "How long requests that had to wait did so", _LATENCY)
-        self.stop_strings = counter("stop_string_matches", "Generations that a stop string ended")
         self.workers_up = Gauge("kvrelay_workers_up", "Connected workers by role", ["role"], registry=registry)
         self.workers_refused = Gauge(
             "kvrelay_workers_refused", "Connected workers that are not used: other model or KV", registry=registry

@@ -96,7 +96,6 @@ class Relay:
         return progress
 
     def _on_failure(self, progress: Progress, failure: AttemptFailedError) -> None:
-        self._metrics.attempts.labels(failure.code.value).inc()
         extra = {"request_id": progress.request.request_id, "attempt": progress.attempt}
         # Refused for want of room, many requests ask again twice a second: the counter tells that better than a log.
         level = logging.DEBUG if failure.code in _EXPECTED else logging.WARNING
@@ -169,19 +168,21 @@ class Relay:
         progress.place = None
         progress.attempt += 1
         attempt = Attempt(self._pool, progress, pair, take, self._metrics)
+        outcome = "given_up"  # by its client, or by us, its time being up
         try:
             await attempt.run(self._submit(progress, *pair))
+            outcome = "finished" if attempt.is_finished else "stopped"
         except AttemptFailedError as failure:
+            outcome = failure.code.value
             if not progress.is_complete:
                 self._on_failure(progress, failure)
                 return False
             # Nothing is missing but the word that it is over.
             is_stopped = progress.output[-1] in request.sampling.stop_token_ids
             take(OutputDelta([], FinishReason.STOP if is_stopped else FinishReason.LENGTH, None, None))
-            attempt.is_finished = True
+            outcome = "finished"
         finally:
-            if attempt.is_finished:
-                self._metrics.attempts.labels("finished").inc()
+            self._metrics.attempts.labels(outcome).inc()
         return True
 
     def _submit(self, progress: Progress, prefill: Worker | None, decode: Worker) -> Submit:

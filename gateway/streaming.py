@@ -15,7 +15,6 @@ from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import Generator, TextDelta
 from kvrelay.gateway.jobs import Format, Job, total
-from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.soon import Soon
 from kvrelay.gateway.sse import EndAtDisconnect, EventStream
 
@@ -25,16 +24,15 @@ logger = logging.getLogger(__name__)
 class Responder:
     """Runs jobs and answers them."""
 
-    def __init__(self, generator: Generator, metrics: GatewayMetrics) -> None:
+    def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self._metrics = metrics
 
     async def respond(self, request: ApiRequest, job: Job) -> ASGIApp:
         """The response. What fails before its status line is raised, as ApiError or ClientLeftError, here or when it is sent."""
         answer = Soon(job.make_format)
         if job.is_stream:
             return EventStream(
-                lambda stream: self._events(job, answer, stream), lambda error: answer.get().failed(error)
+                lambda stream: self._events(request, job, answer, stream), lambda error: answer.get().failed(error)
             )
         usages = job.usages()
         deltas: list[list[TextDelta]] = [[] for _ in job.generations]
@@ -43,7 +41,7 @@ class Responder:
         body = answer.get().whole(job.choices(deltas), total(usages))
         return JSONResponse({**body, **job.extras()} if isinstance(body, dict) else body)
 
-    async def _events(self, job: Job, written: Soon[Format], stream: EventStream) -> bytes:
+    async def _events(self, request: ApiRequest, job: Job, written: Soon[Format], stream: EventStream) -> bytes:
         """Write the job's events, up to the last ones, which are returned."""
         usages = job.usages()
 
@@ -58,7 +56,7 @@ class Responder:
         except Exception as error:
             if not stream.has_begun:
                 raise
-            self._metrics.requests.labels(job.route, "failed_mid_stream").inc()
+            request.has_failed = True
             if isinstance(error, ApiError):
                 return written.get().failed(error)
             logger.exception("a stream failed", extra={"request_id": job.generations[0].request_id})

@@ -97,15 +97,15 @@ class TgiRoutes:
 
     async def generate(self, body: GenerateBody, request: ApiRequest) -> ASGIApp:
         """Continue a text."""
-        return await self._respond("/generate", body, request, is_stream=False)
+        return await self._respond(body, request, is_stream=False)
 
     async def generate_stream(self, body: GenerateBody, request: ApiRequest) -> ASGIApp:
         """Continue a text, an event for each token."""
-        return await self._respond("/generate_stream", body, request, is_stream=True)
+        return await self._respond(body, request, is_stream=True)
 
     async def compat_generate(self, body: CompatBody, request: ApiRequest) -> ASGIApp:
         """Continue a text, with ``stream`` in events. The answer begins with the prompt unless ``return_full_text`` is false."""
-        return await self._respond("/", body, request, is_stream=bool(body.stream), is_compat=True)
+        return await self._respond(body, request, is_stream=bool(body.stream), is_compat=True)
 
     async def invocations(self, body: AnyBody, request: ApiRequest) -> ASGIApp:
         """SageMaker's route: whatever ``/``, ``/v1/chat/completions`` or ``/v1/completions`` would answer."""
@@ -147,7 +147,7 @@ class TgiRoutes:
         return Response()
 
     async def _respond(
-        self, route: str, body: GenerateBody, request: ApiRequest, *, is_stream: bool, is_compat: bool = False
+        self, body: GenerateBody, request: ApiRequest, *, is_stream: bool, is_compat: bool = False
     ) -> ASGIApp:
         self._intake.check(None)
         parameters = body.wanted
@@ -165,7 +165,6 @@ class TgiRoutes:
             is_list=is_compat,
         )
         job = Job(
-            route,
             generations,
             lambda: GenerateFormat(self._intake.tokenizer, generations[0], wanted),
             is_stream=is_stream,

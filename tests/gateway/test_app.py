@@ -104,7 +104,7 @@ async def test_a_stop_string_over_tokens_ends_the_work(
             submit = app.player.submits[-1]
             assert await app.player.cancelled.get() == (submit.request_id, 1)
         metrics = await app.metrics()
-        assert metrics["kvrelay_stop_string_matches_total"] == 2
+        assert metrics['kvrelay_attempts_total{outcome="stopped"}'] == 2
         assert metrics["kvrelay_request_duration_seconds_count"] == 2
 
 

@@ -196,6 +196,49 @@ async def test_a_lost_prefill_worker_matters_until_the_hand_off(handed_over: boo
                 await outcome
 
 
+@pytest.mark.parametrize("is_known_by", ["word", "tokens"])
+async def test_a_late_failure_of_a_prefill_worker_does_not_end_a_healthy_stream(is_known_by: str) -> None:
+    """The link to the decode worker may break before its last answer, when the decode worker has the request already."""
+
+    def prefill(player: Player, submit: Submit) -> None:
+        decode = s.players[1]
+        decode.gateway_id = "gateway"
+        player.tokens(submit, 0, [100], timings=Timings(prefill_s=0.1))
+        if is_known_by == "word":
+            player.say(HandedOver(request_id=submit.request_id, attempt=submit.attempt))
+            player.fail(submit, FailureCode.PEER_LOST)
+        else:
+            decode.tokens(submit, 0, [100, 101], timings=Timings(transfer_s=0.1))
+        running.append((player, submit))
+
+    running: list[tuple[Player, Submit]] = []
+    taken = asyncio.Event()
+    output: list[int] = []
+
+    def take(delta: OutputDelta) -> bool:
+        output.extend(token.token_id for token in delta.tokens)
+        if len(output) > (is_known_by == "tokens"):
+            taken.set()
+        return True
+
+    async with stage(good, prefill=prefill) as s:
+        sampling = SamplingParams(max_tokens=4, temperature=0.0)
+        outcome = asyncio.create_task(s.relay.run(GenerationRequest("r", PROMPT, sampling), take))
+        await taken.wait()
+        player, submit = running[0]
+        if is_known_by == "tokens":
+            player.fail(submit, FailureCode.PEER_LOST)
+        # The link says what is in order: behind an answer to a ping, the failure has been heard.
+        worker, reported = s.pool.prefills[player.address], s.pool.prefills[player.address].status
+        while worker.status is reported:
+            s.pool.changed.clear()
+            await s.pool.changed.wait()
+        s.players[1].tokens(submit, 1, [101, 102, 103], FinishReason.LENGTH)
+        await outcome
+        assert output == [100, 101, 102, 103]
+        assert len(player.submits) == 1
+
+
 @pytest.mark.parametrize("code", [FailureCode.INTERNAL, FailureCode.QUEUE_FULL, FailureCode.INTEGRITY])
 async def test_a_broken_prefill_worker_costs_one_attempt(code: FailureCode) -> None:
     """Idle because it fails, it looks like the best choice again and again."""
