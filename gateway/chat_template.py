@@ -6,6 +6,7 @@ Templates come from model directories, so they run in Jinja's immutable sandbox.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -84,11 +85,14 @@ class ChatTemplate:
                 "the model has no chat template; use /v1/completions, or add a chat_template.jinja to its directory",
                 param="messages",
             )
+        # Where the open message ends cannot be found by its text, which may stand elsewhere, too.
+        mark = secrets.token_hex(16)
+        shown = [*messages[:-1], _marked(messages[-1], mark)] if continues else messages
         # Templates ask whether tools are none: undefined would not be.
         names = {
             **(variables or {}),
             **self._special_tokens,
-            "messages": messages,
+            "messages": shown,
             "tools": tools or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt and not continues,
@@ -101,20 +105,30 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
-        return _left_open(text, messages[-1]) if continues else text
+        return _up_to(text, mark) if continues else text
 
 
-def _left_open(text: str, last: Mapping[str, Any]) -> str:
-    """``text`` up to where the last message's content ends. Templates may strip what is around it."""
-    content = str(last.get("content") or "")
-    start = text.rfind(content.strip())
-    if start < 0 or not content.strip():
-        raise InvalidRequestError(
-            "continue_final_message needs a last message with text that the chat template shows as it is",
-            param="continue_final_message",
-        )
-    whole = text.rfind(content)
-    return text[: whole + len(content)] if whole >= 0 else text[: start + len(content.strip())]
+def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """``message`` with ``mark`` behind its content. A space follows, which a template that strips contents strips, too."""
+    content = message.get("content")
+    if not isinstance(content, str) or not content.strip():
+        raise _not_shown()
+    return {**message, "content": f"{content}{mark} "}
+
+
+def _up_to(text: str, mark: str) -> str:
+    """``text`` in front of ``mark``, without the spaces there if the template strips contents."""
+    before, found, behind = text.rpartition(mark)
+    if not found:
+        raise _not_shown()
+    return before if behind.startswith(" ") else before.rstrip()
+
+
+def _not_shown() -> InvalidRequestError:
+    return InvalidRequestError(
+        "continue_final_message needs a last message with text that the chat template shows as it is",
+        param="continue_final_message",
+    )
 
 
 def _tojson(

@@ -20,7 +20,7 @@ from kvrelay.gateway.structural_tag import (
     sequence,
     tag,
 )
-from kvrelay.gateway.tools.calls import OutputParser, ParsedDelta, joined
+from kvrelay.gateway.tools.calls import OutputParser, ParsedDelta, Thought
 from kvrelay.gateway.tools.reader import Reader, Reading
 
 
@@ -104,7 +104,7 @@ class ReasoningParser:
         """The text is over: what was held back."""
         self._reader.finish()
         next(self._steps, None)
-        return joined(self._take(), self._answer.finish())
+        return self._take() + self._answer.finish()
 
     def _parse(self) -> Reading[None]:
         reader, family = self._reader, self._family
@@ -130,5 +130,5 @@ class ReasoningParser:
         reasoning, content = "".join(self._reasoning), "".join(self._content)
         self._reasoning.clear()
         self._content.clear()
-        delta = self._answer.push(content) if content else ParsedDelta()
-        return joined(ParsedDelta(reasoning=reasoning), delta)
+        thoughts = ParsedDelta((Thought(reasoning),)) if reasoning else ParsedDelta()
+        return thoughts + self._answer.push(content) if content else thoughts

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay.gateway.sse import sse
-from kvrelay.gateway.tools.calls import ParsedDelta, ToolCallDelta
+from kvrelay.gateway.tools.calls import ParsedDelta, Said, Thought, ToolCallDelta
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
@@ -70,12 +70,15 @@ class ResponseItems:
     def push(self, delta: ParsedDelta, logprobs: list[dict[str, Any]]) -> bytes:
         """What the model wrote; ``logprobs`` of its tokens go with the text of a message."""
         events = b""
-        if delta.reasoning:
-            events += self._text("reasoning", delta.reasoning, [])
-        if delta.content:
-            events += self._text("message", delta.content, logprobs)
-        for call in delta.calls:
-            events += self._call(call)
+        for part in delta.parts:
+            match part:
+                case Thought():
+                    events += self._text("reasoning", part.text, [])
+                case Said():
+                    events += self._text("message", part.text, logprobs)
+                    logprobs = []
+                case ToolCallDelta():
+                    events += self._call(part)
         return events
 
     def close(self, status: str = "completed") -> bytes:

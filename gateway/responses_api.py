@@ -23,7 +23,7 @@ from kvrelay.gateway.response_items import ResponseItems
 from kvrelay.gateway.responses_schema import ResponseBody
 from kvrelay.gateway.streaming import Responder
 from kvrelay.gateway.tokenizer import Tokenizer
-from kvrelay.gateway.tools.calls import OutputParser, ParsedDelta, joined
+from kvrelay.gateway.tools.calls import OutputParser, ParsedDelta
 
 ROUTE = "/v1/responses"
 
@@ -54,7 +54,7 @@ class ResponseFormat:
         parsed = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
-            parsed = joined(parsed, self._parser.finish())
+            parsed += self._parser.finish()
         if parsed.reasoning and not parsed.content:
             self._num_reasoning_tokens += len(delta.tokens)
         return self._items.push(parsed, self._logprobs(parsed, delta))

@@ -20,15 +20,46 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
     arguments: str = ""
 
 
-class ParsedDelta(msgspec.Struct, frozen=True):
-    """What a piece of text turned out to be. Within one delta, reasoning comes before content, and content before calls."""
+class Said(msgspec.Struct, frozen=True):
+    """A piece of text for the reader."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[ToolCallDelta, ...] = ()
+    text: str
+
+
+class Thought(msgspec.Struct, frozen=True):
+    """A piece of the model's reasoning."""
+
+    text: str
+
+
+Part = Said | Thought | ToolCallDelta
+
+
+class ParsedDelta(msgspec.Struct, frozen=True):
+    """What a piece of text turned out to be, in the order of the text."""
+
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """All of it that is for the reader."""
+        return "".join([part.text for part in self.parts if isinstance(part, Said)])
+
+    @property
+    def reasoning(self) -> str:
+        """All thoughts."""
+        return "".join([part.text for part in self.parts if isinstance(part, Thought)])
+
+    @property
+    def calls(self) -> tuple[ToolCallDelta, ...]:
+        """The pieces of calls."""
+        return tuple(part for part in self.parts if isinstance(part, ToolCallDelta))
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
+        return bool(self.parts)
+
+    def __add__(self, later: ParsedDelta) -> ParsedDelta:
+        return ParsedDelta(self.parts + later.parts)
 
 
 class OutputParser(Protocol):
@@ -46,20 +77,11 @@ class PlainParser:
 
     def push(self, text: str) -> ParsedDelta:
         """The text as it is."""
-        return ParsedDelta(content=text)
+        return ParsedDelta((Said(text),)) if text else ParsedDelta()
 
     def finish(self) -> ParsedDelta:
         """Nothing is ever held back."""
         return ParsedDelta()
-
-
-def joined(first: ParsedDelta, second: ParsedDelta) -> ParsedDelta:
-    """Two deltas that came one after the other."""
-    return ParsedDelta(
-        content=first.content + second.content,
-        reasoning=first.reasoning + second.reasoning,
-        calls=first.calls + second.calls,
-    )
 
 
 class Outbox:
@@ -71,23 +93,25 @@ class Outbox:
 
     def __init__(self, new_id: CallIds) -> None:
         self._new_id = new_id
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCallDelta] = []
+        self._parts: list[Part] = []
         self.num_calls = 0
         self.has_open_call = False
 
     def add_content(self, text: str) -> None:
         """Text for the reader."""
-        self._content.append(text)
+        last = self._parts.pop() if self._parts and isinstance(self._parts[-1], Said) else Said("")
+        if text := last.text + text:
+            self._parts.append(Said(text))
 
     def add_reasoning(self, text: str) -> None:
         """A thought."""
-        self._reasoning.append(text)
+        last = self._parts.pop() if self._parts and isinstance(self._parts[-1], Thought) else Thought("")
+        if text := last.text + text:
+            self._parts.append(Thought(text))
 
     def open_call(self, name: str) -> None:
         """A call begins."""
-        self._calls.append(ToolCallDelta(self.num_calls, self._new_id(), name))
+        self._parts.append(ToolCallDelta(self.num_calls, self._new_id(), name))
         self.num_calls += 1
         self.has_open_call = True
 
@@ -95,11 +119,11 @@ class Outbox:
         """More of the open call's arguments."""
         assert self.has_open_call, "arguments belong to a call"
         index = self.num_calls - 1
-        if self._calls and self._calls[-1].index == index:
-            last = self._calls.pop()
-            self._calls.append(ToolCallDelta(index, last.id, last.name, last.arguments + text))
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, ToolCallDelta) and last.index == index:
+            self._parts[-1] = ToolCallDelta(index, last.id, last.name, last.arguments + text)
         elif text:
-            self._calls.append(ToolCallDelta(index, arguments=text))
+            self._parts.append(ToolCallDelta(index, arguments=text))
 
     def close_call(self) -> None:
         """The call is complete, its end marker included."""
@@ -107,10 +131,8 @@ class Outbox:
 
     def take(self) -> ParsedDelta:
         """All since the last time."""
-        delta = ParsedDelta("".join(self._content), "".join(self._reasoning), tuple(self._calls))
-        self._content.clear()
-        self._reasoning.clear()
-        self._calls.clear()
+        delta = ParsedDelta(tuple(self._parts))
+        self._parts.clear()
         return delta
 
 

@@ -15,7 +15,7 @@ import pytest
 from kvrelay.common.sampling import FinishReason, GuideKind
 from kvrelay.gateway.response_items import ResponseItems
 from kvrelay.gateway.tokenizer import Tokenizer
-from kvrelay.gateway.tools.calls import ParsedDelta, ToolCallDelta
+from kvrelay.gateway.tools.calls import ParsedDelta, Said, Thought, ToolCallDelta
 from kvrelay.wire.messages import FailureCode, Submit
 
 from .http_app import App, app_for, saying, tokens_of
@@ -202,23 +202,30 @@ async def test_what_is_wrong_is_named(
 
 
 def test_items_follow_one_another_and_are_told_in_order() -> None:
+    """Also where the end of a call, another call and text come in one token."""
     ids = iter("abcdefg")
     items = ResponseItems(lambda: next(ids))
     events = b""
-    for delta in (
-        ParsedDelta(reasoning="hm"),
-        ParsedDelta(content="so"),
-        ParsedDelta(calls=(ToolCallDelta(0, "call_0", "f", "{"), ToolCallDelta(0, arguments="}"))),
-        ParsedDelta(calls=(ToolCallDelta(1, "call_1", "g", "{}"),)),
-        ParsedDelta(content="end"),
+    for parts in (
+        (Thought("hm"),),
+        (Said("so"),),
+        (ToolCallDelta(0, "call_0", "f", "{"),),
+        (
+            ToolCallDelta(0, arguments="}"),
+            ToolCallDelta(1, "call_1", "g", "{"),
+            ToolCallDelta(1, arguments="}"),
+            Said("e"),
+        ),
+        (Said("nd"),),
     ):
-        events += items.push(delta, [])
+        events += items.push(ParsedDelta(parts), [])
     events += items.close("incomplete")
     bodies = list(items.done)
     assert [body["type"] for body in bodies] == ["reasoning", "message", "function_call", "function_call", "message"]
     assert [body["id"] for body in bodies] == ["rs_a", "msg_b", "fc_c", "fc_d", "msg_e"]
     assert [body["status"] for body in bodies] == ["completed"] * 4 + ["incomplete"]
     assert [body["arguments"] for body in bodies[2:4]] == ["{}", "{}"]
+    assert bodies[-1]["content"][0]["text"] == "end"
     told = [json.loads(line[6:]) for line in events.decode().splitlines() if line.startswith("data: ")]
     done = [event["item"] for event in told if event["type"] == "response.output_item.done"]
     assert done == bodies

@@ -223,6 +223,27 @@ def test_a_template_renders_as_transformers_renders_it(source: str) -> None:
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(messages) == rendered[0]
 
 
+@pytest.mark.parametrize("content", ["Begun", "<", "[", "user", "Begun \n", " Begun", "Begun\n[ASSISTANT]"])
+@pytest.mark.parametrize("shown", ["message.content", "message.content | trim", "message.content ~ '<end>' | trim"])
+def test_an_open_message_ends_where_transformers_leaves_it_open(shown: str, content: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415 - the reference, slow to import
+
+    source = TEMPLATE.replace("message.content | trim", shown)
+    messages = [{"role": "user", "content": "Begun"}, {"role": "assistant", "content": content}]
+    rendered, _ = render_jinja_template(
+        conversations=[messages], chat_template=source, continue_final_message=True, bos_token="<s>"
+    )
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(messages, continues=True) == rendered[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "content"), [("{{ messages[0].content }}", " "), ("{{ messages[0].content[:2] }}", "Begun")]
+)
+def test_a_message_that_the_template_does_not_show_cannot_be_left_open(source: str, content: str) -> None:
+    with pytest.raises(InvalidRequestError, match="shows as it is"):
+        ChatTemplate(source, {}).render([{"role": "assistant", "content": content}], continues=True)
+
+
 @pytest.mark.parametrize(
     ("source", "messages", "text"),
     [

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvrelay.gateway.tools.calls import CallIds, OutputParser, ParsedDelta
+from kvrelay.gateway.tools.calls import CallIds, OutputParser, ParsedDelta, Part, Said, Thought, ToolCallDelta
 from kvrelay.gateway.tools.families import FAMILIES, ToolFamily
 from kvrelay.gateway.tools.functions import Function, ToolChoice, ToolMode
 from kvrelay.gateway.tools.parser import CallParser
@@ -87,20 +87,25 @@ def pieces_of(text: str, cuts: Sequence[int]) -> list[str]:
 def put_together(deltas: Iterable[ParsedDelta]) -> Answer:
     """The answer that a client makes of a stream, as OpenAI's client does; checks that the stream is well-formed."""
     answer = Answer()
-    for delta in deltas:
-        answer.content += delta.content
-        answer.reasoning += delta.reasoning
-        for call in delta.calls:
-            if call.index == len(answer.calls):
-                assert call.id is not None, "the first delta of a call has its id"
-                assert call.name, "and its name"
-                answer.calls.append((call.id, call.name, call.arguments))
-                continue
-            assert call.index == len(answer.calls) - 1, "calls come one after the other"
-            assert call.id is None and call.name is None, "id and name come once"  # noqa: PT018
-            assert call.arguments, "no delta says nothing"
-            call_id, name, arguments = answer.calls[-1]
-            answer.calls[-1] = (call_id, name, arguments + call.arguments)
+    previous: Part | None = None
+    for part in (part for delta in deltas for part in delta.parts):
+        match part:
+            case Said():
+                answer.content += part.text
+            case Thought():
+                answer.reasoning += part.text
+            case ToolCallDelta() if part.index == len(answer.calls):
+                assert part.id is not None, "the first delta of a call has its id"
+                assert part.name, "and its name"
+                answer.calls.append((part.id, part.name, part.arguments))
+            case ToolCallDelta():
+                assert isinstance(previous, ToolCallDelta), "nothing comes between the pieces of a call"
+                assert part.index == previous.index == len(answer.calls) - 1, "calls come one after the other"
+                assert part.id is None and part.name is None, "id and name come once"  # noqa: PT018
+                assert part.arguments, "no delta says nothing"
+                call_id, name, arguments = answer.calls[-1]
+                answer.calls[-1] = (call_id, name, arguments + part.arguments)
+        previous = part
     return answer
 
 
