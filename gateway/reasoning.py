@@ -10,16 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.common.sampling import Guide
-from kvrelay.gateway.structural_tag import (
-    either,
-    format_of,
-    free_text,
-    guide_of,
-    optional,
-    regex,
-    sequence,
-    tag,
-)
+from kvrelay.gateway.structural_tag import format_of, free_text, guide_of, optional, regex, sequence, tag
 from kvrelay.gateway.tools.calls import OutputParser, ParsedDelta, Thought
 from kvrelay.gateway.tools.reader import Reader, Reading
 
@@ -33,23 +24,20 @@ class ReasoningFamily:
     end: str
     marks: tuple[str, ...]  # a chat template that has one of them is of this family
     kept_tokens: tuple[str, ...]  # special tokens that the text must keep: the parser reads them
-    answer_begin: str = ""  # what may stand in front of the answer, after the thoughts …
-    answer_end: str = ""  # … and behind it
 
     def starts_inside(self, prompt: str) -> bool:
         """Whether the prompt, as rendered, ends within thoughts: its last words open them."""
         return prompt.rstrip().endswith(self.begin)
 
 
-def _family(name: str, begin: str, end: str, *marks: str, answer: tuple[str, str] = ("", "")) -> ReasoningFamily:
-    return ReasoningFamily(name, begin, end, marks, (begin, end), *answer)
+def _family(name: str, begin: str, end: str, *marks: str) -> ReasoningFamily:
+    return ReasoningFamily(name, begin, end, marks, (begin, end))
 
 
 # In the order in which a template is held against them.
 FAMILIES: tuple[ReasoningFamily, ...] = (
     _family("mistral", "[THINK]", "[/THINK]", "[THINK]"),
     _family("seed_oss", "<seed:think>", "</seed:think>", "<seed:think>"),
-    _family("granite", "<think>", "</think>", "<think></think>", answer=("<response>", "</response>")),
     _family("deepseek_r1", "<think>", "</think>", "<\uff5cAssistant\uff5c>"),
     _family("qwen3", "<think>", "</think>", "<think>", "</think>"),
 )
@@ -75,11 +63,8 @@ def after_reasoning(guide: Guide, family: ReasoningFamily, *, starts_inside: boo
     Where the prompt opened the thoughts they must end before the answer; elsewhere the model chooses. Raises ValueError if
     ``guide`` is not of its kind, as far as that shows without compiling it.
     """
-    answer = format_of(guide)
-    if family.answer_begin:
-        answer = either([answer, tag(family.answer_begin, answer, family.answer_end)])
     thoughts = tag("" if starts_inside else family.begin, free_text(), family.end)
-    return guide_of(sequence(thoughts if starts_inside else optional(thoughts), regex(r"\s{0,4}"), answer))
+    return guide_of(sequence(thoughts if starts_inside else optional(thoughts), regex(r"\s{0,4}"), format_of(guide)))
 
 
 class ReasoningParser:
@@ -117,11 +102,6 @@ class ReasoningParser:
             if end is None:
                 return
             yield from reader.spaces()
-            if family.answer_begin and (yield from reader.next_is(family.answer_begin)):
-                yield from reader.spaces()
-                reader.settle()
-                yield from reader.free((family.answer_end,), self._content.append)
-                yield from reader.spaces()
             reader.settle()
         self._content.append(reader.settle())  # spaces at the beginning of an answer without thoughts
         yield from reader.free((), self._content.append)

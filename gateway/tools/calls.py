@@ -99,15 +99,11 @@ class Outbox:
 
     def add_content(self, text: str) -> None:
         """Text for the reader."""
-        last = self._parts.pop() if self._parts and isinstance(self._parts[-1], Said) else Said("")
-        if text := last.text + text:
-            self._parts.append(Said(text))
+        self._add(Said, text)
 
     def add_reasoning(self, text: str) -> None:
         """A thought."""
-        last = self._parts.pop() if self._parts and isinstance(self._parts[-1], Thought) else Thought("")
-        if text := last.text + text:
-            self._parts.append(Thought(text))
+        self._add(Thought, text)
 
     def open_call(self, name: str) -> None:
         """A call begins."""
@@ -134,6 +130,13 @@ class Outbox:
         delta = ParsedDelta(tuple(self._parts))
         self._parts.clear()
         return delta
+
+    def _add(self, kind: type[Said] | type[Thought], text: str) -> None:
+        last = self._parts[-1] if self._parts else None
+        if isinstance(last, kind):
+            self._parts[-1] = kind(last.text + text)
+        elif text:
+            self._parts.append(kind(text))
 
 
 def random_call_id() -> str:

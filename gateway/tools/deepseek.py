@@ -1,7 +1,4 @@
-"""Calls as DeepSeek's models write them, between markers of their own.
-
-V3 and R1 write ``function<sep>f`` and fenced JSON, V3.1 writes ``f<sep>{"a": 1}``. Either is read, whatever the template announces.
-"""
+"""Calls as DeepSeek-V3.1 writes them, between markers of their own: ``f<sep>{"a": 1}``."""
 
 from __future__ import annotations
 
@@ -12,26 +9,17 @@ from kvrelay.gateway.tools.reader import Reading
 CALLS_BEGIN, CALLS_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 CALL_BEGIN, CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
 SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
-FENCE_BEGIN, FENCE_END = "```json", "```"
+TOKENS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 
 
 def _read_call(context: Context) -> Reading[bool]:
     reader = context.reader
     yield from reader.spaces()
     name = yield from reader.word()
-    if not (yield from reader.next_is(SEPARATOR)):
+    if not (yield from reader.next_is(SEPARATOR)) or not context.may_call(name):
         return False
-    if (yield from reader.char()) not in ("{", ""):  # what came was the kind of tool
-        name = yield from reader.word()
-    if not context.may_call(name):
-        return False
-    yield from reader.spaces()
-    is_fenced = (yield from reader.next_is(FENCE_BEGIN)) is not None
     yield from reader.spaces()
     if not (yield from read_arguments(reader, context.writer(name))):
-        return False
-    yield from reader.spaces()
-    if is_fenced and not (yield from reader.next_is(FENCE_END)):
         return False
     yield from context.close(CALL_END)
     return True

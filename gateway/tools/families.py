@@ -17,10 +17,8 @@ from kvrelay.gateway.tools import (
     glm,
     harmony,
     hermes,
-    json_list,
     kimi_k2,
     llama3_json,
-    minimax,
     mistral,
     python_guide,
     pythonic,
@@ -68,10 +66,6 @@ def _envelope(arguments: str = "arguments") -> Callable[[str], str]:
     return lambda name: f'{{"name": {json.dumps(name)}, "{arguments}": '
 
 
-def _deepseek(head: str, tail: str) -> Callable[[str], str]:
-    return lambda name: f"{deepseek.CALL_BEGIN}{head}{name}{tail}"
-
-
 _HERMES = ToolFamily(
     "hermes",
     hermes.SYNTAX,
@@ -79,7 +73,7 @@ _HERMES = ToolFamily(
         lambda name: f"{hermes.BEGIN}\n{_envelope()(name)}", f"}}\n{hermes.END}", separator="\n", trigger=hermes.BEGIN
     ),
     marks=(hermes.BEGIN,),
-    strange_marks=("<arg_key>", "]<]minimax[>["),  # of GLM and MiniMax-M3, whose calls only begin alike
+    strange_marks=("]<]minimax[>[",),  # of MiniMax-M3, whose calls only begin alike
     kept_tokens=(hermes.BEGIN, hermes.END),
 )
 _QWEN3_CODER = ToolFamily(
@@ -151,51 +145,19 @@ _MISTRAL_ARGS = ToolFamily(
     marks=(mistral.BEGIN, mistral.ARGS),
     kept_tokens=(mistral.BEGIN, mistral.CALL_ID, mistral.ARGS),
 )
-_DEEPSEEK_TOKENS = (
-    deepseek.CALLS_BEGIN, deepseek.CALLS_END, deepseek.CALL_BEGIN, deepseek.CALL_END, deepseek.SEPARATOR
-)  # fmt: skip
-_DEEPSEEK_V3 = ToolFamily(
-    "deepseek_v3",
-    deepseek.SYNTAX,
-    Spelling(
-        _deepseek(f"function{deepseek.SEPARATOR}", f"\n{deepseek.FENCE_BEGIN}\n"),
-        f"\n{deepseek.FENCE_END}{deepseek.CALL_END}",
-        begin=deepseek.CALLS_BEGIN,
-        separator="\n",
-        end=deepseek.CALLS_END,
-        trigger=deepseek.CALLS_BEGIN,
-    ),
-    marks=(deepseek.CALLS_BEGIN, deepseek.FENCE_BEGIN),
-    kept_tokens=_DEEPSEEK_TOKENS,
-)
 _DEEPSEEK_V31 = ToolFamily(
     "deepseek_v31",
     deepseek.SYNTAX,
     Spelling(
-        _deepseek("", deepseek.SEPARATOR),
+        lambda name: f"{deepseek.CALL_BEGIN}{name}{deepseek.SEPARATOR}",
         deepseek.CALL_END,
         begin=deepseek.CALLS_BEGIN,
         end=deepseek.CALLS_END,
         trigger=deepseek.CALLS_BEGIN,
     ),
     marks=(deepseek.CALLS_BEGIN,),
-    kept_tokens=_DEEPSEEK_TOKENS,
+    kept_tokens=deepseek.TOKENS,
 )
-_GRANITE = ToolFamily(
-    "granite",
-    json_list.GRANITE,
-    Spelling(_envelope(), "}", begin="<|tool_call|>[", separator=", ", end="]", trigger="<|tool_call|>"),
-    marks=("<|tool_call|>", "<|start_of_role|>"),
-    kept_tokens=("<|tool_call|>",),
-)
-_PHI4_MINI = ToolFamily(
-    "phi4_mini",
-    json_list.PHI,
-    Spelling(_envelope(), "}", begin="<|tool_call|>[", separator=", ", end="]<|/tool_call|>", trigger="<|tool_call|>"),
-    marks=("<|tool|>", "<|/tool|>"),
-    kept_tokens=("<|tool_call|>", "<|/tool_call|>"),
-)
-
 _GPT_OSS = ToolFamily(
     "gpt_oss",
     harmony.SYNTAX,
@@ -206,24 +168,20 @@ _GPT_OSS = ToolFamily(
 )
 
 
-def _glm(name: str, line_break: str) -> ToolFamily:
-    return ToolFamily(
-        name,
-        glm.SYNTAX,
-        Spelling(
-            lambda function: f"{glm.BEGIN}{function}{line_break}",
-            f"{line_break}{glm.END}",
-            separator=line_break,
-            trigger=glm.BEGIN,
-            arguments=lambda schema: json_schema(schema, style="glm_xml"),
-            write_arguments=glm.write_arguments,
-            arguments_are=f"{glm.KEY}KEY{glm.KEY_END}{line_break}{glm.VALUE}VALUE{glm.VALUE_END} for each",
-        ),
-        marks=(f"{line_break}{glm.KEY}", glm.VALUE),
-        kept_tokens=(glm.BEGIN, glm.END, glm.KEY, glm.KEY_END, glm.VALUE, glm.VALUE_END),
-    )
-
-
+_GLM47 = ToolFamily(
+    "glm47",
+    glm.SYNTAX,
+    Spelling(
+        lambda name: f"{glm.BEGIN}{name}",
+        glm.END,
+        trigger=glm.BEGIN,
+        arguments=lambda schema: json_schema(schema, style="glm_xml"),
+        write_arguments=glm.write_arguments,
+        arguments_are=f"{glm.KEY}KEY{glm.KEY_END}{glm.VALUE}VALUE{glm.VALUE_END} for each",
+    ),
+    marks=(glm.KEY, glm.VALUE),
+    kept_tokens=(glm.BEGIN, glm.END, glm.KEY, glm.KEY_END, glm.VALUE, glm.VALUE_END),
+)
 _KIMI_K2 = ToolFamily(
     "kimi_k2",
     kimi_k2.SYNTAX,
@@ -242,42 +200,9 @@ _KIMI_K2 = ToolFamily(
         kimi_k2.CALLS_BEGIN, kimi_k2.CALLS_END, kimi_k2.CALL_BEGIN, kimi_k2.CALL_END, kimi_k2.ARGUMENTS_BEGIN
     ),
 )  # fmt: skip
-_MINIMAX_M1 = ToolFamily(
-    "minimax_m1",
-    minimax.LINES,
-    Spelling(
-        _envelope(),
-        "}",
-        begin=f"{minimax.LINES_BEGIN}\n",
-        separator="\n",
-        end=f"\n{minimax.LINES_END}",
-        trigger=minimax.LINES_BEGIN,
-    ),
-    marks=(minimax.LINES_BEGIN, "<beginning_of_sentence>"),
-    kept_tokens=(minimax.LINES_BEGIN, minimax.LINES_END),
-)
-_MINIMAX_M2 = ToolFamily(
-    "minimax_m2",
-    minimax.TAGS,
-    Spelling(
-        lambda name: f"{minimax.INVOKE}{name}{minimax.NAME_END}\n",
-        f"\n{minimax.INVOKE_END}",
-        begin=f"{minimax.TAGS_BEGIN}\n",
-        separator="\n",
-        end=f"\n{minimax.TAGS_END}",
-        trigger=minimax.TAGS_BEGIN,
-        arguments=lambda schema: json_schema(schema, style="minimax_xml"),
-        write_arguments=minimax.write_arguments,
-        arguments_are=f"{minimax.PARAMETER}KEY{minimax.NAME_END}VALUE{minimax.PARAMETER_END} for each",
-    ),
-    marks=(minimax.TAGS_BEGIN,),
-    kept_tokens=(minimax.TAGS_BEGIN, minimax.TAGS_END),
-)
-
 # In the order in which a template is held against them: what has more marks comes before what has some of them.
 FAMILIES: tuple[ToolFamily, ...] = (
-    _DEEPSEEK_V3, _DEEPSEEK_V31, _KIMI_K2, _GPT_OSS, _MISTRAL_ARGS, _MISTRAL, _PHI4_MINI, _GRANITE, _QWEN3_CODER, _MINIMAX_M2,
-    _MINIMAX_M1, _glm("glm45", "\n"), _glm("glm47", ""), _HERMES, _LFM2, _PYTHONIC, _LLAMA3_JSON,
+    _DEEPSEEK_V31, _KIMI_K2, _GPT_OSS, _MISTRAL_ARGS, _MISTRAL, _QWEN3_CODER, _GLM47, _HERMES, _LFM2, _PYTHONIC, _LLAMA3_JSON,
 )  # fmt: skip
 FALLBACK = _HERMES  # for models that were never shown any format: the one that most others know
 

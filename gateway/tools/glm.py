@@ -1,7 +1,7 @@
-"""Calls as GLM writes them from 4.5 on: the name, and each argument's key and value in tags.
+"""Calls as GLM writes them from 4.7 on: the name, and each argument's key and value in tags.
 
-``<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>``; since GLM-4.7 without the line breaks. Values
-are text unless the function's schema says what else.
+``<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>``. Older ones break lines between tags; that is read, too.
+Values are text unless the function's schema says what else.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _read(context: Context, marker: str) -> Reading[bool]:
 
 def write_arguments(arguments: str) -> str:
     """JSON text of an object as tags; text stands there as it is."""
-    return "\n".join(f"{KEY}{key}{KEY_END}\n{VALUE}{text}{VALUE_END}" for key, text in value_texts(arguments))
+    return "".join(f"{KEY}{key}{KEY_END}{VALUE}{text}{VALUE_END}" for key, text in value_texts(arguments))
 
 
 SYNTAX = Syntax((BEGIN,), _read)

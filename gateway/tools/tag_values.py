@@ -1,6 +1,6 @@
 """Values of arguments that stand between tags as plain text: by the function's schema they are text, or JSON.
 
-Qwen3-Coder, GLM and MiniMax-M2 write each argument into tags of its own. A value that is a text stands there as it is, without
+Qwen3-Coder and GLM write each argument into tags of its own. A value that is a text stands there as it is, without
 quotes; all others are JSON (models also write Python's literals).
 """
 

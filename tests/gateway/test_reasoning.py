@@ -25,7 +25,7 @@ from kvrelay.gateway.tools.guides import tool_guide
 from .tools.cases import CUTS, Answer, names_choice, parser_of, pieces_of, read
 from .tools.grammars import Grammars
 
-QWEN, GRANITE = reasoning_named("qwen3"), reasoning_named("granite")
+QWEN = reasoning_named("qwen3")
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 SCHEMA = Guide(
     kind=GuideKind.JSON_SCHEMA, text='{"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}'
@@ -37,8 +37,6 @@ FRAGMENTS = [
     "</think>",
     "[THINK]",
     "[/THINK]",
-    "<response>",
-    "</response>",
     "<seed:think>",
     "<",
     "a",
@@ -75,12 +73,6 @@ def test_thoughts_that_do_not_end_stay_thoughts() -> None:
     assert parsed(QWEN, "<think>\nhm, </thi") == Answer(reasoning="hm, </thi")
     assert parsed(QWEN, "hm", starts_inside=True) == Answer(reasoning="hm")
     assert parsed(QWEN, "<think>\n\n</think>\n\nyes") == Answer(content="yes")
-
-
-def test_an_answer_in_tags_of_its_own() -> None:
-    text = "<think>a</think>\n<response> It is <b>. </response>\n"
-    assert parsed(GRANITE, text) == Answer(content="It is <b>.", reasoning="a")
-    assert parsed(GRANITE, "<think>a</think> It is.") == Answer(content="It is.", reasoning="a")
 
 
 def test_thoughts_and_content_stream() -> None:
@@ -120,7 +112,6 @@ def test_a_text_has_one_outcome_however_it_is_cut(
         ("{% if '</think>' in content %}{{ content.split('</think>')[-1] }}", "qwen3"),
         ("{{ '<think>\\n\\n</think>\\n\\n' }}", "qwen3"),
         ("{{'<\uff5cAssistant\uff5c><think>\\n'}}", "deepseek_r1"),
-        ("write your thoughts between <think></think> and your response between <response></response>", "granite"),
         ("[THINK]…[/THINK]", "mistral"),
         ("<seed:think>", "seed_oss"),
         ("{{ messages[0].content }}", None),

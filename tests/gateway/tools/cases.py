@@ -18,7 +18,7 @@ from kvrelay.gateway.tools.parser import CallParser
 # What could confuse a parser that looks for it in the wrong place.
 FRAGMENTS = (
     *sorted({token for family in FAMILIES for token in family.kept_tokens}),
-    *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "functools", "```json", "```"),
+    *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>"),
     *('{"name": "f", "arguments": ', '{"name": "f"', '"parameters": {', '{"a": 1}', '"}', "}", "{", "[", "]", "(", ")", ";", ","),
     *("f(a=1", "f(", "[f(a='", "g()]", "f", "g", "function", "\\", '"', "'", "\n", " ", "1", "-", "e", "tru", "true", "é", "<"),
 )  # fmt: skip
