@@ -26,13 +26,14 @@ constraints: setup ## write the versions that are installed into constraints.txt
 	@mv constraints.new constraints.txt
 
 JOBS ?= 2
-PYTEST = .venv/bin/python -m pytest -n $(JOBS) --dist loadgroup --durations 20
+PYTEST = .venv/bin/python -m pytest -n $(JOBS) --dist loadfile --durations 20
 
 test: setup ## run the tests that take minutes: after every change
 	$(PYTEST) -m 'not full' $(ARGS)
 
 test-all: setup clients ## run all tests: before a commit reaches main
-	$(PYTEST) --hypothesis-profile all $(ARGS)
+	$(PYTEST) --hypothesis-profile all --ignore tests/e2e --ignore tests/cluster
+	$(PYTEST) --hypothesis-profile all -n 0 tests/e2e
 
 chaos: demo ## kill, stop, drain and cut real processes under load; every answer must stay the same (ARGS="--seed 2")
 	PYTHONPATH=. .venv/bin/python -m tests.reliability.chaos $(ARGS)

@@ -2,6 +2,7 @@
 
 ``make test`` leaves out what is marked ``full`` and takes the profile ``fast``; ``make test-all`` runs everything with
 the profile ``all``; ``make fuzz`` goes furthest. A test reads the number of its examples from the profile in force.
+Whole folders are ``full``, but for their tests that are marked ``fast``.
 """
 
 import os
@@ -25,13 +26,13 @@ settings.register_profile("all", settings.get_profile("fast"), max_examples=60)
 settings.register_profile("fuzz", settings.get_profile("fast"), max_examples=600)
 settings.load_profile("fast")
 
-# Folders whose tests share a deployment for the session, so that one process runs all of them.
-ONE_PROCESS = ("e2e",)
+FULL_FOLDERS = ("e2e", "reliability", "cluster")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests run in one process, in order: they share its fixtures."""
+    """Marks by folder."""
     for item in items:
-        folder = item.path.parent.name
-        group = folder if folder in ONE_PROCESS else item.path.as_posix()
-        item.add_marker(pytest.mark.xdist_group(group))
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in FULL_FOLDERS and not item.get_closest_marker("fast"):
+            item.add_marker(pytest.mark.full)

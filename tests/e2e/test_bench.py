@@ -12,7 +12,7 @@ import pytest
 
 from kvrelay.launcher.bench.records import read_result
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_served_run_has_the_servers_cpu_and_the_parts_of_its_ttft(model_directory: Path, tmp_path: Path) -> None:

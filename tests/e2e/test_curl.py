@@ -14,7 +14,6 @@ from kvrelay.launcher.local import LocalDeployment
 from .conftest import wait_until_idle
 
 pytestmark = [
-    pytest.mark.e2e,
     pytest.mark.timeout(300),
     pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl"),
 ]

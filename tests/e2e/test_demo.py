@@ -18,7 +18,7 @@ from kvrelay.launcher.local import LocalDeployment
 
 from .conftest import wait_until_idle
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 CHAT = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 
@@ -48,6 +48,7 @@ def http(deployment: LocalDeployment) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=deployment.url, timeout=240, limits=httpx.Limits(max_connections=64))
 
 
+@pytest.mark.fast
 def test_the_unmodified_openai_client(deployment: LocalDeployment) -> None:
     with openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="unused", max_retries=0) as client:
         model = client.models.list().data[0].id
@@ -75,6 +76,7 @@ def test_the_unmodified_openai_client(deployment: LocalDeployment) -> None:
             client.completions.create(model=model, prompt=[5] * 9000)
 
 
+@pytest.mark.fast
 def test_it_says_what_transformers_says(deployment: LocalDeployment, model_directory: Path, tmp_path: Path) -> None:
     """`kvrelay verify` against the running deployment, short; the whole of it is `make verify`."""
     prompts = ["Hello", "The three primary colours are", "Once upon a time " * 90]

@@ -17,10 +17,10 @@ from kvrelay.wire.keys import make_keys
 from .conftest import wait_until_idle
 from .test_demo import http, prompt, stream_ids
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.parametrize("security", ["plain", "sealed", "keys"])
+@pytest.mark.parametrize("security", ["plain", "sealed", pytest.param("keys", marks=pytest.mark.fast)])
 async def test_fakes_hand_over_real_blocks(
     security: str, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

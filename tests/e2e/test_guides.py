@@ -15,7 +15,7 @@ from kvrelay.launcher.local import LocalDeployment
 from .conftest import wait_until_idle
 from .test_demo import prompt
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 SCHEMA = {
     "type": "object",

@@ -19,7 +19,7 @@ from kvrelay.launcher.settings import LocalSettings
 from .conftest import wait_until_idle
 from .test_demo import http, prompt
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 BLOCK = 16
 VOCAB = 49_152  # the demo model's

@@ -16,7 +16,7 @@ from kvrelay.launcher.local import LocalDeployment
 
 from .conftest import wait_until_idle
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = "What is the capital of France? Answer in one sentence."

@@ -13,7 +13,7 @@ import pytest
 
 from kvrelay.launcher.local import LocalDeployment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 PROGRAMS = Path(__file__).parent / "programs"
 ENVIRONMENTS = Path(__file__).parents[2] / ".clients"

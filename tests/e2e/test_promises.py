@@ -32,7 +32,7 @@ from .promises import (
 )
 from .reference import OpenAIPenalties, Reference, assert_drawn
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 Answers = dict[str, dict[str, Answer]]  # by way, by wish
 

@@ -30,7 +30,7 @@ from .conftest import wait_until_idle
 from .promises import Wish, ask_alone, ask_together
 from .test_demo import http
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 NUM_BLOCKS = 12  # of each worker's pool: two of the answers below fit, not all of them
 NUM_BEFORE = 8  # tokens of each choice that have come when the worker is killed

@@ -17,7 +17,7 @@ import pytest
 
 from kvrelay.launcher.local import LocalDeployment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 NUM_ANSWERS = int(os.environ.get("KVRELAY_TEST_TOOL_CALLS", "16"))
 AT_ONCE = 16

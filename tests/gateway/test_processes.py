@@ -27,7 +27,7 @@ from kvrelay.launcher.ports import free_ports
 
 from .certificates import write_pair
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 PROMPT = list(range(100, 120))
 VOCAB_SIZE = 49_152  # the demo model's

@@ -14,7 +14,7 @@ from .chaos import Report, chaos
 from .questions import Answer
 from .soak import FAKE_OPTIONS, slope, soak
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="session")
