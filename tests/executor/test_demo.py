@@ -17,7 +17,7 @@ from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.settings import LocalSettings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "executor.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), flags=re.DOTALL)
