@@ -137,7 +137,7 @@ class LocalBackend:
             worker=worker,
             metrics=metrics,
             pool=pool,
-            intake=Intake(self._model_name, self._tokenizer, pool, relay.admission),
+            intake=Intake(self._model_name, self._tokenizer, pool, relay.admission, settings.relay.max_sequences),
             generator=Generator(relay, self._tokenizer, metrics),
         )
         await worker.start()

@@ -1,10 +1,10 @@
 """Who may ask: API keys, known here by their hashes only.
 
 The file has a line per key, ``NAME SHA256`` (hexadecimal; ``kvrelay api-key NAME`` makes both), and behind that, if the key
-shall have limits, ``requests_per_s=5``, ``burst=20``, ``concurrency=8`` or some of them. Limits hold for each gateway by
-itself, for all of its processes together. Blank lines, and what stands behind a ``#``, do not count. The file is looked at again
-when it has changed, so keys come and go without a restart; a file that is broken then is reported, and the keys read last stay in
-force.
+shall have limits, ``requests_per_s=5``, ``burst=20``, ``concurrency=8``, ``min_priority=-10`` or some of them. Limits hold for
+each gateway by itself, for all of its processes together. Blank lines, and what stands behind a ``#``, do not count. The file
+is looked at again when it has changed, so keys come and go without a restart; a file that is broken then is reported, and the
+keys read last stay in force.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvrelay.gateway.key_limits import OPTIONS, KeyCounts, KeyLimits, KeyUse, Ow
 
 logger = logging.getLogger(__name__)
 
-_LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})\s+(?P<digest>[0-9a-f]{64})(?P<options>(\s+[a-z_]+=[0-9.]+)*)")
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})\s+(?P<digest>[0-9a-f]{64})(?P<options>(\s+[a-z_]+=-?[0-9.]+)*)")
 _LOOK_EVERY_S = 1.0
 
 

@@ -24,6 +24,7 @@ class ApiRequest(Request):
         super().__init__(scope, receive)
         self.received_s = time.monotonic()
         self.whole_body = b""  # once it has been read
+        self.min_priority: int | None = None  # that its API key allows; None: any
         self.has_failed = False  # in the middle of its answer, whose status was sent
         self._fields: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first one of a name counts
         given = self.field(b"x-request-id")

@@ -89,7 +89,7 @@ def create_app(
     install_error_handlers(app)
     model_name = settings.served_model_name or directory.name
     dialect = Dialect.of(template.source, settings.tool_parser, settings.reasoning_parser, tokenizer.special_id)
-    intake = Intake(model_name, tokenizer, pool, relay.admission)
+    intake = Intake(model_name, tokenizer, pool, relay.admission, settings.relay.max_sequences)
     chats = ChatReader(template, dialect)
     routes = OpenAIRoutes(intake, chats, responder)
     limits = EndpointLimits(settings.relay.max_queued, settings.processes.workers)

@@ -82,6 +82,7 @@ class Edge:
             try:
                 if self._api_keys is not None and scope["path"] not in _OPEN_PATHS:
                     use = self._api_keys.enter(request.field(b"authorization"))
+                    request.min_priority = use.min_priority
                 request.whole_body = await self._read_body(receive, request, exchange)
                 if not scope["path"].isprintable():
                     # For the framework a path with a line end behind it is the path, and it would call an endpoint.

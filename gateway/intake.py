@@ -40,12 +40,17 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
     request_id: str  # nobody else's: workers go by ids
     received_s: float  # monotonic
     timeout_s: float | None = None  # what its client gives it
+    min_priority: int | None = None  # that its API key allows; None: any
 
 
 class Intake:
     """One model's, shared by all routes of a gateway, or by all requests of an executor."""
 
-    def __init__(self, model_name: str, tokenizer: Tokenizer, pool: WorkerPool, admission: Admission) -> None:
+    def __init__(
+        self, model_name: str, tokenizer: Tokenizer, pool: WorkerPool, admission: Admission, max_sequences: int
+    ) -> None:
+        """``max_sequences``: that one request may generate."""
+        self._max_sequences = max_sequences
         self.model_name = model_name
         self.tokenizer = tokenizer
         self._pool = pool
@@ -121,7 +126,9 @@ class Intake:
         self, arrival: Arrival, prompts: Sequence[Sequence[int]], spec: GenerationSpec, *, prompt_param: str
     ) -> list[Generation]:
         """All choices of all prompts, prompt by prompt. Raises InvalidRequestError, or ContextLengthError, naming the field."""
+        self._check_num_sequences(len(prompts), spec)
         name = arrival.request_id
+        priority = spec.priority if arrival.min_priority is None else max(spec.priority, arrival.min_priority)
         kept = [token_id for token in spec.kept_tokens if (token_id := self.tokenizer.token_id(token)) is not None]
         text = TextOptions(spec.stops, spec.includes_stop, spec.keeps_special, frozenset(kept))
         generations: list[Generation] = []
@@ -147,18 +154,34 @@ class Intake:
                         timeout_s=arrival.timeout_s,
                         share=share,
                         is_silent=spec.max_tokens == 0,
-                        priority=spec.priority,
+                        priority=priority,
                         retention=spec.retention,
                         guide_param=spec.guide_param,
                     )
                 )
         return generations
 
+    def _check_num_sequences(self, num_prompts: int, spec: GenerationSpec) -> None:
+        """Raises InvalidRequestError if one body asks for more than one may."""
+        if spec.beam_search is None:
+            param, per_prompt = (
+                ("best_of", spec.best_of) if spec.best_of > spec.num_choices else ("n", spec.num_choices)
+            )
+        else:
+            param, per_prompt = "beam_width", spec.beam_search.width
+        if num_prompts * per_prompt > self._max_sequences:
+            raise InvalidRequestError(
+                f"{num_prompts} prompts times {param} {per_prompt} are {num_prompts * per_prompt} sequences; one request may ask "
+                f"for {self._max_sequences}: send several",
+                param=param,
+            )
+
 
 def arrival_of(request: ApiRequest) -> Arrival:
     """Of an HTTP request. Raises InvalidRequestError if its client's own timeout is none."""
     given = request.field(_TIMEOUT)
-    return Arrival(request.internal_id, request.received_s, None if given is None else _timeout_s(given))
+    timeout_s = None if given is None else _timeout_s(given)
+    return Arrival(request.internal_id, request.received_s, timeout_s, request.min_priority)
 
 
 def _timeout_s(given: str) -> float:

@@ -1,4 +1,4 @@
-"""What one API key may ask for: requests a second, and requests at a time. Pure state; the caller brings the time.
+"""What one API key may ask for: requests a second, requests at a time, how early in line. Pure state; the caller brings the time.
 
 Requests a second are counted by a token bucket: ``burst`` requests may come at once, and the bucket fills at ``requests_per_s``.
 The counts of one process are its own; those of several are in memory that they share (:mod:`kvrelay.gateway.shared_memory`).
@@ -11,26 +11,27 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvrelay.gateway.errors import TooManyRequestsError
 
-OPTIONS = ("requests_per_s", "burst", "concurrency")
+OPTIONS = ("requests_per_s", "burst", "concurrency", "min_priority")
 _BUSY_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Of one key; without any, it may do what it likes."""
+    """Of one key; without any, it may ask as often as it likes, and waits in line like everybody."""
 
     requests_per_s: float = math.inf
     burst: float = math.inf  # requests that may come at once
     concurrency: float = math.inf
+    min_priority: int = 0  # a request that asks for a smaller one, to be served earlier, gets this one
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> KeyLimits:
         """From texts by name. Raises ValueError naming what is wrong; never quotes a value."""
-        values: dict[str, float] = {}
+        values: dict[str, Any] = {}
         for name, text in options.items():
             if name not in OPTIONS:
                 raise ValueError(f"an unknown option; known are {', '.join(OPTIONS)}")
@@ -38,7 +39,7 @@ class KeyLimits:
                 value = float(text) if name == "requests_per_s" else int(text)
             except ValueError:
                 raise ValueError(f"{name} is not a number") from None
-            if not 0 < value < math.inf:
+            if name != "min_priority" and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be above 0")
             values[name] = value
         if "burst" in values and "requests_per_s" not in values:
@@ -101,9 +102,11 @@ class KeyUse:
     def __init__(self, counts: KeyCounts | None = None) -> None:
         """``counts``: None means that this process shares them with nobody."""
         self._counts = counts or OwnCounts()
+        self.min_priority = 0  # of the limits that the last request entered by
 
     def enter(self, limits: KeyLimits, now_s: float) -> None:
         """A request begins; ``leave`` must follow. Raises TooManyRequestsError if it may not."""
+        self.min_priority = limits.min_priority
         with self._counts.locked():
             num_running = self._counts.num_running()
             if num_running >= limits.concurrency:

@@ -43,6 +43,9 @@ class RelaySettings:
         60.0, "how long a request may wait for a worker with room before it gets 503", unit="s", minimum=0
     )
     max_queued: int = setting(1024, "requests that may wait for a worker with room; one more gets 503", minimum=1)
+    max_sequences: int = setting(
+        128, "sequences that one request may ask for: prompts times n, best_of or beams; more get 400", minimum=1
+    )
     prefill_backlog_s: float = setting(
         2.0, "work that may wait at a prefill worker; other prompts wait in the gateway", unit="s", minimum=0
     )

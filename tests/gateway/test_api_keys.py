@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.common.errors import SettingsError
+from kvrelay.engine.fake import fake_card
 from kvrelay.gateway.api_keys import ApiKeys, hash_key
 from kvrelay.gateway.errors import UnauthorizedError
 from kvrelay.wire.messages import Submit
@@ -133,6 +134,43 @@ async def test_a_key_with_limits_gets_429_and_others_go_on(tmp_path: Path, model
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert (await app.client.post(CHAT, json=body, headers=bob)).status_code == 200
         assert len(app.player.submits) == 3
+
+
+async def test_only_a_key_that_may_passes_the_line(tmp_path: Path, model_directory: Path) -> None:
+    """With one place, held by somebody, those that wait are served by the priority that their keys allow."""
+    body = {"prompt": "hand over", "max_tokens": 2, "priority": -1000}
+    path = keys_file(tmp_path, "alice", "bob", "carol")
+    text = path.read_text()
+    bob = next(line for line in text.splitlines() if line.startswith("bob"))
+    path.write_text(text.replace(bob, bob.replace("  # since May", " min_priority=-5")))
+    begun: asyncio.Queue[tuple[Player, Submit]] = asyncio.Queue()
+    served: list[str] = []
+    card = fake_card(vocab_size=300, num_blocks=3)
+    async with app_for(
+        model_directory,
+        lambda *play: begun.put_nowait(play),
+        api_keys=str(path),
+        card=card,
+        relay={"room_timeout_s": 60.0},
+    ) as app:
+
+        async def ask(name: str, **more: int) -> None:
+            headers = {"authorization": f"Bearer key-of-{name}"}
+            assert (await app.client.post("/v1/completions", json={**body, **more}, headers=headers)).status_code == 200
+            served.append(name)
+
+        tasks = [asyncio.create_task(ask("carol"))]
+        plays = [await asyncio.wait_for(begun.get(), 10)]
+        for name in ("carol", "alice", "bob"):
+            tasks.append(asyncio.create_task(ask(name)))
+            while (await app.metrics()).get("kvrelay_requests_queued", 0) < len(tasks) - 1:
+                await asyncio.sleep(0)
+        for _ in tasks[1:]:
+            good(*plays[-1])
+            plays.append(await asyncio.wait_for(begun.get(), 10))
+        good(*plays[-1])
+        await asyncio.gather(*tasks)
+        assert served == ["carol", "bob", "carol", "alice"]
 
 
 async def test_a_request_that_is_over_makes_room_for_its_keys_next(tmp_path: Path, model_directory: Path) -> None:

@@ -26,7 +26,7 @@ from kvrelay.gateway.workers import WorkerPool
 from kvrelay.wire.messages import FailureCode, Submit
 
 from .http_app import CHAT, TEXT, app_for, lifespan, saying, tokens_of
-from .players import Player, failing
+from .players import Player, failing, good
 
 USER = [{"role": "user", "content": "hand over"}]
 SAID = "the baton, née 🏃 here"
@@ -116,6 +116,24 @@ async def test_a_failure_before_the_first_token_is_a_status(model_directory: Pat
         for stream in (True, False):
             error = (await app.post(TEXT, 502, prompt="x", stream=stream))["error"]
             assert (error["type"], error["code"]) == ("server_error", "attempts_failed")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ["x"] * 3, "n": 3}, "n"),
+        ({"prompt": ["x"] * 3, "n": 1, "best_of": 3}, "best_of"),
+        ({"prompt": ["x"] * 3, "use_beam_search": True, "n": 3}, "beam_width"),
+    ],
+)
+async def test_one_body_asks_for_a_bounded_number_of_sequences(
+    model_directory: Path, body: dict[str, Any], param: str
+) -> None:
+    async with app_for(model_directory, good, relay={"max_sequences": 8}) as app:
+        error = (await app.post(TEXT, 400, max_tokens=1, **body))["error"]
+        assert error["param"] == param
+        assert "are 9 sequences; one request may ask for 8" in error["message"]
+        assert len((await app.post(TEXT, prompt=["x"] * 2, n=4, max_tokens=1))["choices"]) == 8
 
 
 async def test_a_failure_in_the_middle_is_one_event(model_directory: Path) -> None:

@@ -57,7 +57,7 @@ def test_one_a_second_at_least_can_come_at_once() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"speed": "1"}, "an unknown option; known are requests_per_s, burst, concurrency"),
+        ({"speed": "1"}, "an unknown option; known are requests_per_s, burst, concurrency, min_priority"),
         ({"burst": "1.5", "requests_per_s": "1"}, "burst is not a number"),
         ({"concurrency": "0"}, "concurrency must be above 0"),
         ({"requests_per_s": "1.2.3"}, "requests_per_s is not a number"),
