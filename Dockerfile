@@ -9,11 +9,12 @@
 
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
-# The wheel of this source tree, and what each image needs beside it: those layers change only when pyproject.toml does.
+# The wheel of this source tree, and what each image needs beside it, in the versions that the tests passed with: those layers
+# change only when pyproject.toml or constraints.txt does. torch brings the Triton that it was made for.
 FROM ${PYTHON_IMAGE} AS wheel
 WORKDIR /source
-COPY pyproject.toml .
-RUN mkdir /requirements && python -c "import tomllib; \
+COPY pyproject.toml constraints.txt ./
+RUN mkdir /requirements && grep -v '^triton=' constraints.txt >/requirements/constraints.txt && python -c "import tomllib; \
 project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 [open(f'/requirements/{name}.txt', 'w').write('\n'.join(project['dependencies'] + project['optional-dependencies'][name])) \
  for name in ('gateway', 'worker')]"
@@ -25,9 +26,9 @@ ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1
 RUN useradd --uid 10001 --user-group --home-dir /tmp --no-create-home --shell /usr/sbin/nologin kvrelay
 
 FROM base AS gateway
-COPY --from=wheel /requirements/gateway.txt /opt/kvrelay/
+COPY --from=wheel /requirements/gateway.txt /requirements/constraints.txt /opt/kvrelay/
 # The Kubernetes client brings all of itself a second time for asyncio: half of its 125 MB, and nobody here imports it.
-RUN pip install --no-cache-dir -r /opt/kvrelay/gateway.txt && \
+RUN pip install --no-cache-dir -r /opt/kvrelay/gateway.txt -c /opt/kvrelay/constraints.txt && \
     rm -r "$(python -c 'import kubernetes; print(kubernetes.__path__[0])')/aio"
 COPY --from=wheel /wheels /opt/kvrelay/wheels
 RUN pip install --no-cache-dir --no-deps /opt/kvrelay/wheels/*.whl
@@ -45,8 +46,8 @@ FROM base AS worker-packages
 ARG TORCH=torch>=2.9
 ARG TORCH_INDEX=
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} "${TORCH}"
-COPY --from=wheel /requirements/worker.txt /opt/kvrelay/
-RUN pip install --no-cache-dir -r /opt/kvrelay/worker.txt
+COPY --from=wheel /requirements/worker.txt /requirements/constraints.txt /opt/kvrelay/
+RUN pip install --no-cache-dir -r /opt/kvrelay/worker.txt -c /opt/kvrelay/constraints.txt
 
 FROM worker-packages AS native
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ libc6-dev python3-dev
