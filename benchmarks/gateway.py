@@ -1,22 +1,17 @@
 """What the gateway costs: time added to each token, tokens per second with many streams, memory.
 
-    .venv/bin/python benchmarks/gateway.py            # about eight minutes
+    .venv/bin/python benchmarks/gateway.py            # about two minutes
     .venv/bin/python benchmarks/gateway.py --help
 
 *Added time* is measured on one clock: this process plays the decode worker (the real control socket; one message a step with a
 token of every running request, every ``--step-ms``) and the client. A token's time is from its message's departure until the
 client has it; the first token's also holds the way of the request, from the client's sending until the worker has it. The same
 is measured without a gateway, with a client that speaks to the worker over its control link. What the gateway adds is a
-token's time with it, less the median without it. Beside it stands what the least process adds that could stand there
-(``least_gateway.py``): sockets, wake-ups and codecs, which no gateway of this kind can do without. The gateway is measured as it
-comes, and with ``--busy-poll-ms``, which keeps its process from sleeping between two steps. The four are measured one after
-the other, ``--repeats`` times; the medians count, and ratios are those within one repeat.
+token's time with it, less the median without it. Both are measured one after the other, ``--repeats`` times; the medians count.
 
 *Throughput* is real processes: one gateway, one decode worker with the fake engine, ``kvrelay bench`` with 200 streams, of which
-the worker is to make more than can be had; then the same with the least gateway. CPU time by component tells what limits it. With
-``--workers 1 --workers 2`` the gateway is measured with one process, then with two. Where the generator needs the same
-cores, tokens per second tell nothing about more processes; CPU time per token does: as long as it stays the same, nothing is
-shared, and N processes on N free cores take N times as many tokens. ``--only-throughput`` leaves the added time out.
+the worker is to make more than can be had. CPU time by component tells what limits it. ``--only-throughput`` leaves
+the added time out.
 """
 
 from __future__ import annotations
@@ -44,7 +39,7 @@ import uvloop
 import zmq
 from gateway_ends import FIRST_MARK, DirectClient, PacedWorker, prompt_of
 from gateway_figures import added
-from gateway_load import least_gateway, throughput
+from gateway_load import throughput
 
 from kvrelay.launcher.bench.client import StreamingClient
 from kvrelay.launcher.bench.environment import environment
@@ -54,11 +49,11 @@ from kvrelay.launcher.ports import free_ports
 
 
 @contextmanager
-def gateway_process(worker_address: str, directory: Path, poll_ms: float) -> Iterator[tuple[str, psutil.Process]]:
-    """A gateway with one decode worker, looking for more for ``poll_ms`` without sleeping; its URL and process."""
+def gateway_process(worker_address: str, directory: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """A gateway with one decode worker; its URL and process."""
     (port,) = free_ports(1)
     arguments = ["--model", str(directory), "--port", str(port), "--decode-workers", worker_address]
-    program = ["-P", "-m", "kvrelay.launcher", "gateway", "--log-level", "warning", "--busy-poll-ms", f"{poll_ms:g}"]
+    program = ["-P", "-m", "kvrelay.launcher", "gateway", "--log-level", "warning"]
     process = subprocess.Popen([sys.executable, *program, *arguments])
     try:
         yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
@@ -132,15 +127,12 @@ async def measure_direct(load: Load) -> dict[str, list[float]]:
     return times
 
 
-async def measure_gateway(directory: Path | None, load: Load, poll_ms: float = 0.0) -> dict[str, list[float]]:
-    """Over HTTP, through a gateway; without a model through the least one. ``poll_ms``: :func:`gateway_process`."""
+async def measure_gateway(directory: Path, load: Load) -> dict[str, list[float]]:
+    """Over HTTP, through a gateway."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     worker = PacedWorker(load.step_s, context)
     async with playing(worker) as worker_address:
-        process_of = (
-            least_gateway(worker_address) if directory is None else gateway_process(worker_address, directory, poll_ms)
-        )
-        with process_of as (url, process):
+        with gateway_process(worker_address, directory) as (url, process):
             await _ready(url)
             http = HttpStreams(ServerAddress(url), {})
             client = StreamingClient(http, "completions", timeout_s=60.0, clock=time.monotonic)
@@ -156,17 +148,13 @@ async def measure_gateway(directory: Path | None, load: Load, poll_ms: float = 0
                 times = await measure_times(worker, load, ask)
             finally:
                 await http.close()
-            if directory is not None:
-                took_s = time.monotonic() - began_s
-                cores = (_cpu_s(process) - used_before_s) / took_s
-                stolen = (psutil.cpu_times().steal - stolen_before_s) / took_s
-                memory_mb = process.memory_info().rss / 2**20
-                num_requests = load.streams * (load.rounds + 1)
-                polls = f", busy poll {poll_ms:g} ms" if poll_ms else ""
-                disturbed = f"the hypervisor took {stolen:.2f} cores"
-                print(
-                    f"gateway{polls}: {cores:.2f} cores, {memory_mb:.0f} MB after {num_requests} requests; {disturbed}"
-                )
+            took_s = time.monotonic() - began_s
+            cores = (_cpu_s(process) - used_before_s) / took_s
+            stolen = (psutil.cpu_times().steal - stolen_before_s) / took_s
+            memory_mb = process.memory_info().rss / 2**20
+            num_requests = load.streams * (load.rounds + 1)
+            disturbed = f"the hypervisor took {stolen:.2f} cores"
+            print(f"gateway: {cores:.2f} cores, {memory_mb:.0f} MB after {num_requests} requests; {disturbed}")
     context.term()
     return times
 
@@ -199,22 +187,12 @@ async def _ready(url: str) -> None:
 @click.option("--rounds", default=15, show_default=True, help="Requests of each of them.")
 @click.option("--step-ms", default=20.0, show_default=True, help="Pace of the played worker.")
 @click.option("--repeats", default=3, show_default=True, help="How often added time is measured.")
-@click.option(
-    "--busy-poll-ms",
-    default=50.0,
-    show_default=True,
-    type=click.FloatRange(min=0, min_open=True, max=1000),
-    help="How long the gateway looks for more without sleeping, where it does.",
-)
 @click.option("--load-streams", default=200, show_default=True, help="Streams at a time while throughput is measured.")
 @click.option(
     "--load-step-ms", default=1.0, show_default=True, help="Pace of the fake worker then, which it cannot keep."
 )
 @click.option("--load-seconds", default=20.0, show_default=True, help="How long.")
-@click.option(
-    "--workers", multiple=True, default=(1,), show_default=True, help="Processes of the gateway then; may be repeated."
-)
-@click.option("--load-rounds", default=1, show_default=True, help="How often each number of processes is measured.")
+@click.option("--load-rounds", default=1, show_default=True, help="How often it is measured; the medians count.")
 @click.option("--only-throughput", is_flag=True, help="Measure no added time.")
 @click.option("--output", type=click.Path(path_type=Path), help="Where the figures go as JSON.")
 def main(
@@ -222,11 +200,9 @@ def main(
     rounds: int,
     step_ms: float,
     repeats: int,
-    busy_poll_ms: float,
     load_streams: int,
     load_step_ms: float,
     load_seconds: float,
-    workers: tuple[int, ...],
     load_rounds: int,
     only_throughput: bool,
     output: Path | None,
@@ -234,8 +210,8 @@ def main(
     """Run it."""
     figures: dict[str, float] = {}
     if not only_throughput:
-        figures |= added_time(Load(streams, rounds, tokens=64, step_s=step_ms * 1e-3), repeats, busy_poll_ms)
-    load = throughput(load_streams, load_seconds, load_step_ms, workers, load_rounds)
+        figures |= added_time(Load(streams, rounds, tokens=64, step_s=step_ms * 1e-3), repeats)
+    load = throughput(load_streams, load_seconds, load_step_ms, load_rounds)
     if output is not None:
         document = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -247,30 +223,21 @@ def main(
         output.write_text(json.dumps(document, indent=1))
 
 
-def added_time(pace: Load, repeats: int, poll_ms: float) -> dict[str, float]:
-    """Measure and print it, as the gateway comes and with ``poll_ms``."""
+def added_time(pace: Load, repeats: int) -> dict[str, float]:
+    """Measure and print it."""
     measured: dict[str, list[float]] = {}
     directory = resolve_model("demo", needs_weights=False)
-    suffixes = {0.0: "", poll_ms: f", busy poll {poll_ms:g} ms"}
-    for number in range(repeats):
+    for _ in range(repeats):
         direct = uvloop.run(measure_direct(pace))
-        least = uvloop.run(measure_gateway(None, pace))
-        for polled_ms in list(suffixes)[:: -1 if number % 2 else 1]:
-            through = uvloop.run(measure_gateway(directory, pace, polled_ms))
-            for name in direct:
-                sleeping = None if polled_ms else least[name]  # one that polls is not to be compared with it
-                for figure, value in added(name, direct[name], sleeping, through[name]).items():
-                    measured.setdefault(f"{figure}{suffixes[polled_ms]}", []).append(value)
+        through = uvloop.run(measure_gateway(directory, pace))
+        for name in direct:
+            for figure, value in added(name, direct[name], through[name]).items():
+                measured.setdefault(figure, []).append(value)
     figures = {figure: statistics.median(values) for figure, values in measured.items()}
-    for suffix in suffixes.values():
-        print(f"{pace.streams} streams, median of {repeats}{suffix}:")
-        for name in ("first token", "later tokens"):
-            shown = ", ".join(f"{q} {figures[f'{name} {q} ms{suffix}']:.2f}" for q in ("p50", "p99", "max"))
-            print(f"  added to {name}: {shown} ms")
-            if not suffix:
-                least_ms, ratio = figures[f"{name} least p50 ms"], figures[f"{name} p50 to least"]
-                print(f"    the least gateway adds p50 {least_ms:.2f} ms, ours {ratio:.2f} times that")
-            print(f"    without a gateway it takes {figures[f'{name} direct ms{suffix}']:.2f} ms")
+    print(f"{pace.streams} streams, median of {repeats}:")
+    for name in ("first token", "later tokens"):
+        shown = ", ".join(f"{q} {figures[f'{name} {q} ms']:.2f}" for q in ("p50", "p99", "max"))
+        print(f"  added to {name}: {shown} ms; without a gateway it takes {figures[f'{name} direct ms']:.2f} ms")
     return figures
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 _WARNED_EVERY_S = 1.0
-_CONTEXT_FIELDS = ("role", "worker_id", "request_id", "attempt", "peer_id", "cause", "gateway_process")
+_CONTEXT_FIELDS = ("role", "worker_id", "request_id", "attempt", "peer_id", "cause")
 
 
 class TextFormatter(logging.Formatter):
@@ -66,19 +66,9 @@ class RareWarnings:
         self._log.warning("%s%s", text, more, extra={"cause": cause})
 
 
-def configure_logs(level: str, log_format: str, *, gateway_process: int | None = None) -> None:
-    """Send all logs of this process to stderr in one format. Called once, by a process's entry point.
-
-    ``gateway_process``: which of a gateway's processes it is, if there are several.
-    """
-
-    def say_which(record: logging.LogRecord) -> bool:
-        record.gateway_process = gateway_process
-        return True
-
+def configure_logs(level: str, log_format: str) -> None:
+    """Send all logs of this process to stderr in one format. Called once, by a process's entry point."""
     handler = logging.StreamHandler(sys.stderr)
-    if gateway_process is not None:
-        handler.addFilter(say_which)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # Its starts and stops are told by the component that runs it.

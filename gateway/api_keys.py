@@ -2,9 +2,8 @@
 
 The file has a line per key, ``NAME SHA256`` (hexadecimal; ``kvrelay api-key NAME`` makes both), and behind that, if the key
 shall have limits, ``requests_per_s=5``, ``burst=20``, ``concurrency=8``, ``min_priority=-10`` or some of them. Limits hold for
-each gateway by itself, for all of its processes together. Blank lines, and what stands behind a ``#``, do not count. The file
-is looked at again when it has changed, so keys come and go without a restart; a file that is broken then is reported, and the
-keys read last stay in force.
+each gateway by itself. Blank lines, and what stands behind a ``#``, do not count. The file is looked at again when it has
+changed, so keys come and go without a restart; a file that is broken then is reported, and the keys read last stay in force.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.gateway.errors import UnauthorizedError
-from kvrelay.gateway.key_limits import OPTIONS, KeyCounts, KeyLimits, KeyUse, OwnCounts
+from kvrelay.gateway.key_limits import OPTIONS, KeyLimits, KeyUse
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +35,9 @@ class _Key:
 class ApiKeys:
     """The keys of one file. Raises SettingsError if it cannot be read at first."""
 
-    def __init__(
-        self,
-        path: Path,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        counts_of: Callable[[str], KeyCounts] | None = None,
-    ) -> None:
-        """``counts_of`` gives a key's counts by its name; None: this process shares them with nobody."""
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._clock = clock
-        self._counts_of = counts_of or (lambda _: OwnCounts())
         self._version = _version(path)
         self._take(_read(path))
         self._uses: dict[str, KeyUse] = {}  # by name; what runs is counted on when the file changes
@@ -68,7 +59,7 @@ class ApiKeys:
         """A request begins; ``leave`` of what is returned must follow. Raises UnauthorizedError and TooManyRequestsError."""
         name = self.check(authorization)
         if (use := self._uses.get(name)) is None:
-            use = self._uses[name] = KeyUse(self._counts_of(name))
+            use = self._uses[name] = KeyUse()
         use.enter(self._keys[name].limits, self._clock())
         return use
 

@@ -30,9 +30,8 @@ from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.responses_api import ResponsesRoutes
 from kvrelay.gateway.settings import GatewaySettings
-from kvrelay.gateway.siblings import Siblings
 from kvrelay.gateway.streaming import Responder
-from kvrelay.gateway.tgi.api import EndpointLimits, TgiRoutes
+from kvrelay.gateway.tgi.api import TgiRoutes
 from kvrelay.gateway.tokenize_api import TokenizeRoutes
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import FoundWorker, WorkerPool, static_workers
@@ -40,20 +39,14 @@ from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import Role
 from kvrelay.wire.settings import LinkSettings
 
-_CONNECT_S = 3.0  # how long one of several processes waits for its workers before it takes requests
-
 
 def create_app(
     settings: GatewaySettings,
     *,
     link_settings: LinkSettings | None = None,
     metrics: GatewayMetrics | None = None,
-    siblings: Siblings | None = None,
 ) -> ASGIApp:
-    """The application; its lifespan connects to the workers. Raises ModelError if the tokenizer cannot be loaded.
-
-    ``siblings``: the other processes of the same gateway, if there are any.
-    """
+    """The application; its lifespan connects to the workers. Raises ModelError if the tokenizer cannot be loaded."""
     directory = Path(settings.model)
     tokenizer = Tokenizer.load(directory)
     template = ChatTemplate.load(directory, tokenizer.special_tokens)
@@ -77,9 +70,6 @@ def create_app(
         if pods is None:
             pool.update(static_workers(workers.prefill_workers, workers.decode_workers))
         discovery = None if pods is None else _discovery(pods, pool)
-        if siblings is not None:
-            # This process may be new among others that are connected: it takes their requests when it can serve them.
-            await pool.until_ready(_CONNECT_S)
         yield
         if discovery is not None:
             discovery.stop()
@@ -92,16 +82,14 @@ def create_app(
     intake = Intake(model_name, tokenizer, pool, relay.admission, settings.relay.max_sequences)
     chats = ChatReader(template, dialect)
     routes = OpenAIRoutes(intake, chats, responder)
-    limits = EndpointLimits(settings.relay.max_queued, settings.processes.workers)
-    tgi = TgiRoutes(intake, responder, routes.endpoints, limits)
+    tgi = TgiRoutes(intake, responder, routes.endpoints, settings.relay.max_queued)
     tokens = TokenizeRoutes(intake, chats)
     newer = ResponsesRoutes(intake, chats, responder)
     for router in (routes.router, newer.router, tgi.router, tokens.router):
         app.include_router(router)
     endpoints = {**routes.endpoints, **newer.endpoints, **tgi.endpoints, **tokens.endpoints}
-    _add_operations(app, pool, metrics, siblings)
-    counts_of = None if siblings is None else siblings.key_counts
-    api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys), counts_of=counts_of)
+    _add_operations(app, pool, metrics)
+    api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys))
     return Edge(app, endpoints, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys)
 
 
@@ -118,7 +106,7 @@ def _discovery(pods: PodApi, pool: WorkerPool) -> Discovery:
     return discovery
 
 
-def _add_operations(app: FastAPI, pool: WorkerPool, metrics: GatewayMetrics, siblings: Siblings | None) -> None:
+def _add_operations(app: FastAPI, pool: WorkerPool, metrics: GatewayMetrics) -> None:
     @app.get("/health/live", tags=["operations"], responses=HEALTHY)
     async def live() -> Response:
         """The process answers."""
@@ -134,6 +122,5 @@ def _add_operations(app: FastAPI, pool: WorkerPool, metrics: GatewayMetrics, sib
 
     @app.get("/metrics", tags=["operations"], response_class=PlainTextResponse, responses=METRICS)
     async def prometheus() -> Response:
-        """Prometheus metrics, of all processes of this gateway together."""
-        text = generate_latest(metrics.registry) if siblings is None else await siblings.exposition()
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        """Prometheus metrics."""
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

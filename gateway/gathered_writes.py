@@ -13,8 +13,6 @@ import logging
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from kvrelay.gateway.busy_poll import BusyPoll
-
 logger = logging.getLogger(__name__)
 
 _CONNECTIONS_AT_ONCE = 32  # that wait for each other
@@ -24,9 +22,7 @@ _PARTS_AT_ONCE = 8  # of one connection, which may have to be told that its clie
 class GatheredWrites:
     """Of all connections of a process. Lives on its asyncio loop."""
 
-    def __init__(self, busy_poll: BusyPoll) -> None:
-        """``busy_poll`` hears of what is written."""
-        self._busy_poll = busy_poll
+    def __init__(self) -> None:
         self._parts: dict[RequestResponseCycle, list[bytes]] = {}
         self._is_due = False  # on the loop
 
@@ -51,13 +47,8 @@ class GatheredWrites:
         if parts is not None:
             _write(cycle, parts)
 
-    def touch(self) -> None:
-        """Something was written past this: more may be near."""
-        self._busy_poll.touch()
-
     def _write_due(self) -> None:
         self._is_due = False
-        self.touch()
         self._write_all()
 
     def _write_all(self) -> None:

@@ -23,7 +23,6 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from kvrelay.gateway.busy_poll import BusyPoll
 from kvrelay.gateway.errors import ApiError, HeadersTooLargeError, InvalidHttpError, SlowClientError
 from kvrelay.gateway.gathered_writes import GatheredWrites
 from kvrelay.gateway.refusals import Reason, Refusals
@@ -59,15 +58,13 @@ class HttpProtocol(HttpToolsProtocol):
         limits: HttpLimits,
         refusals: Refusals,
         writes: GatheredWrites,
-        busy_poll: BusyPoll,
         on_lost: Callable[[HttpProtocol], None],
     ) -> None:
-        """``writes``, ``busy_poll``: of all connections. ``on_lost`` is called when this one has ended, if it was ever made."""
+        """``writes``: of all connections. ``on_lost`` is called when this one has ended, if it was ever made."""
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._refusals = refusals
         self._writes = writes
-        self._busy_poll = busy_poll
         self._on_lost = on_lost
         self._is_refused = False
         self._is_in_headers = False
@@ -98,7 +95,6 @@ class HttpProtocol(HttpToolsProtocol):
         """What the client sent; after a refusal it is thrown away."""
         if self._is_refused:
             return
-        self._busy_poll.touch()
         self._num_unparsed_bytes += len(data)
         try:
             self.parser.feed_data(data)

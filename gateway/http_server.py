@@ -1,9 +1,6 @@
 """uvicorn's server behind an accept loop of our own: connections are counted, and encrypted, before there is any HTTP.
 
 asyncio's servers accept whatever comes, bring TLS handshakes to their end unseen, and take one certificate for all their life.
-
-Several processes may serve one listening socket; each has a :class:`Door` then. Whichever looks first could take all that waits: so
-each takes one connection at a time, and one that has more than another first leaves that a millisecond to take it.
 """
 
 from __future__ import annotations
@@ -17,12 +14,11 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvrelay.gateway.busy_poll import BusyPoll
 from kvrelay.gateway.errors import ConnectionsError
 from kvrelay.gateway.gathered_writes import GatheredWrites
 from kvrelay.gateway.http_protocol import HttpProtocol, raw_response
@@ -35,23 +31,6 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 _ACCEPTS_AT_ONCE = 64
 _ACCEPT_AGAIN_S = 1.0
-_OTHERS_FIRST_S = 0.001
-
-
-class Door(Protocol):
-    """The other processes that serve the same sockets."""
-
-    def on_open(self) -> None:
-        """This process accepts connections from now on."""
-
-    def on_connections(self, number: int) -> None:
-        """It has so many now."""
-
-    def on_closed(self) -> None:
-        """It accepts none any more."""
-
-    def others_have_fewer(self, number: int) -> bool:
-        """Whether another process that accepts connections has fewer than ``number``."""
 
 
 class HttpServer(uvicorn.Server):
@@ -68,22 +47,15 @@ class HttpServer(uvicorn.Server):
         *,
         certificate: Certificate | None = None,
         drain_s: float,
-        busy_poll_s: float = 0.0,
-        door: Door | None = None,
     ) -> None:
-        """``certificate``: None means plain HTTP. ``drain_s``: how long running requests may take after a signal.
-
-        ``busy_poll_s``: see :class:`BusyPoll`. ``door``: None means that no other process serves the same sockets.
-        """
+        """``certificate``: None means plain HTTP. ``drain_s``: how long running requests may take after a signal."""
         # From being accepted on: uvicorn counts them after the TLS handshake.
         self._connections: set[HttpProtocol] = set()
-        self._busy_poll = BusyPoll(busy_poll_s)
         protocol = functools.partial(
             HttpProtocol,
             limits=limits,
             refusals=refusals,
-            writes=GatheredWrites(self._busy_poll),
-            busy_poll=self._busy_poll,
+            writes=GatheredWrites(),
             on_lost=self._forget,
         )
         super().__init__(
@@ -102,7 +74,6 @@ class HttpServer(uvicorn.Server):
         self._limits = limits
         self._refusals = refusals
         self._certificate = certificate
-        self._door = door
         self._listeners: Sequence[socket.socket] = ()
         self._opening: set[asyncio.Task[None]] = set()  # connections until their handshake is over
 
@@ -129,8 +100,6 @@ class HttpServer(uvicorn.Server):
             listener.setblocking(False)
             listener.listen(_BACKLOG)
             self._watch(listener)
-        if self._door is not None:
-            self._door.on_open()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing more, let requests end, stop the application."""
@@ -138,8 +107,6 @@ class HttpServer(uvicorn.Server):
         for listener in self._listeners:
             loop.remove_reader(listener)
         self._listeners = ()
-        if self._door is not None:
-            self._door.on_closed()
         if self._certificate is not None:  # handshakes may take long
             for task in self._opening:
                 task.cancel()
@@ -154,19 +121,7 @@ class HttpServer(uvicorn.Server):
 
     def _accept(self, listener: socket.socket) -> None:
         """Take what waits, but not for so long that running requests do."""
-        if self._door is not None and self._door.others_have_fewer(len(self._connections)):
-            self._pause(listener, _OTHERS_FIRST_S, self._accept_left)
-            return
-        self._accept_now(listener)
-
-    def _accept_left(self, listener: socket.socket) -> None:
-        """Take what others might have taken, and did not."""
-        if listener in self._listeners:
-            self._watch(listener)
-            self._accept_now(listener)
-
-    def _accept_now(self, listener: socket.socket) -> None:
-        for _ in range(_ACCEPTS_AT_ONCE if self._door is None else 1):
+        for _ in range(_ACCEPTS_AT_ONCE):
             try:
                 connection, address = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -181,7 +136,6 @@ class HttpServer(uvicorn.Server):
                 continue
             protocol = self._protocol()
             self._connections.add(protocol)
-            self._tell_connections()
             task = asyncio.create_task(self._open(protocol, connection, address))
             self._opening.add(task)
             task.add_done_callback(functools.partial(self._opened, protocol, connection))
@@ -193,11 +147,6 @@ class HttpServer(uvicorn.Server):
 
     def _forget(self, protocol: HttpProtocol) -> None:
         self._connections.discard(protocol)
-        self._tell_connections()
-
-    def _tell_connections(self) -> None:
-        if self._door is not None and self._listeners:
-            self._door.on_connections(len(self._connections))
 
     def _turn_away(self, connection: socket.socket, address: Any) -> None:
         text = f"the server has {self._limits.max_connections} connections, which is its limit; try again in a moment"

@@ -1,17 +1,14 @@
 """What one API key may ask for: requests a second, requests at a time, how early in line. Pure state; the caller brings the time.
 
 Requests a second are counted by a token bucket: ``burst`` requests may come at once, and the bucket fills at ``requests_per_s``.
-The counts of one process are its own; those of several are in memory that they share (:mod:`kvrelay.gateway.shared_memory`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvrelay.gateway.errors import TooManyRequestsError
 
@@ -49,82 +46,34 @@ class KeyLimits:
         return cls(**values)
 
 
-class KeyCounts(Protocol):
-    """What of a key's limits is used. All of it is read and written within ``locked``; only less may run without."""
-
-    def locked(self) -> AbstractContextManager[None]:
-        """Nobody else changes the counts meanwhile."""
-
-    def num_running(self) -> int:
-        """Requests of this key that run, wherever."""
-
-    def add_running(self, change: int) -> None:
-        """So many more run here, or fewer."""
-
-    def bucket(self) -> tuple[float, float]:
-        """How much was in the bucket, and when (seconds)."""
-
-    def set_bucket(self, filling: float, filled_s: float) -> None:
-        """So much is in it now."""
-
-
-class OwnCounts:
-    """The counts of a process that shares them with nobody. Implements KeyCounts."""
-
-    def __init__(self) -> None:
-        self._num_running = 0
-        self._bucket = (math.inf, 0.0)  # it starts full
-
-    def locked(self) -> AbstractContextManager[None]:
-        """Nobody else is there."""
-        return contextlib.nullcontext()
-
-    def num_running(self) -> int:
-        """Of this process."""
-        return self._num_running
-
-    def add_running(self, change: int) -> None:
-        """One more, or one less."""
-        self._num_running += change
-
-    def bucket(self) -> tuple[float, float]:
-        """As it was set."""
-        return self._bucket
-
-    def set_bucket(self, filling: float, filled_s: float) -> None:
-        """Kept."""
-        self._bucket = (filling, filled_s)
-
-
 class KeyUse:
     """How much of its limits one key uses now."""
 
-    def __init__(self, counts: KeyCounts | None = None) -> None:
-        """``counts``: None means that this process shares them with nobody."""
-        self._counts = counts or OwnCounts()
+    def __init__(self) -> None:
+        self._num_running = 0
+        self._filling = math.inf  # of the bucket, which starts full
+        self._filled_s = 0.0  # when it was so full
         self.min_priority = 0  # of the limits that the last request entered by
 
     def enter(self, limits: KeyLimits, now_s: float) -> None:
         """A request begins; ``leave`` must follow. Raises TooManyRequestsError if it may not."""
         self.min_priority = limits.min_priority
-        with self._counts.locked():
-            num_running = self._counts.num_running()
-            if num_running >= limits.concurrency:
+        if self._num_running >= limits.concurrency:
+            raise TooManyRequestsError(
+                f"this API key has {self._num_running} requests running, which is its limit",
+                retry_after_s=_BUSY_RETRY_S,
+            )
+        if not math.isinf(limits.requests_per_s):
+            filled = self._filling + (now_s - self._filled_s) * limits.requests_per_s
+            self._filling, self._filled_s = min(limits.burst, filled), now_s
+            if self._filling < 1:
                 raise TooManyRequestsError(
-                    f"this API key has {num_running} requests running, which is its limit", retry_after_s=_BUSY_RETRY_S
+                    f"this API key may ask {limits.requests_per_s:g} times a second, {limits.burst:g} at once",
+                    retry_after_s=(1 - self._filling) / limits.requests_per_s,
                 )
-            if not math.isinf(limits.requests_per_s):
-                filling, filled_s = self._counts.bucket()
-                filling = min(limits.burst, filling + (now_s - filled_s) * limits.requests_per_s)
-                if filling < 1:
-                    self._counts.set_bucket(filling, now_s)
-                    raise TooManyRequestsError(
-                        f"this API key may ask {limits.requests_per_s:g} times a second, {limits.burst:g} at once",
-                        retry_after_s=(1 - filling) / limits.requests_per_s,
-                    )
-                self._counts.set_bucket(filling - 1, now_s)
-            self._counts.add_running(1)
+            self._filling -= 1
+        self._num_running += 1
 
     def leave(self) -> None:
         """A request is over."""
-        self._counts.add_running(-1)
+        self._num_running -= 1

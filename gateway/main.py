@@ -1,53 +1,78 @@
-"""Entry point of a gateway: one process that serves, or, with ``--workers`` above 1, the parent of several."""
+"""Entry point of a gateway: one process that serves HTTP. More than one core's worth of work is for more replicas."""
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import logging
 import socket
+from pathlib import Path
 
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.descriptors import raise_descriptor_limit
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.logs import configure_logs
-from kvrelay.gateway.settings import GatewaySettings
+from kvrelay.gateway.app import create_app
+from kvrelay.gateway.http_server import HttpServer
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.refusals import Refusals
+from kvrelay.gateway.settings import GatewaySettings, HttpLimits, TlsSettings
+from kvrelay.gateway.tls import Certificate
 
 logger = logging.getLogger(__name__)
+
+_GC_THRESHOLD = 20_000
+_OTHER_DESCRIPTORS = 256  # links to workers, the Kubernetes API, files
 
 
 def serve(settings: GatewaySettings) -> int:
     """Serve HTTP until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
     configure_logs(settings.log_level, settings.log_format)
     # The port first: that it is taken is told before the tokenizer is loaded.
-    listener = _listen(settings.host, settings.port)
-    try:
-        code = _serve_alone(settings, listener) if settings.processes.workers == 1 else _supervise(settings, listener)
-    finally:
-        listener.close()
+    with _listen(settings.host, settings.port) as listener:
+        server = make_server(settings)
+        host, port = listener.getsockname()[:2]
+        logger.info("gateway: %s://%s:%d", "http" if settings.tls.tls_cert is None else "https", host, port)
+        server.run(sockets=[listener])
     logger.info("gateway: stopped")
-    return code
-
-
-def _serve_alone(settings: GatewaySettings, listener: socket.socket) -> int:
-    from prometheus_client import CollectorRegistry  # noqa: PLC0415 - what serves is not loaded by a parent of those who do
-
-    from kvrelay.gateway.metrics import GatewayMetrics  # noqa: PLC0415
-    from kvrelay.gateway.serving import make_server  # noqa: PLC0415
-
-    server = make_server(settings, GatewayMetrics(CollectorRegistry()))
-    logger.info("gateway: %s", _address(settings, listener))
-    server.run(sockets=[listener])
     return 0
 
 
-def _supervise(settings: GatewaySettings, listener: socket.socket) -> int:
-    from kvrelay.gateway.processes import Processes  # noqa: PLC0415 - a process that serves alone has none
+def make_server(settings: GatewaySettings) -> HttpServer:
+    """Load everything. Raises KvrelayError."""
+    metrics = GatewayMetrics(CollectorRegistry())
+    limits = _fitting(settings.http, raise_descriptor_limit())
+    certificate = _certificate(settings.tls)
+    app = create_app(settings, metrics=metrics)
+    refusals = Refusals(metrics.refused_connections)
+    server = HttpServer(app, limits, refusals, certificate=certificate, drain_s=settings.drain_s)
+    # What is loaded stays; and a collection, which stops all streams, need not come after every 700 objects.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD, 20, 50)
+    return server
 
-    num_processes = settings.processes.workers
-    logger.info("gateway: %d processes at %s", num_processes, _address(settings, listener))
-    return Processes(settings, listener).run()
+
+def _fitting(limits: HttpLimits, num_descriptors: int) -> HttpLimits:
+    """``limits`` with no more connections than there are descriptors for."""
+    most = max(1, num_descriptors - _OTHER_DESCRIPTORS)
+    if limits.max_connections <= most:
+        return limits
+    logger.warning(
+        "--max-connections is %d, but this process may open %d files; %d connections are served at a time. "
+        "Raise the hard limit of open files (ulimit -Hn), or lower --max-connections",
+        limits.max_connections,
+        num_descriptors,
+        most,
+    )
+    return dataclasses.replace(limits, max_connections=most)
 
 
-def _address(settings: GatewaySettings, listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"{'http' if settings.tls.tls_cert is None else 'https'}://{host}:{port}"
+def _certificate(settings: TlsSettings) -> Certificate | None:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    return Certificate(Path(settings.tls_cert), Path(settings.tls_key))
 
 
 def _listen(host: str, port: int) -> socket.socket:

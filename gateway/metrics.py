@@ -13,20 +13,6 @@ from prometheus_client.metrics_core import Metric
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
-SEEN_BY_ALL = {
-    "kvrelay_workers_up": min,
-    "kvrelay_workers_refused": max,
-    "kvrelay_worker_requests": max,
-    "kvrelay_worker_kv_blocks": max,
-}
-"""Gauges that every process of a gateway has of the same things: which of its values is the whole's. All others are added up."""
-
-
-def count_process_deaths(registry: CollectorRegistry) -> Counter:
-    """Counted by the parent of several processes, in a registry of its own; 0 in all others."""
-    text = "Processes of the gateway (--workers) that ended unasked and were started again"
-    return Counter("kvrelay_gateway_process_deaths_total", text, registry=registry)
-
 
 class TokenMeter:
     """Counts tokens and the times between them: all that every token moves, and every prompt before it is sent on.
@@ -73,7 +59,6 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        count_process_deaths(registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"kvrelay_{name}_seconds", text, labels, buckets=buckets, registry=registry)

@@ -51,7 +51,6 @@ class Exchange:
             lines.append(b"connection: close\r\n")
         head = b"HTTP/1.1 200 OK\r\n" + b"".join(lines) + b"transfer-encoding: chunked\r\n\r\n"
         cycle.transport.write(head + _chunk(body) if body else head)
-        self._writes.touch()
         return True
 
     def write(self, body: bytes) -> bool:

@@ -134,28 +134,6 @@ class TlsSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class HttpProcesses:
-    """How many cores the gateway may use, a process each, and whether it keeps them."""
-
-    workers: int = setting(
-        1,
-        "processes that serve the HTTP API together, on one port; each uses at most one core (prefill and decode workers "
-        "are other processes)",
-        minimum=1,
-        maximum=256,
-    )
-    busy_poll_ms: float = setting(
-        0.0,
-        "how long a process looks for more without sleeping after something came or was written; with more than the time "
-        "between two tokens, say 50, a gateway adds down to half as much to one, and takes the whole core while there are "
-        "streams, which should then be its own",
-        unit="ms",
-        minimum=0,
-        maximum=1000,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class GatewaySettings:
     """The gateway's settings."""
 
@@ -163,7 +141,6 @@ class GatewaySettings:
     workers: DiscoverySettings
     http: HttpLimits = field(default_factory=HttpLimits)
     tls: TlsSettings = field(default_factory=TlsSettings)
-    processes: HttpProcesses = field(default_factory=HttpProcesses)
     model: str = setting("demo", "model directory, Hugging Face id, or 'demo'; only its tokenizer is loaded")
     served_model_name: str | None = setting(None, "model name in the API; default: the model directory's name")
     tool_parser: str = setting(

@@ -7,7 +7,6 @@ gateway serves one model: workers whose KV layout is not that of the others are 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,14 +167,6 @@ class WorkerPool:
                 problems = "; ".join(sorted({worker.misfit or worker.problem for worker in workers}))
                 reasons.append(f"no {role} worker is up ({problems})")
         return reasons
-
-    async def until_ready(self, timeout_s: float) -> None:
-        """Wait until ``not_ready`` has no reasons any more, or the time is up. For a gateway that serves nothing yet."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self.not_ready():
-                    self.changed.clear()
-                    await self.changed.wait()
 
     def _missing_roles(self) -> list[str]:
         needed = [Role.PREFILL] if self._needs_prefill_workers else []

@@ -129,7 +129,6 @@ def plan_deployment(
                     "served_model_name": served_name(settings.model, model_directory),
                     "host": settings.host,
                     "port": http_port,
-                    "workers": settings.workers,
                     "prefill_workers": [_tcp(worker.control) for worker in prefill],
                     "decode_workers": [_tcp(worker.control) for worker in decode],
                     "local_prefill_max_tokens": settings.local_prefill_max_tokens,

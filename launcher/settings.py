@@ -16,9 +16,6 @@ class LocalSettings:
         1, "prefill workers; with 0 the decode workers prefill themselves (colocated)", minimum=0, maximum=64
     )
     decode: int = setting(1, "decode workers", minimum=1, maximum=64)
-    workers: int | None = setting(
-        None, "processes of the gateway, which serve HTTP together; default: 1", minimum=1, maximum=256
-    )
     host: str = setting("127.0.0.1", "address that the HTTP API listens on")
     port: int = setting(8000, "port of the HTTP API; 0 takes a free one", minimum=0, maximum=65535)
     engine: str = setting(

@@ -7,7 +7,6 @@ read both.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter
@@ -31,14 +30,6 @@ from kvrelay.gateway.tgi.schema import CompatBody, GenerateBody
 _MAX_PROMPTS = 128  # of one body, which only /v1/completions takes several in
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointLimits:
-    """What ``/info`` tells of the gateway itself."""
-
-    max_concurrent_requests: int
-    num_processes: int
-
-
 class AnyBody(BaseModel):
     """``POST /invocations``: what it is can be told by the field that it has."""
 
@@ -52,13 +43,14 @@ class AnyBody(BaseModel):
 class TgiRoutes:
     """Holds what the routes need; ``router`` is mounted by the app."""
 
-    def __init__(
-        self, intake: Intake, responder: Responder, openai: Mapping[str, Endpoint], limits: EndpointLimits
-    ) -> None:
-        """``openai``: the OpenAI routes' endpoints by path, which SageMaker's bodies may also be for."""
+    def __init__(self, intake: Intake, responder: Responder, openai: Mapping[str, Endpoint], max_queued: int) -> None:
+        """``openai``: the OpenAI routes' endpoints by path, which SageMaker's bodies may also be for.
+
+        ``max_queued``: what ``/info`` calls concurrent requests.
+        """
         self._intake = intake
         self._responder = responder
-        self._limits = limits
+        self._max_queued = max_queued
         self._invocations = {
             "inputs": reading(CompatBody, self.compat_generate),
             "messages": openai["/v1/chat/completions"],
@@ -127,13 +119,13 @@ class TgiRoutes:
             "model_dtype": f"torch.{layout.kv_dtype}",
             "model_device_type": card.device_type,
             "model_pipeline_tag": "text-generation",
-            "max_concurrent_requests": self._limits.max_concurrent_requests,
+            "max_concurrent_requests": self._max_queued,
             "max_best_of": MAX_CHOICES,
             "max_stop_sequences": MAX_STOPS,
             "max_input_tokens": limit - 1,
             "max_input_length": limit - 1,  # as TGI called it before 2.3
             "max_total_tokens": limit,
-            "validation_workers": self._limits.num_processes,
+            "validation_workers": 1,
             "max_client_batch_size": _MAX_PROMPTS,
             "router": "kvrelay",
             "version": __version__,

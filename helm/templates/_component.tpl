@@ -81,25 +81,12 @@ spec:
 {{- end -}}
 {{- end -}}
 
-{{/* What each role is scaled by: work that waits for prefill workers, memory that decode workers have left. A gateway that does not
-     sleep between two tokens uses its core whether it has much to do or little. */}}
-{{/* Requests that a gateway has in flight before there should be one more: 200 for each of its processes. */}}
-{{- define "kvrelay.gateway.requests" -}}
-{{- mul 200 (max 1 (.root.Values.gateway.settings.workers | default 1 | int)) -}}
-{{- end -}}
-
+{{/* What each role is scaled by: work that waits for prefill workers, memory that decode workers have left. */}}
 {{- define "kvrelay.metrics.hpa.gateway" -}}
-{{- if gt (.root.Values.gateway.settings.busy_poll_ms | default 0 | float64) 0.0 -}}
-- type: Pods
-  pods:
-    metric: {name: kvrelay_requests_in_flight}
-    target: {type: AverageValue, averageValue: {{ include "kvrelay.gateway.requests" . | quote }}}
-{{- else -}}
 - type: Resource
   resource:
     name: cpu
     target: {type: Utilization, averageUtilization: 70}
-{{- end -}}
 {{- end -}}
 
 {{- define "kvrelay.metrics.hpa.prefill" -}}
@@ -138,7 +125,7 @@ spec:
 {{- $running := div (mul 3 (.root.Values.decode.settings.max_num_seqs | default 64 | int)) 4 | toString -}}
 {{- $queries = dict "kvrelay_kv_cache_usage_perc" "0.7" "kvrelay_num_requests_running" $running -}}
 {{- else -}}
-{{- $queries = dict "kvrelay_requests_in_flight" (include "kvrelay.gateway.requests" .) -}}
+{{- $queries = dict "kvrelay_requests_in_flight" "200" -}}
 {{- end -}}
 {{- range $metric, $threshold := $queries }}
 - type: prometheus

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrelay.gateway.http_server import Door, HttpServer
+from kvrelay.gateway.http_server import HttpServer
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.refusals import Reason, Refusals
 from kvrelay.gateway.settings import HttpLimits
@@ -178,20 +178,14 @@ async def serving(
     *,
     certificate: Certificate | None = None,
     send_buffer_bytes: int | None = None,
-    door: Door | None = None,
-    busy_poll_s: float = 0.0,
-    listener: socket.socket | None = None,
     **limits: Any,
 ) -> AsyncIterator[Port]:
-    """``app`` on a port of its own, or on that of ``listener``; stopped, and its end checked, afterwards."""
+    """``app`` on a port of its own; stopped, and its end checked, afterwards."""
     registry = CollectorRegistry()
     refusals = Refusals(GatewayMetrics(registry).refused_connections)
-    server = HttpServer(
-        app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=5, busy_poll_s=busy_poll_s, door=door
-    )
-    if listener is None:
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
+    server = HttpServer(app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=5)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     task = asyncio.create_task(server._serve(sockets=[listener]))

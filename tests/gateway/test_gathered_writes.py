@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvrelay.gateway.busy_poll import BusyPoll
 from kvrelay.gateway.gathered_writes import GatheredWrites
 from kvrelay.gateway.reply import Exchange, Reply
 from kvrelay.gateway.sse import EventStream
@@ -54,7 +53,7 @@ async def turn_of_the_loop() -> None:
 
 async def test_parts_of_one_go_are_written_behind_it_and_those_of_a_connection_together() -> None:
     (one, other), log = connections(2)
-    writes = GatheredWrites(BusyPoll(0))
+    writes = GatheredWrites()
     for cycle, part in ((one, b"a"), (other, b"b"), (one, b"c")):
         writes.add(cycle, part)
     assert log == []
@@ -67,7 +66,7 @@ async def test_parts_of_one_go_are_written_behind_it_and_those_of_a_connection_t
 
 async def test_many_streams_do_not_wait_for_all_others() -> None:
     cycles, log = connections(100)
-    writes = GatheredWrites(BusyPoll(0))
+    writes = GatheredWrites()
     num_written = []
     for cycle in cycles:
         writes.add(cycle, b"x")
@@ -79,7 +78,7 @@ async def test_many_streams_do_not_wait_for_all_others() -> None:
 
 async def test_a_connection_is_not_given_any_number_of_parts_before_it_can_say_that_it_is_full() -> None:
     (cycle,), log = connections(1)
-    exchange = Exchange(cycle, GatheredWrites(BusyPoll(0)))
+    exchange = Exchange(cycle, GatheredWrites())
     num_taken = 0
     while exchange.write(b"x") and num_taken < 100:
         num_taken += 1
@@ -92,7 +91,7 @@ async def test_a_connection_is_not_given_any_number_of_parts_before_it_can_say_t
 @pytest.mark.parametrize("what", ["disconnected", "closing"])
 async def test_nothing_is_written_to_a_connection_that_ended_meanwhile(what: str) -> None:
     (gone, other), log = connections(2)
-    writes = GatheredWrites(BusyPoll(0))
+    writes = GatheredWrites()
     writes.add(gone, b"a")
     writes.add(other, b"b")
     setattr(gone, what, True)
@@ -103,7 +102,7 @@ async def test_nothing_is_written_to_a_connection_that_ended_meanwhile(what: str
 async def test_a_connection_that_cannot_be_written_to_costs_no_other_one_anything() -> None:
     (broken, other), log = connections(2)
     broken.write = None  # to call it is an error
-    writes = GatheredWrites(BusyPoll(0))
+    writes = GatheredWrites()
     writes.add(broken, b"a")
     writes.add(other, b"b")
     await turn_of_the_loop()
@@ -122,7 +121,7 @@ async def test_what_was_written_arrives_also_if_the_stream_then_fails() -> None:
     async def never() -> Any:
         await asyncio.Event().wait()
 
-    reply = Reply(never, "r1", Exchange(cycle, GatheredWrites(BusyPoll(0))))
+    reply = Reply(never, "r1", Exchange(cycle, GatheredWrites()))
     with pytest.raises(ValueError, match="a fault"):
         await EventStream(produce, lambda error: b"")({}, never, reply)
     assert b"".join(data for _, data in log).endswith(b"5\r\nfirst\r\n6\r\nsecond\r\n")
@@ -134,7 +133,7 @@ async def test_what_is_sent_the_long_way_comes_behind_what_is_gathered() -> None
     async def send(message: Any) -> None:
         cycle.write(message["body"])
 
-    reply = Reply(send, "r1", Exchange(cycle, GatheredWrites(BusyPoll(0))))
+    reply = Reply(send, "r1", Exchange(cycle, GatheredWrites()))
     assert reply.write(b"first")
     await reply({"type": "http.response.body", "body": b"last", "more_body": False})
     await turn_of_the_loop()

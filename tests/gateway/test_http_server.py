@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrelay.gateway import http_server
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.refusals import Reason, Refusals
 
@@ -76,66 +75,6 @@ async def test_nobody_waits_for_a_connection_that_was_given_up_when_its_handshak
         opening.cancel()
         await until(lambda: connection.fileno() == -1)
         assert protocol not in server.server_state.connections
-
-
-class CountingDoor:
-    """One of several processes; ``counts`` is what they know of each other. ``others_wait``: what it thinks of them, always."""
-
-    def __init__(self, counts: dict[str, int], name: str, *, others_wait: bool = False) -> None:
-        self._counts = counts
-        self._name = name
-        self._others_wait = others_wait
-
-    def on_open(self) -> None:
-        self._counts[self._name] = 0
-
-    def on_connections(self, number: int) -> None:
-        self._counts[self._name] = number
-
-    def on_closed(self) -> None:
-        del self._counts[self._name]
-
-    def others_have_fewer(self, number: int) -> bool:
-        return self._others_wait or min(self._counts.values()) < number
-
-
-async def test_who_has_fewest_connections_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two servers on one socket, as two processes have it. They have not equally many at first: then that comes first."""
-    monkeypatch.setattr(
-        http_server, "_OTHERS_FIRST_S", 0.2
-    )  # a loop that is late by less leaves nothing to the wrong one
-    counts: dict[str, int] = {}
-    first, second = Recorder(), Recorder()
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    shared = listener.dup()
-    async with serving(first, door=CountingDoor(counts, "first"), listener=listener) as port:
-        clients = [await port.connect() for _ in range(6)]
-        await until(lambda: counts == {"first": 6})
-        async with serving(second, door=CountingDoor(counts, "second"), listener=shared):
-            for number in range(1, 7):
-                clients.append(await port.connect())
-                await until(lambda number=number: sum(counts.values()) == 6 + number)  # type: ignore[misc]
-            assert abs(counts["first"] - counts["second"]) <= 2  # none, if the loop has never been late
-            for number in range(1, 11):
-                clients.append(await port.connect())
-                await until(lambda number=number: sum(counts.values()) == 12 + number)  # type: ignore[misc]
-            assert abs(counts["first"] - counts["second"]) <= 2
-            for reader, writer in clients:
-                writer.write(GET)
-                assert b"200 OK" in await answer(reader)
-                await close(writer)
-            await until(lambda: counts == {"first": 0, "second": 0})
-        assert counts == {"first": 0}
-    assert counts == {}
-    assert len(first.paths) + len(second.paths) == 22
-
-
-async def test_what_nobody_else_takes_is_not_left_to_the_others() -> None:
-    door = CountingDoor({}, "this", others_wait=True)
-    async with serving(Recorder(), door=door) as port:
-        for _ in range(5):
-            assert b"200 OK" in await port.talk(GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
 
 
 class FullTable:

@@ -12,7 +12,6 @@ import pytest
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from kvrelay.gateway.busy_poll import BusyPoll
 from kvrelay.gateway.gathered_writes import GatheredWrites
 from kvrelay.gateway.reply import EXTENSION, Exchange, Reply
 from kvrelay.gateway.sse import EventStream
@@ -103,7 +102,7 @@ def cycle_with(body: bytes, **others: Any) -> Any:
 
 async def test_a_body_is_taken_as_if_it_had_been_received() -> None:
     cycle = cycle_with(b"ab")
-    assert Exchange(cycle, GatheredWrites(BusyPoll(0))).take_body() == b"ab"
+    assert Exchange(cycle, GatheredWrites()).take_body() == b"ab"
     assert cycle.body == b""
     assert not cycle.message_event.is_set()
     assert not cycle.flow.read_paused
@@ -113,7 +112,7 @@ async def test_a_body_is_taken_as_if_it_had_been_received() -> None:
 @pytest.mark.parametrize("why", ["more_body", "disconnected"])
 async def test_half_a_body_is_not_taken(why: str) -> None:
     cycle = cycle_with(b"ab", **{why: True})
-    assert Exchange(cycle, GatheredWrites(BusyPoll(0))).take_body() is None
+    assert Exchange(cycle, GatheredWrites()).take_body() is None
     assert (cycle.body, cycle.message_event.is_set(), cycle.flow.read_paused) == (b"ab", True, True)
 
 

@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from kvrelay.gateway.busy_poll import BusyPoll
 from kvrelay.gateway.gathered_writes import GatheredWrites
 from kvrelay.gateway.http import Edge
 from kvrelay.gateway.http_protocol import HttpProtocol
@@ -184,8 +183,7 @@ async def test_a_slow_reader_is_no_deaf_one() -> None:
         cast(Any, loop),
         limits=HttpLimits(),
         refusals=refusals,
-        writes=GatheredWrites(BusyPoll(0)),
-        busy_poll=BusyPoll(0),
+        writes=GatheredWrites(),
         on_lost=lambda _: None,
     )
     protocol.connection_made(cast(asyncio.Transport, transport))

@@ -255,30 +255,6 @@ def test_keda_without_anything_to_ask_is_refused() -> None:
 
 
 @needs_helm
-@pytest.mark.parametrize(("poll_ms", "kind"), [("0", "Resource"), ("50", "Pods"), ("0.5", "Pods")])
-def test_a_gateway_that_uses_its_core_anyway_is_not_scaled_by_cpu(poll_ms: str, kind: str) -> None:
-    settings = f"gateway.settings.busy_poll_ms={poll_ms}"  # --set takes 0.5 for text
-    found = objects("--set", "gateway.autoscaling.hpa.enabled=true", "--set-json", settings)
-    (metric,) = found["HorizontalPodAutoscaler", "relay-kvrelay-gateway"]["spec"]["metrics"]
-    assert metric["type"] == kind
-    if kind == "Pods":
-        assert metric["pods"]["metric"]["name"] == "kvrelay_requests_in_flight"
-
-
-@needs_helm
-@pytest.mark.parametrize(("workers", "requests"), [(None, "200"), (4, "800")])
-def test_a_gateway_of_several_processes_has_so_many_times_the_requests(workers: int | None, requests: str) -> None:
-    polls = {"busy_poll_ms": 50} if workers is None else {"busy_poll_ms": 50, "workers": workers}
-    settings = ("--set-json", f"gateway.settings={json.dumps(polls)}")
-    found = objects("--set", "gateway.autoscaling.hpa.enabled=true", *settings)
-    (metric,) = found["HorizontalPodAutoscaler", "relay-kvrelay-gateway"]["spec"]["metrics"]
-    assert metric["pods"]["target"]["averageValue"] == requests
-    keda = "gateway.autoscaling.keda.enabled=true,gateway.autoscaling.keda.prometheus=http://prometheus"
-    (trigger,) = objects("--set", keda, *settings)["ScaledObject", "relay-kvrelay-gateway"]["spec"]["triggers"]
-    assert trigger["metadata"]["threshold"] == requests
-
-
-@needs_helm
 def test_an_autoscaler_owns_the_replicas() -> None:
     plain, scaled = objects(), objects("--values", str(CHART / "examples/autoscaled.yaml"))
     for component in ("gateway", "prefill-worker", "decode-worker"):
