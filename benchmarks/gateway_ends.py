@@ -83,7 +83,7 @@ class PacedWorker:
                 for sent in self._waiting:
                     sent.append(now_s)
                 self._waiting.clear()
-                self.server.send(self._gateway, Tokens(items=items))
+                self.server.send(Role.GATEWAY, self._gateway, Tokens(items=items))
             await asyncio.sleep(max(0.0, started_s + self._step_s - time.monotonic()))
 
     def _next_token(self, mark: int, submit: Submit) -> TokenDelta:

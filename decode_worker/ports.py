@@ -10,14 +10,14 @@ from kvrelay.decode_worker.welcome import DataPorts
 from kvrelay.engine.guidance import GuideCompiler, NoGuides
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.wire.leases import LeaseTable
-from kvrelay.wire.messages import Message
+from kvrelay.wire.messages import Message, Role
 
 
 @dataclass(slots=True)
 class Ports:
     """Filled once by whoever assembles the worker."""
 
-    send: Callable[[str, Message], bool]
+    send: Callable[[Role, str, Message], bool]
     loop: ModelLoop[Command]
     leases: LeaseTable
     data: DataPorts

@@ -116,24 +116,24 @@ class DecodeService:
         )
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:
-        """A message from a gateway or a prefill worker."""
+        """A message from a gateway or a prefill worker. What the other role says counts for nothing."""
         leases = self.ports.leases
-        match message:
-            case Submit():
+        match role, message:
+            case Role.GATEWAY, Submit():
                 self._on_submit(peer_id, message)
-            case Cancel(request_id=request_id, attempt=attempt):
+            case Role.GATEWAY, Cancel(request_id=request_id, attempt=attempt):
                 self._on_cancel(peer_id, (request_id, attempt))
-            case Offer():
-                self.ports.send(peer_id, self._on_offer(peer_id, message))
-            case Commit():
+            case Role.PREFILL, Offer():
+                self.ports.send(role, peer_id, self._on_offer(peer_id, message))
+            case Role.PREFILL, Commit():
                 self._on_commit(peer_id, message)
-            case Renew():
+            case Role.PREFILL, Renew():
                 leases.renew(peer_id, message)
-            case Abort(lease_id=lease_id, epoch=epoch):
+            case Role.PREFILL, Abort(lease_id=lease_id, epoch=epoch):
                 leases.abort(peer_id, message)
-                self.ports.send(peer_id, Aborted(lease_id=lease_id, epoch=epoch))
+                self.ports.send(role, peer_id, Aborted(lease_id=lease_id, epoch=epoch))
             case _:
-                logger.debug("unexpected %s", type(message).__name__, extra={"peer_id": peer_id})
+                logger.debug("unexpected %s of a %s", type(message).__name__, role, extra={"peer_id": peer_id})
 
     def on_peer_lost(self, peer_id: str, role: Role) -> None:
         """A gateway's requests have no reader any more; a prefill worker's hand-offs no writer."""
@@ -148,7 +148,7 @@ class DecodeService:
         refusal = submit_refusal(submit, self._identity, self.status(), is_known=key in self._entries)
         refusal = refusal or cache_miss(submit, self._blocks, self._root_hash)
         if refusal is not None:
-            self.ports.send(gateway_id, refusal)
+            self.ports.send(Role.GATEWAY, gateway_id, refusal)
             return
         now_s = self._clock()
         entry = self._entries[key] = Entry(
@@ -177,7 +177,7 @@ class DecodeService:
     def _on_cancel(self, peer_id: str, key: Key) -> None:
         entry = self._entries.get(key)
         if entry is None or entry.gateway_id != peer_id:  # nobody takes back what another gateway asked for
-            self.ports.send(peer_id, Cancelled(request_id=key[0], attempt=key[1]))
+            self.ports.send(Role.GATEWAY, peer_id, Cancelled(request_id=key[0], attempt=key[1]))
         else:
             self._close(entry, Cancelled(request_id=key[0], attempt=key[1]))
 
@@ -233,7 +233,7 @@ class DecodeService:
         offer, commit = lease.offer, lease.commit
         key = (offer.request_id, offer.attempt)
         entry = self._entries[key]
-        self.ports.send(lease.peer_id, Verified(lease_id=lease.lease_id, epoch=self._identity.epoch))
+        self.ports.send(Role.PREFILL, lease.peer_id, Verified(lease_id=lease.lease_id, epoch=self._identity.epoch))
         if entry.phase is Phase.CLOSING:  # cancelled while the last block was on its way
             self._blocks.release(lease_owner(lease.lease_key))
             self.ports.loop.wake()  # a sequence may have waited for these blocks
@@ -265,7 +265,8 @@ class DecodeService:
 
     def on_lease_rejected(self, lease_id: int, peer_id: str, key: Key, code: FailureCode, detail: str) -> None:
         """A lease ended without a sequence; its blocks are back. The prefill worker tells the gateway."""
-        self.ports.send(peer_id, Reject(lease_id=lease_id, epoch=self._identity.epoch, code=code, detail=detail))
+        reject = Reject(lease_id=lease_id, epoch=self._identity.epoch, code=code, detail=detail)
+        self.ports.send(Role.PREFILL, peer_id, reject)
         self.ports.loop.wake()  # a sequence may have waited for these blocks
         entry = self._entries.get(key)
         if entry is not None and entry.lease_id == lease_id:
@@ -325,7 +326,7 @@ class DecodeService:
             if new.finish_reason is not None:
                 self._tell_and_forget(entry)  # its blocks are back, or are so with the step under way
         for gateway_id, items in by_gateway.items():
-            if not self.ports.send(gateway_id, Tokens(items=items)):
+            if not self.ports.send(Role.GATEWAY, gateway_id, Tokens(items=items)):
                 self._on_unheard(items)
         for key in report.removed:
             self._tell_and_forget(self._entries[key])
@@ -390,7 +391,7 @@ class DecodeService:
         if self.state is WorkerState.DRAINING and not self._entries:
             self._drained.set()
         if entry.outcome is not None:
-            self.ports.send(entry.gateway_id, entry.outcome)
+            self.ports.send(Role.GATEWAY, entry.gateway_id, entry.outcome)
 
 
 def _failed(key: Key, code: FailureCode, detail: str) -> Failed:

@@ -9,7 +9,7 @@ from kvrelay.engine.guidance import GuideCompiler, NoGuides
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.prefill_worker.model_worker import Command
-from kvrelay.wire.messages import Message
+from kvrelay.wire.messages import Message, Role
 from kvrelay.wire.transfers import TransferTable
 
 
@@ -17,7 +17,7 @@ from kvrelay.wire.transfers import TransferTable
 class Ports:
     """Filled once by whoever assembles the worker."""
 
-    send: Callable[[str, Message], bool]
+    send: Callable[[Role, str, Message], bool]
     loop: ModelLoop[Command]
     links: DecodeLinks
     transfers: TransferTable

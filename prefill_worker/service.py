@@ -138,7 +138,7 @@ class PrefillService:
             case Cancel(request_id=request_id, attempt=attempt):
                 entry = self._entries.get((request_id, attempt))
                 if entry is None or entry.gateway_id != peer_id:  # nobody takes back what another gateway asked for
-                    self.ports.send(peer_id, Cancelled(request_id=request_id, attempt=attempt))
+                    self.ports.send(Role.GATEWAY, peer_id, Cancelled(request_id=request_id, attempt=attempt))
                 else:
                     self._close(entry, Cancelled(request_id=request_id, attempt=attempt))
             case _:
@@ -156,7 +156,7 @@ class PrefillService:
             submit, self._identity, self.status(), is_known=key in self._entries, needs_decode=True
         )
         if refusal is not None:
-            self.ports.send(gateway_id, refusal)
+            self.ports.send(Role.GATEWAY, gateway_id, refusal)
             return
         card, now_s = self._identity.card, self._clock()
         sequence = Sequence(
@@ -276,7 +276,7 @@ class PrefillService:
         if computed.finish_reason is not None:
             self._close(entry, Tokens(items=[delta]))
             return
-        self.ports.send(entry.gateway_id, Tokens(items=[delta]))
+        self.ports.send(Role.GATEWAY, entry.gateway_id, Tokens(items=[delta]))
         entry.advance(Phase.HANDING_OVER)
         assert delta.timings is not None
         if entry.transfer_holds:
@@ -397,4 +397,4 @@ class PrefillService:
         self._blocks.release(sequence_owner(key), entry.sequence.retention)
         self.ports.loop.wake()  # a prompt may have waited for these blocks
         assert entry.outcome is not None
-        self.ports.send(entry.gateway_id, entry.outcome)
+        self.ports.send(Role.GATEWAY, entry.gateway_id, entry.outcome)

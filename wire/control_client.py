@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 _Event = TypeVar("_Event")
 
 _FIRST_PAUSE_S = 0.25  # before the first new try; at most
+_ROUTING_NBYTES = 16
 _TIMER_S = 0.001  # a loop's timers are no finer, and one that fires early would fire again and again
 
 
@@ -152,7 +154,8 @@ class ControlClient:
         dealer = self._context.socket(zmq.DEALER)
         try:
             configure_control(dealer, self._settings)
-            dealer.setsockopt(zmq.ROUTING_ID, self._hello.peer_id.encode())
+            # Of this connection only, and random: nobody can take it first. ZeroMQ keeps those that begin with a 0.
+            dealer.setsockopt(zmq.ROUTING_ID, b"\1" + secrets.token_bytes(_ROUTING_NBYTES))
             if self._proof is not None:
                 self._proof.guard(dealer)
             # Before it connects: a handshake that fails is told once, and might be over by then.

@@ -4,6 +4,9 @@ A peer is known from its ``Hello`` until it says ``Bye``, falls silent, or says 
 void, and the handler is told. With keys, a peer is what its key says, in every message: a gateway cannot speak as a prefill
 worker, whatever it calls itself.
 
+A connection's routing id is random and says nothing of who is there. A ``Hello`` gives the connection a role and a name. A name
+belongs to its role, so a role's peers never get what is meant for another role's. The later ``Hello`` of a name wins.
+
 All of it runs on one asyncio loop. Sending never blocks: a message that cannot be queued is reported as not sent.
 """
 
@@ -43,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_STRANGERS = 1000  # that are logged, a line each
 _MAX_DETAIL = 1000  # characters of what a peer may have chosen, in a log line and in the answer to it
+_MAX_NAME = 255  # characters of a peer's name
 
 
 class ServerHandler(Protocol):
@@ -64,6 +68,7 @@ class ServerHandler(Protocol):
 @dataclass(slots=True)
 class _Peer:
     role: Role
+    peer_id: str  # its name, by its Hello
     heard_s: float
 
 
@@ -86,8 +91,9 @@ class ControlServer:
         self._settings = settings
         self._metrics = metrics
         self._codec = Codec()
-        self._peers: dict[str, _Peer] = {}
-        self._strangers: set[bytes] = set()
+        self._peers: dict[bytes, _Peer] = {}  # by routing id
+        self._routes: dict[tuple[Role, str], bytes] = {}  # role and name to routing id
+        self._strangers: set[str] = set()
         self._router = context.socket(zmq.ROUTER)
         self._gate = gate
         self._socket = LoopSocket(self._router, self._on_frames, None if gate is None else receive_with_role)
@@ -99,7 +105,6 @@ class ControlServer:
         configure_control(self._router, self._settings)
         bound_strangers(self._router)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if self._gate is not None:
             self._gate.start()
             self._gate.guard(self._router)
@@ -122,9 +127,13 @@ class ControlServer:
         has_gate = self._gate is None or self._gate.is_alive()
         return has_gate and self._socket.is_alive and self._sweeper is not None and not self._sweeper.done()
 
-    def send(self, peer_id: str, message: Message) -> bool:
-        """Queue a message; False if the peer is not connected. Never blocks."""
-        return self._socket.send([peer_id.encode(), self._codec.encode(message)])
+    def send(self, role: Role, peer_id: str, message: Message) -> bool:
+        """Queue a message; False if no peer of ``role`` has that name, or it is not connected. Never blocks."""
+        routing_id = self._routes.get((role, peer_id))
+        return routing_id is not None and self._answer(routing_id, message)
+
+    def _answer(self, routing_id: bytes, message: Message) -> bool:
+        return self._socket.send([routing_id, self._codec.encode(message)])
 
     async def stop(self) -> None:
         """Close the socket. Queued messages get a moment to leave."""
@@ -139,98 +148,102 @@ class ControlServer:
 
     def _on_frames(self, frames: list[bytes]) -> None:
         proved = frames.pop().decode() if self._gate is not None else None
+        routing_id = frames[0]
         if len(frames) != 2:
-            self._refuse_frame("malformed", frames[0], f"{len(frames) - 1} frames; a message is one")
+            self._refuse_frame("malformed", routing_id, f"{len(frames) - 1} frames; a message is one")
             return
         try:
             message = self._codec.decode(frames[1])
         except MalformedMessageError as error:
-            self._refuse_frame("malformed", frames[0], str(error))
-            return
-        peer_id = frames[0].decode(errors="replace")
-        # It goes into logs, and two ids must not become one.
-        if peer_id.encode() != frames[0] or not peer_id.isprintable():
-            self._refuse_frame("malformed", frames[0], "a routing id that is no printable text")
+            self._refuse_frame("malformed", routing_id, str(error))
             return
         if isinstance(message, Hello):
-            self._on_hello(peer_id, message, proved)
+            self._on_hello(routing_id, message, proved)
             return
-        peer = self._peers.get(peer_id)
-        if peer is not None and proved not in (None, peer.role.value):
-            self._refuse_frame("wrong_role", frames[0], f"sent by a {proved} in the name of a {peer.role}")
-            return
+        peer = self._peers.get(routing_id)
         if peer is None:
-            self._refuse_frame("before_hello", frames[0], f"{type(message).__name__} before Hello")
+            self._refuse_frame("before_hello", routing_id, f"{type(message).__name__} before Hello")
             # A peer that was dropped for its silence, or that knew this process's predecessor, learns it at once.
-            self.send(peer_id, HelloRefused(code=FailureCode.PEER_LOST, detail="not known here: say Hello"))
+            self._answer(routing_id, HelloRefused(code=FailureCode.PEER_LOST, detail="not known here: say Hello"))
+            return
+        if proved not in (None, peer.role.value):
+            self._refuse_frame("wrong_role", routing_id, f"sent by a {proved} in the name of a {peer.role}")
             return
         peer.heard_s = time.monotonic()
         if isinstance(message, Ping):
-            self.send(peer_id, self._handler.status())
+            self._answer(routing_id, self._handler.status())
         elif isinstance(message, Bye):
-            self._drop(peer_id)
+            self._drop(routing_id)
         else:
-            self._handler.on_message(peer_id, peer.role, message)
+            self._handler.on_message(peer.peer_id, peer.role, message)
 
-    def _on_hello(self, peer_id: str, hello: Hello, proved: str | None) -> None:
-        is_proved = proved in (None, hello.role.value)
-        if is_proved and peer_id in self._peers:
-            self._drop(peer_id)
-        protocol = min(hello.protocol_max, PROTOCOL_MAX)
-        answer: Welcome | HelloRefused
-        if not is_proved:
-            answer = HelloRefused(
-                code=FailureCode.INVALID, detail=f"a {hello.role} by its Hello, a {proved} by its key"
-            )
-        elif hello.peer_id != peer_id:
-            answer = HelloRefused(code=FailureCode.INVALID, detail="peer_id is not the routing id")
-        elif protocol < max(hello.protocol_min, PROTOCOL_MIN):
+    def _on_hello(self, routing_id: bytes, hello: Hello, proved: str | None) -> None:
+        answer = self._hello_refusal(hello, proved) or self._welcome(routing_id, hello)
+        if isinstance(answer, Welcome):
+            self._peers[routing_id] = _Peer(hello.role, hello.peer_id, time.monotonic())
+            self._routes[hello.role, hello.peer_id] = routing_id
+        else:
+            self._metrics.refused_hellos.labels(answer.code.value).inc()
+            self._warn_once(hello.peer_id[:_MAX_NAME], f"refused a {hello.role}: {answer.detail}")
+        self._answer(routing_id, answer)
+
+    def _hello_refusal(self, hello: Hello, proved: str | None) -> HelloRefused | None:
+        """Why a Hello counts for nothing, not even as the end of what was before it; None if it counts."""
+        if proved not in (None, hello.role.value):
+            detail = f"a {hello.role} by its Hello, a {proved} by its key"
+        elif not 0 < len(hello.peer_id) <= _MAX_NAME or not hello.peer_id.isprintable():  # it goes into logs
+            detail = f"a peer_id of {len(hello.peer_id)} characters; it must have 1 to {_MAX_NAME}, all printable"
+        else:
+            return None
+        return HelloRefused(code=FailureCode.INVALID, detail=detail)
+
+    def _welcome(self, routing_id: bytes, hello: Hello) -> Welcome | HelloRefused:
+        """The answer to a Hello that ends what this connection, or this name, was before."""
+        for former in (routing_id, self._routes.get((hello.role, hello.peer_id))):
+            if former in self._peers:
+                self._drop(former)
+        if min(hello.protocol_max, PROTOCOL_MAX) < max(hello.protocol_min, PROTOCOL_MIN):
             detail = (
                 f"no common protocol version: yours {hello.protocol_min} to {hello.protocol_max}, "
                 f"mine {PROTOCOL_MIN} to {PROTOCOL_MAX}"
             )
-            answer = HelloRefused(code=FailureCode.INVALID, detail=detail)
-        else:
-            answer = self._handler.welcome(hello)
-            if isinstance(answer, HelloRefused) and len(answer.detail) > _MAX_DETAIL:
-                answer = HelloRefused(code=answer.code, detail=f"{answer.detail[:_MAX_DETAIL]} …")
-        if isinstance(answer, Welcome):
-            self._peers[peer_id] = _Peer(hello.role, time.monotonic())
-        else:
-            self._metrics.refused_hellos.labels(answer.code.value).inc()
-            self._warn_once(peer_id.encode(), f"refused a {hello.role}: {answer.detail}")
-        self.send(peer_id, answer)
+            return HelloRefused(code=FailureCode.INVALID, detail=detail)
+        answer = self._handler.welcome(hello)
+        if isinstance(answer, HelloRefused) and len(answer.detail) > _MAX_DETAIL:
+            return HelloRefused(code=answer.code, detail=f"{answer.detail[:_MAX_DETAIL]} …")
+        return answer
 
     def _refuse_frame(self, cause: str, routing_id: bytes, detail: str) -> None:
         self._metrics.refused_messages.labels(cause).inc()
-        self._warn_once(routing_id, f"dropped a control frame: {detail[:_MAX_DETAIL]}")
+        peer = self._peers.get(routing_id)
+        name = routing_id[:64].hex() if peer is None else peer.peer_id
+        self._warn_once(name, f"dropped a control frame: {detail[:_MAX_DETAIL]}")
 
-    def _warn_once(self, routing_id: bytes, text: str) -> None:
+    def _warn_once(self, name: str, text: str) -> None:
         """One line per stranger, and a bounded number of them: who may not speak may not fill a disk either."""
-        if routing_id not in self._strangers and len(self._strangers) < _MAX_STRANGERS:
-            self._strangers.add(routing_id)
-            named = routing_id.decode(errors="replace")
-            logger.warning("%s", text, extra={"peer_id": named if named.isprintable() else routing_id[:64].hex()})
+        if name not in self._strangers and len(self._strangers) < _MAX_STRANGERS:
+            self._strangers.add(name)
+            logger.warning("%s", text, extra={"peer_id": name if name.isprintable() else name.encode().hex()})
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self._settings.ping_interval_s)
             now_s = time.monotonic()
-            silent = [peer_id for peer_id, peer in self._peers.items() if now_s - peer.heard_s > self._patience_s(peer)]
-            for peer_id in silent:
-                logger.warning(
-                    "peer silent for %.1f s", now_s - self._peers[peer_id].heard_s, extra={"peer_id": peer_id}
-                )
+            silent = [one for one, peer in self._peers.items() if now_s - peer.heard_s > self._patience_s(peer)]
+            for routing_id in silent:
+                peer = self._peers[routing_id]
+                logger.warning("peer silent for %.1f s", now_s - peer.heard_s, extra={"peer_id": peer.peer_id})
                 self._metrics.lost_peers.inc()
-                self._drop(peer_id)
+                self._drop(routing_id)
 
     def _patience_s(self, peer: _Peer) -> float:
         settings = self._settings.between_workers() if peer.role is Role.PREFILL else self._settings
         return settings.peer_timeout_s
 
-    def _drop(self, peer_id: str) -> None:
-        peer = self._peers.pop(peer_id)
+    def _drop(self, routing_id: bytes) -> None:
+        peer = self._peers.pop(routing_id)
+        del self._routes[peer.role, peer.peer_id]
         try:
-            self._handler.on_peer_lost(peer_id, peer.role)
+            self._handler.on_peer_lost(peer.peer_id, peer.role)
         except Exception:
             logger.exception("a handler failed on a lost peer; the server goes on")

@@ -74,7 +74,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class Hello(_Message, tag=True, frozen=True, kw_only=True):
-    """First message on every connection. ``peer_id`` is also the sender's ZeroMQ routing id."""
+    """First message on every connection. ``peer_id`` is the sender's name, nobody else's among its role."""
 
     role: Role
     peer_id: str
@@ -234,7 +234,7 @@ class Offer(_Message, tag=True, frozen=True, kw_only=True, omit_defaults=True):
 
     request_id: str
     attempt: int
-    gateway_id: str  # routing id of the gateway that waits for the tokens
+    gateway_id: str  # ``peer_id`` of the gateway that waits for the tokens
     fingerprint: bytes
     token_ids: list[int]
     num_prompt_tokens: int

@@ -95,7 +95,7 @@ class Rig:
         )
         self.service.attach(Ports(self._send, cast("ModelLoop[Command]", self), leases, DataPorts("tcp://nowhere:1")))
 
-    def _send(self, peer_id: str, message: Message) -> bool:
+    def _send(self, role: Role, peer_id: str, message: Message) -> bool:
         if peer_id in self.deaf:
             return False
         self.sent.append((peer_id, message))
@@ -268,6 +268,14 @@ def test_only_the_gateway_that_asked_can_cancel() -> None:
     rig.finish()
     assert rig.output("a") == expected_output(list(range(6)), 3, CARD.vocab_size)
     rig.assert_nothing_left()
+
+
+def test_a_prefill_worker_with_a_gateways_name_cannot_cancel() -> None:
+    rig = Rig()
+    rig.ask(submit("honest"), peer_id="gateway")
+    rig.ask(Cancel(request_id="honest", attempt=1), peer_id="gateway", role=Role.PREFILL)
+    assert not rig.sent
+    assert rig.service.num_entries == 1
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ class Player:
         pass
 
     def say(self, message: Message) -> None:
-        assert self.server.send(self.gateway_id, message)
+        assert self.server.send(Role.GATEWAY, self.gateway_id, message)
 
     def tokens(
         self,

@@ -60,7 +60,7 @@ async def test_a_worker_whose_answers_make_no_sense_is_not_talked_to(message: Me
     async with decode_port() as (port, server, address, made, heard):
         assert made.link_to(address) is None
         link, _ = await heard.next("up")
-        assert server.send(port.peer_id, message)
+        assert server.send(Role.PREFILL, port.peer_id, message)
         lost, detail = await heard.next(FailureCode.INTEGRITY.value)
         assert lost is link
         assert address in detail
@@ -168,7 +168,7 @@ async def test_a_second_welcome_voids_what_went_over_the_first_link() -> None:
         assert made.link_to(address) is None
         first, _ = await heard.next("up")
         welcome = port.welcome(Hello(role=Role.PREFILL, peer_id=port.peer_id))
-        assert server.send(port.peer_id, welcome)
+        assert server.send(Role.PREFILL, port.peer_id, welcome)
         down, _ = await heard.next("peer_lost")
         assert down is first
         second, _ = await heard.next("up")

@@ -118,7 +118,7 @@ class Rig:
             )
         )
 
-    def _send(self, peer_id: str, message: Message) -> bool:
+    def _send(self, role: Role, peer_id: str, message: Message) -> bool:
         self.sent.append((peer_id, message))
         return True
 

@@ -78,10 +78,10 @@ class _Server(ControlServer):
         self.sent: deque[tuple[str, Message]] = deque(maxlen=MAX_SENT)
         self._encoder = Codec()
 
-    def send(self, peer_id: str, message: Message) -> bool:
+    def _answer(self, routing_id: bytes, message: Message) -> bool:
         """As to a peer that reads."""
         assert len(self._encoder.encode(message)) <= MAX_CONTROL_FRAME_NBYTES
-        self.sent.append((peer_id, message))
+        self.sent.append((routing_id.decode(errors="replace"), message))
         return True
 
 

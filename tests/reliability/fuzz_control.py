@@ -122,9 +122,9 @@ class _Fuzz:
 
     def leave(self) -> None:
         """Everybody but the honest goes, and nothing of theirs stays."""
-        for peer_id in list(self.rig.server._peers):
-            if not peer_id.startswith("honest"):
-                self.findings.of(functools.partial(self.rig.server._drop, peer_id), lambda: "a peer leaves")
+        for routing_id in list(self.rig.server._peers):
+            if not routing_id.startswith(b"honest"):
+                self.findings.of(functools.partial(self.rig.server._drop, routing_id), lambda: "a peer leaves")
         for _ in range(_MAX_TURNS):
             if not (self.rig.service.num_entries or self.rig.model.has_work()):
                 break

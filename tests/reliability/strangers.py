@@ -61,7 +61,7 @@ def no_key(door: Door, rng: random.Random) -> None:
     with zmq.Context() as context, _peer(context) as dealer:
         dealer.setsockopt(zmq.ROUTING_ID, peer_id.encode())
         dealer.connect(door.address)
-        _say_everything(dealer, peer_id)
+        _say_everything(dealer)
         if door.keys is not None:
             assert not dealer.poll(500), f"a stranger without keys got {dealer.recv_multipart()}"
 
@@ -81,7 +81,7 @@ def wrong_key(door: Door, rng: random.Random) -> None:
             dealer.curve_serverkey = WireKeys.load(door.keys, Role.GATEWAY).peers[role][0]
             dealer.curve_publickey, dealer.curve_secretkey = own.public, own.secret
         dealer.connect(door.address)
-        _say_everything(dealer, "stranger")
+        _say_everything(dealer)
         wait_until(lambda: door.worker.counted(counter) > before, TURNED_AWAY_S, f"{counter} counts")
         assert not dealer.poll(100), f"a stranger with a wrong key got {dealer.recv_multipart()}"
 
@@ -145,9 +145,9 @@ def _peer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     return dealer
 
 
-def _say_everything(dealer: zmq.Socket[bytes], peer_id: str) -> None:
+def _say_everything(dealer: zmq.Socket[bytes]) -> None:
     codec = Codec()
-    hello = codec.encode(Hello(role=Role.GATEWAY, peer_id=f"{peer_id}-not"))  # not its routing id: never welcome
+    hello = codec.encode(Hello(role=Role.GATEWAY, peer_id=""))  # no name: never welcome
     header = BlockHeader(lease_id=1, epoch=1, block_index=0, payload_nbytes=512, block_hash=bytes(16))
     for frames in (
         [hello],

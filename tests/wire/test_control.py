@@ -17,11 +17,13 @@ from kvrelay.wire.control_client import ControlClient
 from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.errors import MalformedMessageError, WireError
 from kvrelay.wire.messages import (
+    Bye,
     Cancel,
     Cancelled,
     FailureCode,
     Hello,
     HelloRefused,
+    Message,
     Ping,
     Role,
     Status,
@@ -41,7 +43,7 @@ async def test_messages_go_both_ways(net: Net, transport: str, tmp_path: Any) ->
     assert server.is_alive
     assert client.send(Cancel(request_id="r", attempt=1))
     assert await next_of(worker.heard) == ("p", Role.PREFILL, Cancel(request_id="r", attempt=1))
-    assert server.send("p", Cancelled(request_id="r", attempt=1))
+    assert server.send(Role.PREFILL, "p", Cancelled(request_id="r", attempt=1))
     assert await next_of(initiator.events) == Cancelled(request_id="r", attempt=1)
     assert isinstance(await next_of(initiator.statuses), Status)
     await net.stop(client, server)
@@ -73,7 +75,7 @@ async def test_sending_to_nobody_says_so(net: Net) -> None:
     worker = Worker()
     server = net.server(worker)
     address = await server.start()
-    assert not server.send("nobody", Ping())
+    assert not server.send(Role.PREFILL, "nobody", Ping())
     client = ControlClient(
         address, Hello(role=Role.PREFILL, peer_id="p"), Initiator(), FAST, metrics=net.metrics, context=net.context
     )
@@ -86,13 +88,13 @@ async def test_nothing_is_sent_after_stop(net: Net) -> None:
     await net.stop(client, server)
     assert not client.is_up
     assert not client.send(Ping())
-    assert not server.send("p", Ping())
+    assert not server.send(Role.PREFILL, "p", Ping())
 
 
 async def test_an_oversize_message_is_the_senders_error(net: Net) -> None:
     _, server, _, _ = await net.linked()
     with pytest.raises(MalformedMessageError):
-        server.send("p", HelloRefused(code=FailureCode.INVALID, detail="x" * MAX_CONTROL_FRAME_NBYTES))
+        server.send(Role.PREFILL, "p", HelloRefused(code=FailureCode.INVALID, detail="x" * MAX_CONTROL_FRAME_NBYTES))
 
 
 async def test_no_common_version_is_refused_with_both_named(net: Net) -> None:
@@ -150,25 +152,70 @@ async def test_a_restarted_client_voids_what_it_asked_for_before(net: Net) -> No
     net.client(address, again)
     assert await next_of(worker.lost) == "p"
     assert isinstance(await next_of(again.events), Welcome)
-    assert server.send("p", Cancelled(request_id="r", attempt=1))
+    assert server.send(Role.PREFILL, "p", Cancelled(request_id="r", attempt=1))
     assert await next_of(again.events) == Cancelled(request_id="r", attempt=1)
 
 
-async def test_a_peer_id_that_is_still_connected_goes_to_whoever_came_last(net: Net) -> None:
+async def hello_from(socket: zmq.asyncio.Socket, role: Role, name: str = "raw") -> Message:
+    """Say Hello; returns the answer."""
+    await socket.send(Codec().encode(Hello(role=role, peer_id=name)))
+    return Codec().decode(await asyncio.wait_for(socket.recv(), WAIT_S))
+
+
+async def test_a_name_goes_to_whoever_said_hello_last(net: Net) -> None:
     """A half-open connection must not keep its owner out."""
     worker = Worker()
     server = net.server(worker)
     address = await server.start()
-    hello = Codec().encode(Hello(role=Role.GATEWAY, peer_id="raw"))
-    # A half-open peer does not come back to take the id again. The second socket connects after the first is welcome.
-    with net.raw(address, reconnects=False) as half_open:
-        await half_open.send(hello)
-        assert isinstance(Codec().decode(await asyncio.wait_for(half_open.recv(), WAIT_S)), Welcome)
-        again = net.raw(address)
-        await again.send(hello)
-        assert isinstance(Codec().decode(await asyncio.wait_for(again.recv(), WAIT_S)), Welcome)
+    with net.raw(address, b"half open") as half_open, net.raw(address, b"again") as again:
+        assert isinstance(await hello_from(half_open, Role.GATEWAY), Welcome)
+        assert isinstance(await hello_from(again, Role.GATEWAY), Welcome)
         assert await next_of(worker.lost) == "raw"
-        again.close()
+        cancelled = Cancelled(request_id="r", attempt=1)
+        assert server.send(Role.GATEWAY, "raw", cancelled)
+        assert Codec().decode(await asyncio.wait_for(again.recv(), WAIT_S)) == cancelled
+        await half_open.send(Codec().encode(Ping()))
+        assert isinstance(Codec().decode(await asyncio.wait_for(half_open.recv(), WAIT_S)), HelloRefused)
+
+
+async def test_nobody_takes_a_routing_id_that_is_in_use(net: Net) -> None:
+    server = net.server(Worker())
+    address = await server.start()
+    with net.raw(address, b"the same") as first, net.raw(address, b"another") as other:
+        assert isinstance(await hello_from(first, Role.PREFILL), Welcome)
+        with net.raw(address, b"the same") as thief:
+            await thief.send(Codec().encode(Hello(role=Role.PREFILL, peer_id="raw")))
+            assert isinstance(await hello_from(other, Role.GATEWAY), Welcome)  # time enough for the thief's Hello
+            cancelled = Cancelled(request_id="r", attempt=1)
+            assert server.send(Role.PREFILL, "raw", cancelled)
+            assert Codec().decode(await asyncio.wait_for(first.recv(), WAIT_S)) == cancelled
+
+
+async def test_clients_choose_another_routing_id_for_every_connection(net: Net) -> None:
+    with zmq.asyncio.Context.shadow(net.context).socket(zmq.ROUTER) as socket:
+        socket.linger = 0
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        for _ in range(2):
+            net.client(f"tcp://127.0.0.1:{port}", Initiator(), peer_id="p")
+        routing_ids = {(await asyncio.wait_for(socket.recv_multipart(), WAIT_S))[0] for _ in range(2)}
+        assert len(routing_ids) == 2
+        assert all(len(routing_id) > 16 and routing_id != b"p" for routing_id in routing_ids)
+        await net.stop(*list(net.to_stop))
+
+
+async def test_a_name_belongs_to_its_role(net: Net) -> None:
+    """A prefill worker that calls itself as a gateway does gets nothing of the gateway's, and ends nothing of it."""
+    worker = Worker()
+    server = net.server(worker)
+    address = await server.start()
+    with net.raw(address, b"1") as gateway, net.raw(address, b"2") as prefill:
+        assert isinstance(await hello_from(gateway, Role.GATEWAY, "gw"), Welcome)
+        assert isinstance(await hello_from(prefill, Role.PREFILL, "gw"), Welcome)
+        for role, socket in ((Role.GATEWAY, gateway), (Role.PREFILL, prefill)):
+            message = Cancelled(request_id=role.value, attempt=1)
+            assert server.send(role, "gw", message)
+            assert Codec().decode(await asyncio.wait_for(socket.recv(), WAIT_S)) == message
+        assert worker.lost.empty()
 
 
 async def test_bye_is_told_at_once(net: Net) -> None:
@@ -203,8 +250,6 @@ async def test_a_silent_server_is_lost(net: Net) -> None:
     initiator = Initiator()
     with zmq.asyncio.Context.shadow(net.context).socket(zmq.ROUTER) as socket:
         socket.linger = 0
-        # As the server's: the new connection has the old one's id, and may be there before the old one is seen to be closed.
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
         client = net.client(f"tcp://127.0.0.1:{port}", initiator, settings=SOON_LOST)
         for _ in range(2):  # and again, with a new socket
@@ -303,7 +348,7 @@ async def test_a_handler_that_fails_does_not_kill_the_client(net: Net) -> None:
     _, server, initiator, client = await net.linked()
     address = server._router.getsockopt_string(zmq.LAST_ENDPOINT)
     initiator.error = RuntimeError("boom")
-    assert server.send("p", Cancelled(request_id="r", attempt=1))
+    assert server.send(Role.PREFILL, "p", Cancelled(request_id="r", attempt=1))
     await next_of(initiator.events)
     await net.stop(server)
     assert isinstance(await next_of(initiator.events), str)  # on_lost fails, too
@@ -328,8 +373,8 @@ def test_it_works_on_uvloop(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
 
 async def test_a_client_that_the_server_forgot_begins_anew_at_once(net: Net) -> None:
-    _worker, server, initiator, client = await net.linked()
-    server._drop("p")  # as after a silence that the client knows nothing of
+    _worker, _server, initiator, client = await net.linked()
+    assert client.send(Bye())  # the server forgets it, as after a silence that the client knows nothing of
     assert client.send(Cancel(request_id="r", attempt=1))
     assert await next_of(initiator.events) == "not known here: say Hello"
     assert isinstance(await next_of(initiator.events), Welcome)
