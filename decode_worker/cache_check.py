@@ -7,7 +7,7 @@ prefill worker instead.
 
 from __future__ import annotations
 
-from kvrelay.common.block_hash import chain_hashes
+from kvrelay.common.block_hash import chain_hashes, salted
 from kvrelay.engine.block_manager import BlockManager
 from kvrelay.wire.messages import Failed, FailureCode, Submit
 
@@ -22,7 +22,7 @@ def cache_miss(submit: Submit, blocks: BlockManager, root_hash: bytes) -> Failed
         return None
     # The last token is always computed anew.
     num_reusable = (num_tokens - 1) // blocks.block_size * blocks.block_size
-    hashes = chain_hashes(root_hash, submit.token_ids[:num_reusable], blocks.block_size)
+    hashes = chain_hashes(salted(root_hash, submit.cache_salt), submit.token_ids[:num_reusable], blocks.block_size)
     num_uncached = num_tokens - blocks.num_cached_prefix(hashes) * blocks.block_size
     if num_uncached <= most:
         return None

@@ -17,7 +17,7 @@ import bisect
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from kvrelay.common.block_hash import chain_hashes
+from kvrelay.common.block_hash import chain_hashes, salted
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.beam_group import BeamGroup, num_common
 from kvrelay.decode_worker.beams import FinishedBeam
@@ -284,7 +284,8 @@ class DecodeScheduler:
     def _allocate(self, sequence: Sequence) -> bool:
         block_size = self._blocks.block_size
         num_reusable = sequence.num_cacheable_tokens // block_size
-        hashes = chain_hashes(self._root_hash, sequence.token_ids[: num_reusable * block_size], block_size)
+        root = salted(self._root_hash, sequence.cache_salt)
+        hashes = chain_hashes(root, sequence.token_ids[: num_reusable * block_size], block_size)
         num_blocks = self._blocks.num_blocks_for(sequence.num_tokens)
         allocation = self._blocks.allocate(_owner(sequence), num_blocks, hashes)
         if allocation is None:
@@ -369,7 +370,8 @@ class DecodeScheduler:
         num_known = len(sequence.block_hashes)
         if num_full > num_known:
             tokens = sequence.token_ids[: num_full * block_size]
-            sequence.block_hashes = chain_hashes(self._root_hash, tokens, block_size, known=sequence.block_hashes)
+            root = salted(self._root_hash, sequence.cache_salt)
+            sequence.block_hashes = chain_hashes(root, tokens, block_size, known=sequence.block_hashes)
             for index in range(num_known, num_full):
                 self._blocks.publish(_owner(sequence), index, sequence.block_hashes[index])
 

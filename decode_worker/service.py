@@ -169,6 +169,7 @@ class DecodeService:
             sampling=submit.sampling,
             arrival_s=now_s,
             retention=submit.retention,
+            cache_salt=submit.cache_salt,
         )
         entry.waiting = Add(sequence)
         self._compile(entry, submit)
@@ -256,6 +257,7 @@ class DecodeService:
             block_table=list(lease.block_ids),
             num_computed_tokens=len(offer.token_ids),
             retention=offer.retention,
+            cache_salt=offer.cache_salt,
         )
         block_size = self._identity.card.layout.block_size
         sequence.block_hashes = offer.block_hashes[: len(offer.token_ids) // block_size]

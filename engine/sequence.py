@@ -81,6 +81,7 @@ class Sequence:
     guide: GuideState | None = None  # where the output stands in its grammar
     token_counts: TokenCounts | None = None  # of penalties, once they were asked for
     beam: int = 0  # which of a beam search's sequences; they share the key
+    cache_salt: str = ""  # only sequences with the same one share cached blocks
     retention: Retention | None = None  # how long its request wants its blocks to stay cached
     _known_table: list[int] = field(default_factory=list, init=False)  # what _block_ids was made of
     _block_ids: npt.NDArray[np.int32] | None = field(default=None, init=False)

@@ -39,10 +39,14 @@ def _complaint(complaints: Sequence[ErrorDetails]) -> InvalidRequestError:
     deepest = max(len(complaint["loc"]) for complaint in complaints)
     chosen = [complaint for complaint in complaints if len(complaint["loc"]) == deepest]
     names = [str(part) for part in chosen[0]["loc"] if not _is_type_name(part)]
+    value = chosen[0].get("input")
+    if value == [] and chosen[0]["type"] == "too_short":
+        return InvalidRequestError(
+            f"{'.'.join(names)} is an empty list; it must have at least one item", param=names[0]
+        )
     messages = " or ".join(
         dict.fromkeys(complaint["msg"] for complaint in chosen[:4] if complaint["loc"][:-1] == chosen[0]["loc"][:-1])
     )
-    value = chosen[0].get("input")
     shown = "" if isinstance(value, dict) or chosen[0]["type"] == "missing" else f", not {str(value)[:80]!r}"
     return InvalidRequestError(f"{'.'.join(names) or 'body'}: {messages}{shown}", param=names[0] if names else "body")
 

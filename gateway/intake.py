@@ -156,6 +156,7 @@ class Intake:
                         is_silent=spec.max_tokens == 0,
                         priority=priority,
                         retention=spec.retention,
+                        cache_salt=spec.cache_salt,
                         guide_param=spec.guide_param,
                     )
                 )

@@ -4,48 +4,49 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from kvrelay.gateway.chats import ChatRequest
+from kvrelay.gateway.contents import ROLES, checked_role, text_of
 from kvrelay.gateway.sampling_schema import MAX_LOGPROBS, SamplingBody, TokenId, TokenIds
 
-
-class TextPart(BaseModel):
-    """A piece of a message's text."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(BaseModel):
-    """One message; what else it has goes to the chat template as it is."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-
-    def body(self) -> dict[str, Any]:
-        """The message, text in one piece."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content}
+_MESSAGE_SCHEMA = {
+    "type": "object",
+    "description": "One message; what else it has goes to the chat template as it is.",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": list(ROLES), "description": "Who speaks."},
+        "content": {
+            "description": "What is said: a text, or text parts, which are put together.",
+            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}],
+        },
+        "tool_calls": {
+            "description": "Calls that the assistant asked for.",
+            "type": "array",
+            "items": {"type": "object"},
+        },
+        "tool_call_id": {"description": "The call that a message of role tool answers.", "type": "string"},
+    },
+}
+Messages = Annotated[
+    list[dict[str, Any]],
+    Field(min_length=1, fail_fast=True),
+    WithJsonSchema({"type": "array", "minItems": 1, "items": _MESSAGE_SCHEMA}),
+]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ChatBody(SamplingBody):
     """``POST /v1/chat/completions``"""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Annotated[str, Field(max_length=16)] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -58,7 +59,7 @@ class ChatBody(SamplingBody):
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
         return ChatRequest(
-            [message.body() for message in self.messages],
+            [_checked(message, f"messages[{index}]") for index, message in enumerate(self.messages)],
             self.tools,
             self.tool_choice,
             allows_parallel=self.parallel_tool_calls is not False,
@@ -67,6 +68,12 @@ class ChatBody(SamplingBody):
             add_generation_prompt=self.add_generation_prompt is not False,
             variables=variables,
         )
+
+
+def _checked(message: dict[str, Any], param: str) -> dict[str, Any]:
+    content = message.get("content")
+    text = None if content is None else text_of(content, f"{param}.content")
+    return {**message, "role": checked_role(message.get("role"), param), "content": text}
 
 
 class CompletionBody(SamplingBody):
@@ -90,7 +97,7 @@ class TokenizeBody(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Messages | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

@@ -31,7 +31,7 @@ class Placement:
 
     def prefix_of(self, request: GenerationRequest) -> RequestPrefix:
         """What is known of who has the request's prompt cached, and will be."""
-        return RequestPrefix(self._prefixes, request.prompt_token_ids)
+        return RequestPrefix(self._prefixes, request.prompt_token_ids, request.cache_salt)
 
     def no_room(self, max_len: int) -> str:
         """Why there is no place for a request of so many tokens."""

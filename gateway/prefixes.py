@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from kvrelay.common.block_hash import hashes_behind, root_hash
+from kvrelay.common.block_hash import hashes_behind, root_hash, salted
 from kvrelay.gateway.routing import WorkerView
 
 Holder = tuple[str, int]  # a worker's address and epoch
@@ -84,11 +84,12 @@ class RequestPrefix:
     To route it no more is hashed than is known, as its client waits; the rest when a worker has computed it.
     """
 
-    def __init__(self, prefixes: PrefixMap | None, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, prefixes: PrefixMap | None, prompt_token_ids: Sequence[int], cache_salt: str = "") -> None:
         """Without ``prefixes`` nothing is hashed, and nothing known."""
         self._prefixes = prefixes
         self._is_trusted = True  # what the map says
         self._prompt = prompt_token_ids
+        self._cache_salt = cache_salt
         self._fingerprint: bytes | None = None  # of the KV that the hashes are for
         self._root = b""
         self._hashes: list[bytes] = []
@@ -133,7 +134,8 @@ class RequestPrefix:
     def _full_blocks(self, output: Sequence[int], view: WorkerView) -> Iterator[bytes]:
         """Their hashes; who has not been asked for before is hashed when it is."""
         if view.fingerprint != self._fingerprint:
-            self._fingerprint, self._root, self._hashes = view.fingerprint, root_hash(view.fingerprint), []
+            self._fingerprint, self._hashes = view.fingerprint, []
+            self._root = salted(root_hash(view.fingerprint), self._cache_salt)
         num_full = (len(self._prompt) + len(output)) // view.block_size
         yield from self._hashes[:num_full]
         token_ids = [*self._prompt, *output] if output else self._prompt

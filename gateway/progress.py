@@ -28,6 +28,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     share: PromptShare | None = None  # with the other choices of the prompt
     priority: int = 0  # in the line for a place; the smaller, the earlier
     retention: Retention | None = None  # how long its KV should stay cached
+    cache_salt: str = ""  # only requests with the same one share cached KV
     guide_param: str | None = None  # the client's field that ``sampling.guide`` was made from
 
     @property

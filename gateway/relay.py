@@ -198,5 +198,6 @@ class Relay:
             decode=None if prefill is None else decode_target(decode),
             timeout_s=progress.deadline_s - asyncio.get_running_loop().time(),
             retention=request.retention,
+            cache_salt=request.cache_salt,
             max_uncached_tokens=max_uncached,
         )

@@ -157,7 +157,7 @@ class ResponsesRoutes:
             "model": self._intake.model_name,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+            "reasoning": {"effort": body.effort, "summary": None},
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": body.text or {"format": {"type": "text"}},

@@ -9,12 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.chats import ChatRequest
+from kvrelay.gateway.contents import checked_role, text_of
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.guides import format_guide, make_guide
-from kvrelay.gateway.sampling_schema import MAX_LOGPROBS, Probability
+from kvrelay.gateway.openai_schema import Effort
+from kvrelay.gateway.sampling_schema import MAX_LOGPROBS, CacheSalt, Probability
 from kvrelay.gateway.spec import GenerationSpec
 
-_TEXT_PARTS = ("input_text", "output_text", "text")
 _LOGPROBS = "message.output_text.logprobs"
 
 # What asks for nothing; everything else of these names is refused: nothing is kept between requests, and no tool is run here.
@@ -25,6 +26,14 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "truncation": ("disabled",),
 }
+
+
+class Reasoning(BaseModel):
+    """How the model thinks."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    effort: Effort | None = None
 
 
 class ResponseBody(BaseModel):
@@ -45,9 +54,15 @@ class ResponseBody(BaseModel):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     include: list[str] | None = None
+    cache_salt: CacheSalt | None = None
     metadata: dict[str, Any] | None = None
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much the model should think."""
+        return None if self.reasoning is None else self.reasoning.effort
 
     @property
     def shows_logprobs(self) -> bool:
@@ -72,6 +87,7 @@ class ResponseBody(BaseModel):
             num_logprobs=(self.top_logprobs or 0) if self.shows_logprobs else None,
             guide=(guide := self._guide()),
             guide_param=None if guide is None else "text.format",
+            cache_salt=self.cache_salt or "",
         )
 
     def chat(self) -> ChatRequest:
@@ -84,7 +100,6 @@ class ResponseBody(BaseModel):
         else:
             for index, item in enumerate(self.input):
                 _add_item(messages, item, f"input[{index}]")
-        effort = (self.reasoning or {}).get("effort")
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
             choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -93,7 +108,7 @@ class ResponseBody(BaseModel):
             self.tools,
             choice,
             allows_parallel=self.parallel_tool_calls is not False,
-            variables={} if effort is None else {"reasoning_effort": effort},
+            variables={} if self.effort is None else {"reasoning_effort": self.effort},
         )
 
     def _guide(self) -> Guide | None:
@@ -109,10 +124,8 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], param: st
     kind = item.get("type", "message")
     match kind:
         case "message":
-            role = item.get("role")
-            if not isinstance(role, str):
-                raise InvalidRequestError(f"{param}.role must be a text", param=param)
-            messages.append({"role": role, "content": _text(item.get("content"), f"{param}.content")})
+            content = text_of(item.get("content"), f"{param}.content")
+            messages.append({"role": checked_role(item.get("role"), param), "content": content})
         case "function_call":
             name, arguments = item.get("name"), item.get("arguments")
             if not isinstance(name, str) or not isinstance(arguments, str):
@@ -127,7 +140,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], param: st
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         case "function_call_output":
-            output = _text(item.get("output"), f"{param}.output")
+            output = text_of(item.get("output"), f"{param}.output")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         case "reasoning":
             pass  # what a model thought in an earlier turn is not shown to it again
@@ -136,19 +149,3 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], param: st
                 f"{param}.type is {str(kind)[:80]!r}; it must be message, function_call, function_call_output or reasoning",
                 param=param,
             )
-
-
-def _text(content: Any, param: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"{param} must be a text or a list of texts", param=param)
-    pieces: list[str] = []
-    for index, part in enumerate(content):
-        is_text = isinstance(part, dict) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
-        if not is_text:
-            raise InvalidRequestError(
-                f"{param}[{index}] must be a text part ({', '.join(_TEXT_PARTS)}), not {str(part)[:80]!r}", param=param
-            )
-        pieces.append(part["text"])
-    return "".join(pieces)

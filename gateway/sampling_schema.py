@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvrelay.common.block_hash import MAX_CACHE_SALT
 from kvrelay.common.retention import MAX_PRIORITY, MIN_PRIORITY, Retention
 from kvrelay.common.sampling import BeamSearch
 from kvrelay.gateway.errors import InvalidRequestError
@@ -31,6 +32,7 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT, pattern="^[ -~]*$")]
 Name = Annotated[str, Field(min_length=1, max_length=64)]
 
 # What each of these may say without asking for anything; whatever else it says is refused.
@@ -45,6 +47,9 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
+    "prediction": (),
+    "lora_request": (),
+    "kv_transfer_params": (),
 }
 
 
@@ -95,10 +100,11 @@ class SamplingBody(BaseModel):
     early_stopping: bool | Literal["never"] | None = None
     watermark: bool | None = None
     logits_processors: Annotated[list[Name], Field(max_length=16, fail_fast=True)] | None = None
-    service_tier: Annotated[str, Field(max_length=64)] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     cache_priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_ttl: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None  # seconds
+    cache_salt: CacheSalt | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -157,6 +163,7 @@ class SamplingBody(BaseModel):
             beam_search=beams,
             priority=(self.priority or 0) + _TIER_PRIORITY.get(self.service_tier or "", 0),
             retention=self._retention(),
+            cache_salt=self.cache_salt or "",
             truncate=self.truncate_prompt_tokens,
         )
 

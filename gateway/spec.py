@@ -43,4 +43,5 @@ class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):  # one per requ
     beam_search: BeamSearch | None = None
     priority: int = 0
     retention: Retention | None = None  # how long the KV should stay cached
+    cache_salt: str = ""  # only requests with the same one share cached KV
     truncate: int | None = None  # only so many of the prompt's last tokens are used

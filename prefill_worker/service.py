@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import chain_hashes, root_hash, salted
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.guidance import GuideRefusal, GuideResult
@@ -167,8 +167,10 @@ class PrefillService:
             sampling=submit.sampling,
             arrival_s=now_s,
             retention=submit.retention,
+            cache_salt=submit.cache_salt,
         )
-        sequence.block_hashes = chain_hashes(self._root_hash, submit.token_ids, card.layout.block_size)
+        root = salted(self._root_hash, submit.cache_salt)
+        sequence.block_hashes = chain_hashes(root, submit.token_ids, card.layout.block_size)
         entry = self._entries[key] = Entry(submit, gateway_id, sequence, deadline_of(submit, now_s))
         self.has_work.set()
         if submit.decode is not None:
@@ -248,6 +250,7 @@ class PrefillService:
             block_hashes=sequence.block_hashes,
             timeout_s=None if math.isinf(entry.deadline_s) else entry.deadline_s - self._clock(),
             retention=submit.retention,
+            cache_salt=submit.cache_salt,
         )
         entry.transfer_holds = True
         entry.num_ready_blocks = max(

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import chain_hashes, root_hash, salted
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.handoff import HandoffState
@@ -250,7 +250,8 @@ class LeaseTable:
             detail = f"fingerprint {offer.fingerprint.hex()} offered, {self._settings.fingerprint.hex()} served"
             return (FailureCode.LAYOUT_MISMATCH, detail)
         try:
-            hashes = chain_hashes(self._root_hash, offer.token_ids, self._settings.block_size)
+            root = salted(self._root_hash, offer.cache_salt)
+            hashes = chain_hashes(root, offer.token_ids, self._settings.block_size)
         except OverflowError as error:
             return (FailureCode.INVALID, f"a token id cannot be one: {error}")
         if not hashes:

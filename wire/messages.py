@@ -150,6 +150,7 @@ class Submit(_Message, tag=True, frozen=True, kw_only=True, omit_defaults=True):
     decode: DecodeTarget | None = None
     timeout_s: float | None = None  # what is left of the request's time; afterwards nobody waits for it
     retention: Retention | None = None  # how long its blocks should stay cached
+    cache_salt: str = ""  # only requests with the same one share cached blocks
     max_uncached_tokens: int | None = None  # of local prefill: refused if more must be computed (``NOT_CACHED``)
 
 
@@ -242,6 +243,7 @@ class Offer(_Message, tag=True, frozen=True, kw_only=True, omit_defaults=True):
     block_hashes: list[bytes]  # of all blocks, the last one maybe partial
     timeout_s: float | None = None  # as in Submit
     retention: Retention | None = None  # as in Submit
+    cache_salt: str = ""  # as in Submit
 
 
 class Grant(_Message, tag=True, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvrelay.common.block_hash import MAX_CACHE_SALT
 from kvrelay.common.model_card import ModelCard
 from kvrelay.wire.beam_check import invalid_beams, unfit_beams
 from kvrelay.wire.messages import ABOUT_GUIDE, Failed, FailureCode, Offer, Status, Submit, WorkerState
@@ -75,6 +76,8 @@ def invalid_submit(submit: Submit | Offer, card: ModelCard) -> str | None:
         return f"{num_tokens} tokens leave no room to generate: the limit is {card.max_model_len} tokens"
     if not all(0 <= token_id < card.vocab_size for token_id in submit.token_ids):
         return f"a token id lies outside of 0 to {card.vocab_size - 1}"
+    if len(submit.cache_salt) > MAX_CACHE_SALT:
+        return f"cache_salt has {len(submit.cache_salt)} characters; it must have at most {MAX_CACHE_SALT}"
     if submit.retention is not None and (problem := submit.retention.problem()) is not None:
         return problem
     return invalid_sampling(submit.sampling, submit.num_prompt_tokens, card) or invalid_beams(submit, card)

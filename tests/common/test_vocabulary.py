@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.common.block_hash import HASH_NBYTES, block_hash, chain_hashes, root_hash
+from kvrelay.common.block_hash import HASH_NBYTES, chain_hashes, root_hash, salted
 from kvrelay.common.logs import JsonFormatter, TextFormatter, configure_logs
 from kvrelay.common.model_card import KvLayout
 from kvrelay.common.sampling import SamplingParams
@@ -46,10 +46,13 @@ def test_a_chain_can_be_continued(tokens: list[int], size: int, known: int) -> N
     assert chain_hashes(ROOT, tokens, size, known=whole[: min(known, num_full)]) == whole
 
 
-def test_model_and_extra_keys_are_part_of_the_hash() -> None:
-    assert chain_hashes(ROOT, [1, 2], 2) != chain_hashes(root_hash(b"other"), [1, 2], 2)
-    assert block_hash(ROOT, [1, 2], b"adapter") != block_hash(ROOT, [1, 2])
-    assert block_hash(ROOT, [2], b"\x01\x00\x00\x00") != block_hash(ROOT, [1, 2])
+def test_model_and_cache_salt_are_part_of_every_hash_of_a_chain() -> None:
+    chains = [
+        chain_hashes(root, [1, 2, 3, 4], 2)
+        for root in (ROOT, root_hash(b"other"), salted(ROOT, "mine"), salted(ROOT, "yours"))
+    ]
+    assert len({one for chain in chains for one in chain}) == 8
+    assert salted(ROOT, "") == ROOT
 
 
 def test_fingerprints_are_equal_exactly_for_equal_layouts() -> None:
@@ -136,19 +139,12 @@ def test_logs_go_to_stderr_at_their_level(log_format: str, capsys: pytest.Captur
 
 def test_a_partial_block_has_a_hash_of_its_own() -> None:
     hashes = chain_hashes(ROOT, [1, 2, 3], 2)
-    assert hashes == [block_hash(ROOT, [1, 2]), block_hash(hashes[0], [3])]
     assert hashes[1] != chain_hashes(ROOT, [1, 2, 3, 4], 2)[1]
     assert chain_hashes(ROOT, [], 2) == []
     assert {len(one) for one in hashes} == {HASH_NBYTES}
 
 
-def test_extra_keys_change_every_hash_of_a_chain() -> None:
-    plain, adapted = chain_hashes(ROOT, [1, 2, 3, 4], 2), chain_hashes(ROOT, [1, 2, 3, 4], 2, b"lora-7")
-    assert not set(plain) & set(adapted)
-    assert chain_hashes(ROOT, [1, 2, 3, 4], 2, b"lora-7", known=adapted[:1]) == adapted
-
-
 def test_hashes_are_fixed_for_ever() -> None:
     # Workers of different versions exchange blocks by them: these may never change.
-    assert block_hash(root_hash(b"model"), [1, 2, 3]).hex() == "75cdfdd101b605b872a40ae20cf38211"
+    assert chain_hashes(ROOT, [1, 2, 3], 4)[0].hex() == "3077097d42e3b9fa53acd3f493f3b682"
     assert LAYOUT.fingerprint().hex() == "a14f20dcb74d1bbfc1f57229864e021a"

@@ -116,6 +116,18 @@ async def test_retention_hints_travel(model_directory: Path, tokenizer: Callable
             assert app.player.submits[-1].retention == expected
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"), [(CHAT, {"messages": USER}), (TEXT, {"prompt": "x"}), ("/v1/responses", {"input": "x"})]
+)
+async def test_a_cache_salt_travels(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer], path: str, fields: dict[str, Any]
+) -> None:
+    async with app_for(model_directory, saying(tokenizer, "x"), num_blocks=512) as app:
+        for salt in (None, "mine"):
+            await app.post(path, **fields, cache_salt=salt)
+            assert app.player.submits[-1].cache_salt == (salt or "")
+
+
 # -- what the answer shows -----------------------------------------------------------------------------------------
 
 
@@ -339,7 +351,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "bias of none": ({"logit_bias": {"300": 1}}, "logit_bias", "0 to 299"),
     "a large bias": ({"logit_bias": {"3": 101}}, "logit_bias", "100"),
     "a stop token": ({"stop_token_ids": [300]}, "stop_token_ids", "0 to 299"),
-    "allowed": ({"allowed_token_ids": []}, "allowed_token_ids", "at least 1"),
+    "allowed": ({"allowed_token_ids": []}, "allowed_token_ids", "empty list"),
     "typical_p": ({"typical_p": 0}, "typical_p", "greater than 0"),
     "an unknown processor": ({"logits_processors": ["loud"]}, "logits_processors", "there are none"),
     "cache_ttl": ({"cache_ttl": 0}, "cache_ttl", "greater than 0"),
@@ -353,6 +365,11 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "a broken schema": ({"guided_json": "{"}, "guided_json", "not JSON"),
     "stream_options": ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
     "prompt_logprobs": ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
+    "a tier of none": ({"service_tier": "gold"}, "service_tier", "'auto', 'default', 'flex', 'priority' or 'scale'"),
+    "a prediction": ({"prediction": {"type": "content", "content": "x"}}, "prediction", "not supported"),
+    "an adapter": ({"lora_request": {"lora_name": "x"}}, "lora_request", "not supported"),
+    "a hand-off of one's own": ({"kv_transfer_params": {"x": 1}}, "kv_transfer_params", "not supported"),
+    "a salt that is none": ({"cache_salt": ""}, "cache_salt", "at least 1"),
     "nothing": ({"max_tokens": 0, "best_of": 2}, "max_tokens", "nothing to choose"),
 }
 
@@ -369,6 +386,38 @@ async def test_what_is_wrong_is_named(
         assert (error["param"], error["type"]) == (param, "invalid_request_error")
         assert text in error["message"]
         assert not app.player.submits
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "text"),
+    [
+        ({"messages": []}, "messages", "messages is an empty list"),
+        (
+            {"messages": [{"role": "king", "content": "x"}]},
+            "messages[0]",
+            "'king'; it must be one of system, developer",
+        ),
+        ({"messages": [{"content": "x"}]}, "messages[0]", "messages[0].role is 'None'"),
+        (
+            {"messages": [{"role": "user", "content": 7}]},
+            "messages[0].content",
+            "a text or a list of text parts, not '7'",
+        ),
+        (
+            {"messages": [*USER, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[1].content",
+            "reads text only: no images",
+        ),
+        ({"messages": USER, "reasoning_effort": "hugest"}, "reasoning_effort", "'low', 'medium', 'high'"),
+    ],
+)
+async def test_what_is_wrong_with_a_chat_is_named(
+    model_directory: Path, tokenizer: Callable[[], Tokenizer], fields: dict[str, Any], param: str, text: str
+) -> None:
+    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+        error = (await app.post(CHAT, 400, **fields))["error"]
+        assert error["param"] == param
+        assert text in error["message"]
 
 
 async def test_every_sampling_field_is_reached_by_some_client_field() -> None:

@@ -51,11 +51,11 @@ class Cluster:
     answers: dict[str, int] = field(default_factory=dict)
 
     async def generate(
-        self, name: str, prompt: list[int], max_tokens: int, retention: Retention | None = None
+        self, name: str, prompt: list[int], max_tokens: int, retention: Retention | None = None, cache_salt: str = ""
     ) -> tuple[list[int], int]:
         """Greedy output, checked, and how much of the prompt nobody computed."""
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        request = GenerationRequest(name, prompt, sampling, retention=retention)
+        request = GenerationRequest(name, prompt, sampling, retention=retention, cache_salt=cache_salt)
         output: list[int] = []
         num_cached: set[int] = set()
 
@@ -132,6 +132,23 @@ async def cluster(num_prefills: int, num_decodes: int, settings: RelaySettings) 
 def full_blocks(num_tokens: int) -> int:
     """So many of so many tokens lie in full blocks."""
     return num_tokens // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("num_prefills", [0, 1], ids=["computed by the decode worker", "handed over"])
+async def test_a_prefix_is_found_by_requests_of_the_same_salt_only(num_prefills: int) -> None:
+    async with cluster(num_prefills, 1, RelaySettings(local_prefill_max_tokens=8)) as c:
+        prompt = tokens(1, 101)
+        for name, salt, is_cached in (
+            ("first", "mine", False),
+            ("second", "mine", True),
+            ("third", "yours", False),
+            ("fourth", "", False),
+            ("fifth", "", True),
+            ("sixth", "yours", True),
+        ):
+            _, num_cached = await c.generate(name, prompt, 4, cache_salt=salt)
+            assert num_cached == (full_blocks(100) if is_cached else 0), name
+            await c.settled()
 
 
 async def test_the_second_turn_of_each_chat_goes_where_its_prefix_lies() -> None:

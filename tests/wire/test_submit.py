@@ -101,6 +101,12 @@ def test_what_gateways_send_is_taken(sampling: dict[str, Any]) -> None:
     assert invalid_submit(submit(**sampling), fake_card(processors=("a", "b"))) is None
 
 
+def test_a_cache_salt_has_a_bound() -> None:
+    wrong = msgspec.structs.replace(submit(), cache_salt="x" * 257)
+    assert invalid_submit(wrong, fake_card()) == "cache_salt has 257 characters; it must have at most 256"
+    assert invalid_submit(msgspec.structs.replace(submit(), cache_salt="x" * 256), fake_card()) is None
+
+
 def test_retention_out_of_its_range_is_refused() -> None:
     wrong = msgspec.structs.replace(submit(), retention=Retention(priority=101))
     assert invalid_submit(wrong, fake_card()) == "retention.priority is 101; it must be 0 to 100"
