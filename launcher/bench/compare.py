@@ -157,9 +157,9 @@ def differences(results: Sequence[RunResult]) -> list[str]:
 def ratio_text(ratio: float, *, is_less_better: bool) -> str:
     """The ratio to the first run's, and whether that is better."""
     if abs(ratio - 1) < _NOISE:
-        return f"{ratio:.2f}x"
-    is_better = ratio < 1 if is_less_better else ratio > 1
-    return f"[{'green' if is_better else 'red'}]{ratio:.2f}x {'better' if is_better else 'worse'}[/]"
+        return f"{ratio:.2f} times"
+    color = "green" if (ratio < 1) == is_less_better else "red"
+    return f"[{color}]{ratio:.2f} times, {'better' if color == 'green' else 'worse'}[/]"
 
 
 def _add_row(table: Table, stream_name: str, figure: Figure, summaries: Sequence[Summary]) -> None:

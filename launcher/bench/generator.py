@@ -28,7 +28,6 @@ from kvrelay.launcher.bench.records import RequestRecord
 from kvrelay.launcher.bench.settings import BenchSettings
 from kvrelay.launcher.bench.spec import workload_spec
 from kvrelay.launcher.bench.trace import read_trace
-from kvrelay.launcher.bench.watch import Watched
 from kvrelay.launcher.bench.workload import Share, plan_workload
 
 _COUNTS_EVERY_S = 0.25
@@ -51,7 +50,7 @@ class Report(msgspec.Struct, kw_only=True):
 
     records: list[RequestRecord]
     is_stopped: bool
-    watched: Watched
+    late: list[tuple[float, float]]  # when on the run's clock, and by how much the event loop was, s
 
 
 class _Line(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -88,7 +87,7 @@ async def generate(job: Job, on_runner: OnRunner) -> Report:
         records = await runner.run()
     finally:
         await streams.close()
-    return Report(records=records, is_stopped=runner.is_stopped, watched=runner.watched)
+    return Report(records=records, is_stopped=runner.is_stopped, late=runner.late)
 
 
 class GeneratorProcess:

@@ -18,8 +18,9 @@ from kvrelay.launcher.bench.ahead import BodiesAhead
 from kvrelay.launcher.bench.bodies import BodyWriter
 from kvrelay.launcher.bench.client import Answer, StreamingClient
 from kvrelay.launcher.bench.records import RequestRecord
-from kvrelay.launcher.bench.watch import Watched, watch
 from kvrelay.launcher.bench.workload import ClosedLoop, PlannedRequest, Workload
+
+_TICK_S = 0.02  # between two looks at how late the loop is
 
 
 @dataclass(slots=True)
@@ -46,7 +47,7 @@ class LoadRunner:
     ) -> None:
         """``clock`` gives seconds since the start of the run. ``exact_output``: an answer of another length has failed."""
         self.counts = Counts()
-        self.watched = Watched()
+        self.late: list[tuple[float, float]] = []  # when the loop came to a timer, and how much later than it was to, s
         self._client = client
         self._writer = writer
         self._workload = workload
@@ -66,7 +67,7 @@ class LoadRunner:
     async def run(self) -> list[RequestRecord]:
         """Send everything and wait for the answers; records of those that ended. Their index is to be given by the caller."""
         timed = BodiesAhead(self._writer, self._workload.timed, self._clock)
-        work = [watch(self.watched, self._clock), timed.run()]
+        work = [self._watch_loop(), timed.run()]
         senders = [self._send_timed(timed)]
         closed = self._workload.closed
         if closed is not None:
@@ -140,6 +141,14 @@ class LoadRunner:
         self.counts.failed += answer.error is not None
         self._records.append(_record(request, answer, due_s))
         return answer
+
+    async def _watch_loop(self) -> None:
+        """A loop that is late notes chunks later than they came. Until cancelled."""
+        while True:
+            before_s = self._clock()
+            await asyncio.sleep(_TICK_S)
+            now_s = self._clock()
+            self.late.append((now_s, max(0.0, now_s - before_s - _TICK_S)))
 
     def _count_chunk(self) -> None:
         self.counts.chunks += 1

@@ -1,4 +1,4 @@
-"""Runs as pictures: latency over time, distributions, throughput. PNG files, drawn by matplotlib without a display.
+"""Runs as pictures: latency over time, distributions. PNG files, drawn by matplotlib without a display.
 
 Colours are Okabe and Ito's, which the colour-blind tell apart ("Color Universal Design", 2008).
 """
@@ -39,7 +39,6 @@ def write_plots(results: Sequence[RunResult], directory: Path) -> list[Path]:
     paths = [latency_over_time(result, directory / name) for result, name in zip(results, names, strict=True)]
     paths.append(itl_over_time(results, directory / "itl.png"))
     paths.append(distributions(results, directory / "cdf.png"))
-    paths.append(throughput(results, directory / "throughput.png"))
     return paths
 
 
@@ -59,8 +58,8 @@ def latency_over_time(result: RunResult, path: Path) -> Path:
         below.scatter(*_columns(points), s=3, color=colors[1], linewidths=0, alpha=0.5)
         for pool, found in zip(pooled, (firsts, points), strict=True):
             pool.extend(value for _, value in found)
-    above.set_ylabel("time to\nfirst token")
-    below.set_ylabel("inter-token\nlatency")
+    above.set_ylabel("time to first\ntoken (log scale)")
+    below.set_ylabel("inter-token\nlatency (log scale)")
     for axes, values in ((above, pooled[0]), (below, pooled[1])):
         _time_axis(axes.yaxis, values)
         _mark_bursts(axes, result)
@@ -90,7 +89,7 @@ def itl_over_time(results: Sequence[RunResult], path: Path) -> Path:
             label += f":  p50 {time_text(percentile(values, 0.5))},  p99 {time_text(p99)},  max {time_text(values[-1])}"
             axes.axhline(p99, color="black", linewidth=0.9, linestyle="--")
         axes.set_title(label, fontsize=10, loc="left")
-        axes.set_ylabel("gap between tokens")
+        axes.set_ylabel("gap between tokens\n(log scale)")
         _mark_bursts(axes, result)
     for axes in panels:
         _time_axis(axes.yaxis, everything)
@@ -117,50 +116,13 @@ def distributions(results: Sequence[RunResult], path: Path) -> Path:
             pool.extend(values)
     for axes, name, pool in zip(axes_of, ("time to first token", "inter-token latency"), pooled, strict=True):
         _time_axis(axes.xaxis, pool)
-        axes.set_xlabel(name)
+        axes.set_xlabel(f"{name} (log scale)")
         axes.set_ylim(0, 1.02)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:.0%}"))
         axes.grid(alpha=0.25)
     if len(results) > 1:
         axes_of[0].legend(fontsize=8, frameon=False, loc="lower right")
     return _save(figure, path)
-
-
-def throughput(results: Sequence[RunResult], path: Path) -> Path:
-    """Output tokens per second over time, one line per run; the tokens of an answer are spread evenly over its chunks."""
-    figure, (axes,) = _figure(1, 3.4, "Throughput over time")
-    for index, result in enumerate(results):
-        width = max(0.5, _end_s([result]) / 60)
-        rates = tokens_per_s(_good(_counted(result)), width)
-        if not rates:
-            continue
-        axes.stairs(
-            rates,
-            [place * width for place in range(len(rates) + 1)],
-            color=_SERIES[index % len(_SERIES)],
-            label=_plain(result.name),
-            linewidth=1.6,
-        )
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("tokens per second")
-    axes.set_xlabel("seconds since the start")
-    axes.grid(alpha=0.25)
-    if len(results) > 1:
-        axes.legend(fontsize=8, frameon=False)
-    return _save(figure, path)
-
-
-def tokens_per_s(records: Sequence[RequestRecord], width_s: float) -> list[float]:
-    """Output tokens per second in each ``width_s`` from the start on, up to the last chunk."""
-    shares = [
-        (time_s, record.output_tokens / len(record.chunk_s) / width_s)
-        for record in records
-        for time_s in record.chunk_s
-    ]
-    rates = [0.0] * max((int(time_s / width_s) + 1 for time_s, _ in shares), default=0)
-    for time_s, share in shares:
-        rates[max(0, int(time_s / width_s))] += share
-    return rates
 
 
 def burst_times_s(result: RunResult) -> list[float]:

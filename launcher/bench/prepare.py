@@ -49,14 +49,12 @@ def check_places(settings: BenchSettings) -> None:
 
 def check_server_pid(settings: BenchSettings) -> None:
     """Raises SettingsError if --server-pid says nothing: no such process, or none that somebody else started."""
-    pid = settings.target.server_pid
-    if pid is None:
-        return
-    if settings.is_self_served:
+    pids = settings.target.server_pid
+    if pids and settings.is_self_served:
         raise SettingsError("--server-pid is given with --self-serve, which knows what it starts; leave it out")
-    if not psutil.pid_exists(pid):
+    if missing := [str(pid) for pid in pids if not psutil.pid_exists(pid)]:
         raise SettingsError(
-            f"--server-pid is {pid}: there is no such process on this machine; leave it out for a server elsewhere"
+            f"--server-pid is {', '.join(missing)}: there is no such process on this machine; leave it out for a server elsewhere"
         )
 
 

@@ -68,8 +68,6 @@ class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
     others: float  # everything else
     stolen: float  # taken by the hypervisor
     generator_max_lag_s: float  # longest that the generator's event loop was late
-    generator_lag_p99_s: float | None = None  # late by at most that in 99 of 100 moments; None: unknown
-    generator_busiest: float | None = None  # cores that one generator process used in its busiest second; None: unknown
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,12 +53,10 @@ def cpu_line(cpu: CpuUse) -> str:
     """Who used the machine that the generator ran on."""
     server = "" if cpu.server is None else f"server {cpu.server:.2f}, "
     others = "others" if cpu.server is not None else "others (a server on this machine too)"
-    busiest = "" if cpu.generator_busiest is None else f" ({cpu.generator_busiest:.2f} in a process's busiest second)"
-    late = "" if cpu.generator_lag_p99_s is None else f"{time_text(cpu.generator_lag_p99_s)} at p99, "
     return (
-        f"CPU of this machine, in cores of {cpu.num_cores}: {server}generator {cpu.generator:.2f}{busiest}, "
-        f"{others} {cpu.others:.2f}, stolen {cpu.stolen:.2f}; the generator's loop was late by {late}"
-        f"{time_text(cpu.generator_max_lag_s)} at most"
+        f"CPU of this machine, in cores of {cpu.num_cores}: {server}generator {cpu.generator:.2f}, "
+        f"{others} {cpu.others:.2f}, stolen {cpu.stolen:.2f}; the generator's loop was late by at most "
+        f"{time_text(cpu.generator_max_lag_s)}"
     )
 
 

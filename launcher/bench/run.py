@@ -45,7 +45,6 @@ from kvrelay.launcher.bench.spec import LoadKind, WorkloadSpec, parse_slo, workl
 from kvrelay.launcher.bench.summary import rate_window
 from kvrelay.launcher.bench.trace import read_trace
 from kvrelay.launcher.bench.values import parse_id_range
-from kvrelay.launcher.bench.watch import generator_load
 from kvrelay.launcher.bench.workload import Share, plan_workload
 from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model, served_name
@@ -65,16 +64,14 @@ class Target:
     model: ServedModel
     vocab_size: int | None
     deployment: LocalDeployment | None  # if we started it
-    server_pid: int | None = None  # of a server that somebody else started on this machine
+    given_pids: tuple[int, ...] = ()  # of a server that somebody else started on this machine
 
     @property
     def server_pids(self) -> Callable[[], list[int]] | None:
         """The server's processes just now, to be asked again and again; None if they are not known."""
         if (deployment := self.deployment) is not None:
             return lambda: list(deployment.pids.values())
-        if (pid := self.server_pid) is not None:
-            return lambda: [pid]
-        return None
+        return (lambda: list(self.given_pids)) if self.given_pids else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +141,8 @@ def settings_as_given(settings: BenchSettings) -> dict[str, str]:
     for group in dataclasses.fields(settings):
         flat |= dataclasses.asdict(getattr(settings, group.name))
     names = [info.name for info in describe(BenchSettings) if info.name != "api_key"]
-    return {name: str(flat[name]) for name in names if flat[name] is not None}
+    texts = {name: ",".join(map(str, value)) if isinstance(value := flat[name], tuple) else value for name in names}
+    return {name: str(value) for name, value in texts.items() if value not in (None, "")}
 
 
 def _report(settings: BenchSettings, result: RunResult) -> int:
@@ -245,11 +243,9 @@ def counted_cpu(
 
     Neither a start and a warm-up nor the wait for a last answer may blur it. ``start_s`` of the run is on ``time.monotonic()``.
     """
-    load = generator_load([report.watched for report in reports], *window)
-    cpu = meter.stop(load.max_lag_s, from_s=start_s + window[0], until_s=start_s + window[1])
-    if cpu is None:
-        return None
-    return msgspec.structs.replace(cpu, generator_lag_p99_s=load.lag_p99_s, generator_busiest=load.busiest)
+    from_s, until_s = window
+    late_s = [late for report in reports for at_s, late in report.late if from_s <= at_s <= until_s]
+    return meter.stop(max(late_s, default=0.0), from_s=start_s + from_s, until_s=start_s + until_s)
 
 
 async def _watch(

@@ -30,9 +30,9 @@ class TargetSettings:
     serve: str | None = setting(
         None, 'how to serve: options of `kvrelay local` as "prefill=1,decode=1,dtype=bfloat16"; means --self-serve'
     )
-    server_pid: int | None = setting(
-        None,
-        "process of the server at --url, if it runs on this machine: its CPU, and that of all that it started, is the server's",
+    server_pid: tuple[int, ...] = setting(
+        (),
+        "processes of the server at --url, if it runs on this machine: their CPU, with that of all they started, is the server's",
         minimum=1,
     )
     start_timeout_s: float = setting(600.0, "how long the start of a deployment may take", unit="s", minimum=1)
@@ -69,7 +69,10 @@ class LoadSettings:
         minimum=0.1,
     )
     requests: int | None = setting(None, "how many requests are sent, instead of a duration", minimum=1)
-    warmup: str = setting("0", "what comes first and is not counted: a number of requests (16) or a time (5s)")
+    warmup: str | None = setting(
+        None,
+        "what comes first and is not counted: a time (5s) or a number of requests (16); 0: nothing; default: 2s, a trace: nothing",
+    )
     timeout_s: float = setting(300.0, "after which an answer counts as failed", unit="s", minimum=0.1)
     processes: int = setting(
         1, "processes that send; more than one only if the generator is short of CPU", minimum=1, maximum=64

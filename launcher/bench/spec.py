@@ -15,6 +15,7 @@ from kvrelay.launcher.bench.values import Lengths, parse_lengths, parse_pairs, p
 
 _DEFAULT_CONCURRENCY = 8
 _DEFAULT_DURATION_S = 30.0
+_DEFAULT_WARMUP = "2s"  # the first requests after a start compile and allocate
 
 
 class LoadKind(enum.Enum):
@@ -79,7 +80,7 @@ def workload_spec(settings: BenchSettings) -> WorkloadSpec:
     duration_s = load.duration_s
     if duration_s is None and load.requests is None and kind is not LoadKind.TRACE:
         duration_s = _DEFAULT_DURATION_S
-    warmup = _warmup(load.warmup)
+    warmup = _warmup(load.warmup or ("0" if kind is LoadKind.TRACE else _DEFAULT_WARMUP))
     burst = None if load.burst is None else parse_burst(load.burst)
     concurrency = 0 if kind is not LoadKind.CONCURRENCY else load.concurrency or _DEFAULT_CONCURRENCY
     if burst is not None and kind is LoadKind.CONCURRENCY and (duration_s is None or warmup.num_requests):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +24,17 @@ time.sleep(600)
 @pytest.fixture
 def tree(tmp_path: Path) -> Iterator[ProcessTree]:
     command = (sys.executable, "-c", STUBBORN)
-    started = ProcessTree("stubborn", command, environment={}, log=tmp_path / "log", has_pipes=True)
+    started = ProcessTree("stubborn", command, environment={}, log=tmp_path / "log")
     yield started
     started.stop(grace_s=0.0)
 
 
 def child_of(tree: ProcessTree) -> psutil.Process:
-    return psutil.Process(int(tree.pipes[1].readline()))
+    deadline_s = time.monotonic() + 20
+    while not (told := tree.log.read_text()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)  # polls for a state, bounded by the line above
+    return psutil.Process(int(told))
 
 
 def test_stop_ends_every_descendant_whatever_it_ignores(tree: ProcessTree) -> None:

@@ -44,11 +44,11 @@ def test_a_comparison_gives_ratios_and_their_direction() -> None:
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     lines = {line.split("  ")[0].strip(): line for line in text.splitlines() if ":" in line}
-    assert "0.50x better" in lines["all: inter-token p50"]
-    assert "1.00x" in lines["all: first token p50"]
+    assert "0.50 times, better" in lines["all: inter-token p50"]
+    assert "1.00 times" in lines["all: first token p50"]
     assert "better" not in lines["all: first token p50"]
-    assert ratio_text(2.0, is_less_better=True).endswith("2.00x worse[/]")
-    assert ratio_text(2.0, is_less_better=False).endswith("2.00x better[/]")
+    assert ratio_text(2.0, is_less_better=True).endswith("2.00 times, worse[/]")
+    assert ratio_text(2.0, is_less_better=False).endswith("2.00 times, better[/]")
 
 
 def test_loads_that_differ_are_named() -> None:
@@ -97,7 +97,7 @@ def test_compare_reads_files_and_draws(tmp_path: Path, capsys: pytest.CaptureFix
     assert "inter-token p90" in text
     assert "a and b differ in: torch a and b" in text
     names = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert names == {"a-latency.png", "b-latency.png", "itl.png", "cdf.png", "throughput.png"}
+    assert names == {"a-latency.png", "b-latency.png", "itl.png", "cdf.png"}
     with pytest.raises(ResultFileError, match="two or more"):
         run_compare(paths[:1], None)
 
@@ -110,7 +110,7 @@ def test_failures_are_named_and_counted() -> None:
     doubts = comparison_doubts([good("a"), result("b")])
     assert doubts == ["1 of 5 requests of b failed; its times to the first token and of whole answers leave them out"]
     assert lines_of(good("a"), result("b"))["all: failed"] == ["0", "1", "-"]
-    assert lines_of(result("a"), good("b"))["all: failed"] == ["1", "0", "0.00x better"]
+    assert lines_of(result("a"), good("b"))["all: failed"] == ["1", "0", "0.00 times, better"]
 
 
 def test_another_model_or_slo_is_named() -> None:
@@ -124,7 +124,7 @@ def test_another_model_or_slo_is_named() -> None:
 def test_streams_of_any_run_have_lines() -> None:
     """A run without bursts is all main load."""
     lines = lines_of(good("a"), result("b"))
-    assert lines["main: inter-token p50"] == ["20.0 ms", "20.0 ms", "1.00x"]
+    assert lines["main: inter-token p50"] == ["20.0 ms", "20.0 ms", "1.00 times"]
     assert lines["burst: failed"] == ["-", "1", "-"]
 
 
@@ -155,6 +155,6 @@ def test_goodput_is_that_of_what_met_the_slo() -> None:
     slow = result("slow", requests=[late, *result().requests[1:]], slo=slo)
     rows = lines_of(slow, result("fast", slo=slo))
     (goodput,) = [cells for name, cells in rows.items() if name.startswith("all: good")]
-    assert goodput == ["1.50", "2.00", "1.33x better"]
+    assert goodput == ["1.50", "2.00", "1.33 times, better"]
     (requests,) = [cells for name, cells in rows.items() if name.startswith("all: requests")]
-    assert requests == ["2.00", "2.00", "1.00x"]
+    assert requests == ["2.00", "2.00", "1.00 times"]

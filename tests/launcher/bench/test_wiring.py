@@ -6,31 +6,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
-from kvrelay.common.settings import build
 from kvrelay.launcher import cli
-from kvrelay.launcher.bench import run
-from kvrelay.launcher.bench.cpu import CpuMeter, machine_times
-from kvrelay.launcher.bench.generator import Report
-from kvrelay.launcher.bench.records import CpuUse, RunResult, read_result
-from kvrelay.launcher.bench.server import ServedModel
-from kvrelay.launcher.bench.settings import BenchSettings
-from kvrelay.launcher.bench.watch import Watched
-from tests.launcher.bench.results import CPU, result
+from kvrelay.launcher.bench.cpu import machine_times
+from kvrelay.launcher.bench.records import RunResult, read_result
 from tests.launcher.bench.stub_server import StubServer
 
 
 def measured(server: StubServer, tmp_path: Path, *arguments: str) -> RunResult:
     """`kvrelay bench` with ``arguments`` against ``server``, of which every request succeeded."""
     output = tmp_path / "run.json"
-    assert cli.run(["bench", "--url", server.url, "--output", str(output), *arguments]) == 0
+    assert cli.run(["bench", "--url", server.url, "--warmup", "0", "--output", str(output), *arguments]) == 0
     return read_result(output)
 
 
@@ -75,22 +65,6 @@ def test_prompts_of_a_group_share_a_prefix(server: StubServer, tmp_path: Path) -
     assert len({tuple(prompt[5:]) for prompt in found}) == 12
 
 
-def test_a_generator_that_was_the_bottleneck_is_named_in_the_result() -> None:
-    records = result().requests
-    report = Report(records=records, watched=Watched(), is_stopped=False)
-    target = run.Target("http://x", ServedModel("stub", None), None, None)
-    settings = build(BenchSettings, {})
-
-    def warnings(cpu: CpuUse) -> list[str]:
-        found = run.Measured([report], (0.0, 1.0), cpu, datetime.now(UTC))
-        return run.make_result(settings, target, found, ["the server said so"]).warnings
-
-    full = warnings(msgspec.structs.replace(CPU, generator=0.95))
-    assert full[0] == "the server said so"
-    assert any(warning.startswith("the generator used 0.95 cores") for warning in full)
-    assert not any("the generator used" in warning for warning in warnings(CPU))
-
-
 def test_the_servers_cpu_is_told_apart_if_its_process_is_named(server: StubServer, tmp_path: Path) -> None:
     load = ["--rate", "20", "--requests", "10", "--input-len", "8", "--output-len", "2"]
     unknown = measured(server, tmp_path, *load).cpu
@@ -111,23 +85,6 @@ def test_the_servers_cpu_is_told_apart_if_its_process_is_named(server: StubServe
     assert known is not None
     assert known.server is not None
     assert known.server > 0.0
-
-
-def test_helpers_count_as_the_generators(server: StubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[set[int]] = []
-
-    class Meter(CpuMeter):
-        def __init__(
-            self, own_pids: Callable[[], Iterable[int]], server_pids: Callable[[], Iterable[int]] | None
-        ) -> None:
-            super().__init__(own_pids, server_pids)
-            seen.append({psutil.Process(pid).ppid() for pid in own_pids()})
-            seen.append(set(own_pids()))
-
-    monkeypatch.setattr(run, "CpuMeter", Meter)
-    measured(server, tmp_path, "--rate", "20", "--requests", "4", "--output-len", "2", "--processes", "2")
-    assert seen[0] == {os.getpid()}
-    assert len(seen[1]) == 2
 
 
 def test_the_machines_times_are_those_of_the_kernel(tmp_path: Path) -> None:

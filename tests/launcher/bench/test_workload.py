@@ -23,7 +23,7 @@ from kvrelay.launcher.bench.workload import PlannedRequest, Share, Workload, arr
 
 
 def plan(share: Share | None = None, trace: list[TraceRow] | None = None, **values: Any) -> Workload:
-    return plan_workload(workload_spec(build(BenchSettings, values)), trace or (), share)
+    return plan_workload(workload_spec(build(BenchSettings, {"warmup": "0", **values})), trace or (), share)
 
 
 def body_of(writer: BodyWriter, request: PlannedRequest) -> Any:
