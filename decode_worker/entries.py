@@ -23,7 +23,7 @@ class Phase(enum.Enum):
 
 
 _TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.LEASED: frozenset({Phase.COMPILING, Phase.RUNNING, Phase.CLOSING}),
+    Phase.LEASED: frozenset({Phase.COMPILING, Phase.CLOSING}),
     Phase.COMPILING: frozenset({Phase.RUNNING, Phase.CLOSING}),
     Phase.RUNNING: frozenset({Phase.CLOSING}),
     Phase.CLOSING: frozenset(),

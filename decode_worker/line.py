@@ -13,27 +13,30 @@ class Line:
     """What the line has for the next step."""
 
     complete: list[Sequence]  # hold their blocks and K/V, and find places
-    prompt: Sequence | None  # who is next behind those, if that one has to be computed and any places are left …
+    prompt: Sequence | None  # the oldest that has to be computed, if any places are left for it …
     has_places: bool  # … and whether they are as many as it takes
 
 
 def look_at(waiting: Seq[Sequence], num_places: int) -> Line:
-    """What ``waiting``, the oldest first, has for a step with ``num_places`` free places; a beam search takes several."""
+    """What ``waiting``, the oldest first, has for a step with ``num_places`` free places; a beam search takes several.
+
+    Complete sequences join at once, but the oldest prompt keeps its places from younger ones, also while it waits for blocks. Else
+    sequences that come complete would take each place that comes free, and those that are computed here would wait for ever.
+    """
     complete: list[Sequence] = []
-    num_left = num_places
+    prompt: Sequence | None = None
+    has_places = False
     for sequence in waiting:
-        num_needed = sequence.sampling.num_sequences
-        if num_left < num_needed:
+        if num_places <= 0:
             break
-        if sequence.block_table:
+        num_needed, is_complete = sequence.sampling.num_sequences, bool(sequence.block_table)
+        if not is_complete:
+            if prompt is not None:
+                continue
+            prompt, has_places = sequence, num_needed <= num_places
+        if num_needed > num_places:
+            break
+        if is_complete:
             complete.append(sequence)
-            num_left -= num_needed
-        elif sequence.sampling.beam_search is not None:
-            # Places that come free one by one would never be enough for it, if younger ones took each.
-            num_left -= num_needed
-    num_left = num_places - sum(sequence.sampling.num_sequences for sequence in complete)
-    joins = set(complete)
-    head = next((sequence for sequence in waiting if sequence not in joins), None)
-    if head is None or head.block_table or num_left <= 0:
-        return Line(complete, None, has_places=False)
-    return Line(complete, head, has_places=num_left >= head.sampling.num_sequences)
+        num_places -= num_needed
+    return Line(complete, prompt, has_places=has_places)

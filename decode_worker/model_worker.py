@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.decode_worker.beams import FinishedBeam
 from kvrelay.decode_worker.scheduler import DecodeScheduler, Progress, Schedule
-from kvrelay.engine.interface import Engine, LaunchedStep
+from kvrelay.engine.interface import Engine, LaunchedStep, StepRow
 from kvrelay.engine.metrics import EngineMetrics
 from kvrelay.engine.sequence import Sequence, SequenceStatus
 
@@ -85,6 +85,7 @@ class DecodeModelWorker:
         self._metrics = metrics
         self._emit = emit
         self._launched: list[_Launched] = []  # steps whose tokens are not fetched yet, oldest first; two at most
+        self._taking_in: tuple[Key, ...] = ()  # whose tokens are there, and are being taken in
         self._removals: list[Key] = []  # asked for while a step is under way
         self._since_s = 0.0  # when the device began with the oldest, as far as the host can tell
 
@@ -147,10 +148,12 @@ class DecodeModelWorker:
         self._metrics.sampled_tokens.inc(
             sum(1 for token, over in zip(outputs, is_over, strict=True) if token and not over)
         )
+        self._taking_in = tuple(row.sequence.key for row, over in zip(plan.rows, is_over, strict=True) if not over)
         behind = self._launched[0].plan.rows if self._launched else ()
         tokens = tuple(map(_new_token, self._scheduler.postprocess(plan.rows, outputs, behind)))
         if tokens:
             self._emit(Report(tokens=tokens))
+        self._taking_in = ()
 
     def _remove(self) -> None:
         while self._removals:
@@ -161,24 +164,27 @@ class DecodeModelWorker:
                 self._emit(Report(removed=(key,)))
 
     def on_step_failed(self, error: Exception) -> None:
-        """End every running sequence: which of them broke the step is unknown, and their K/V may be half written.
+        """Let everybody compute again whose token was in the step, or behind it, and end who breaks it alone.
 
-        With none running it was the oldest that waits which could not even be scheduled. Raises AssertionError if the
-        books do not agree afterwards, DeviceFailedError if no step can succeed any more.
+        A step that fails when its tokens are there ends all in it: who has taken his token in is not known. Raises AssertionError
+        if the books do not agree afterwards, DeviceFailedError if no step can succeed any more.
         """
         self._metrics.failed_steps.inc()
+        rows: list[StepRow] = []
         for launched in self._launched:
             with contextlib.suppress(Exception):  # whatever it says, it has ended: nobody writes to its blocks any more
                 if launched.step is not None:
                     launched.step.wait()
             self._scheduler.abandon(launched.plan.rows)
-        was_under_way = bool(self._launched)
+            rows += launched.plan.rows
         self._launched.clear()
-        ended = self._scheduler.running or ([] if was_under_way else self._scheduler.waiting[:1])
-        keys = tuple(dict.fromkeys(sequence.key for sequence in ended))  # the beams of a search share one
-        for key in keys:
+        ended = tuple(dict.fromkeys(self._taking_in))  # the beams of a search share a key
+        if not ended and (culprit := self._scheduler.on_failed(rows)) is not None:
+            ended = (culprit,)
+        self._taking_in = ()
+        for key in ended:
             self._scheduler.remove(key)
-        self._emit(Report(failed=keys, detail=f"the model step failed: {type(error).__name__}"))
+        self._emit(Report(failed=ended, detail=f"the model step failed: {type(error).__name__}"))
         self._remove()
         self._scheduler.check_integrity()
         self._engine.check_device()  # one that has failed for good would draw all traffic, and fail it fast

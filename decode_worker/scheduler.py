@@ -2,7 +2,8 @@
 
 A step takes one token of every decoding sequence first, lets sequences that were handed over complete join, and spends what
 is left of the token budget on local prefill and on recomputing preempted sequences, the oldest first. When blocks run out, the
-youngest sequence gives its blocks up and waits to be recomputed, so the oldest is always served.
+youngest sequence gives its blocks up and waits to be recomputed, so the oldest is always served. While a sequence waits for
+blocks, hand-offs leave as many free as it needs (``BlockManager.set_aside``).
 
 A beam search (:mod:`kvrelay.decode_worker.beam_group`) waits as one sequence and runs as several, which go forward in step: it
 takes ``width`` places from the start, and is preempted and removed as a whole. Its sequences share blocks; one that writes to
@@ -27,6 +28,7 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.block_manager import BlockManager, Owner, sequence_owner
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence, SequenceStatus
+from kvrelay.engine.suspects import Suspects
 
 Key = tuple[str, int]
 
@@ -75,6 +77,7 @@ class DecodeScheduler:
         self._root_hash = root_hash
         self._max_model_len = max_model_len
         self._groups: dict[Key, BeamGroup] = {}  # whose leaders wait or run
+        self._suspects = Suspects()
         # Whose prompt found no blocks, among how many, and the first of its hashes that was not cached.
         self._found_none: tuple[Sequence, int, list[bytes]] | None = None
         self.waiting: list[Sequence] = []
@@ -102,6 +105,20 @@ class DecodeScheduler:
         self._groups.pop(sequence.key, None)
         self._end(sequence)
 
+    def on_failed(self, rows: Seq[StepRow]) -> Key | None:
+        """A step failed before its tokens came: who was in it computes again. Returns who is to blame, once that is known.
+
+        ``rows``: those that were in it; none if it could not even be scheduled.
+        """
+        suspects = [row.sequence for row in rows if row.sequence.status is not SequenceStatus.FINISHED]
+        if not rows:
+            suspects = self._among(self._suspects.group, self.running + self.waiting[:1])
+        for sequence in suspects:
+            # Whether a block that beams shared has been copied is not known.
+            if sequence.sampling.beam_search is not None and sequence.status is SequenceStatus.RUNNING:
+                self._preempt(sequence, Schedule(rows=[]))
+        return self._suspects.blame(sequence.key for sequence in suspects)
+
     def check_integrity(self) -> None:
         """Assert that places, statuses and the block manager's books agree: after every test, and after a failure."""
         self._blocks.check_integrity()
@@ -123,16 +140,25 @@ class DecodeScheduler:
 
     def schedule(self) -> Schedule:
         """Choose the next step's rows; allocates blocks, admits waiting sequences, preempts running ones."""
+        while (group := self._suspects.group) is not None:
+            plan = self._plan(group)
+            if plan.rows or plan.admitted or plan.preempted:
+                return plan
+            self._suspects.clear()
+        return self._plan(None)
+
+    def _plan(self, group: frozenset[Key] | None) -> Schedule:
         plan = Schedule(rows=[])
         self._found_none = None
         budget = self._settings.max_batched_tokens
+        running = self._among(group, self.running)
         # Tokens that clients wait for come first: nobody's prompt may delay a sequence that generates, nor one that was
         # handed over complete.
-        budget = self._continue_running(plan, budget, [one for one in self.running if one.num_uncomputed_tokens == 1])
-        budget = self._admit_complete(plan, budget)
-        budget = self._continue_running(plan, budget, [one for one in self.running if one.num_uncomputed_tokens > 1])
+        budget = self._continue_running(plan, budget, [one for one in running if one.num_uncomputed_tokens == 1])
+        budget = self._admit_complete(plan, budget, self._among(group, self.waiting))
+        budget = self._continue_running(plan, budget, [one for one in running if one.num_uncomputed_tokens > 1])
         if not plan.preempted:
-            self._admit_waiting(plan, budget)
+            self._admit_prompts(plan, budget, group)
         return plan
 
     def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
@@ -140,6 +166,8 @@ class DecodeScheduler:
 
         None if there is none to launch before they are. Nobody is preempted.
         """
+        if self._suspects.group is not None:
+            return None
         line = look_at(self.waiting, self._num_free_places())
         awaits_room = line.prompt is not None and not (line.has_places and self._may_find_blocks(line.prompt))
         joining = line.complete if awaits_room or line.prompt is None else [*line.complete, line.prompt]
@@ -151,7 +179,7 @@ class DecodeScheduler:
             if not self._extend(sequence, sequence.num_computed_tokens + 2):
                 return None
             plan.rows.append(StepRow(sequence, 1, num_ahead=1))
-        self._admit_complete(plan, self._settings.max_batched_tokens - len(going_on))
+        self._admit_complete(plan, self._settings.max_batched_tokens - len(going_on), self.waiting)
         return plan if plan.rows else None
 
     def abandon(self, rows: Seq[StepRow]) -> None:
@@ -168,6 +196,7 @@ class DecodeScheduler:
         ``behind``: the step that runs already. Who finishes and is in it keeps its blocks until that step is postprocessed or
         abandoned: it writes to them.
         """
+        self._suspects.clear()
         progress: list[Progress] = []
         writes_on = {row.sequence for row in behind}
         self.abandon(rows)
@@ -233,25 +262,30 @@ class DecodeScheduler:
                 budget -= num_tokens
         return budget
 
-    def _admit_complete(self, plan: Schedule, budget: int) -> int:
+    def _admit_complete(self, plan: Schedule, budget: int, waiting: Seq[Sequence]) -> int:
         """Let verified sequences join: they hold their blocks and need one token each, a beam search none yet."""
-        for sequence in look_at(self.waiting, self._num_free_places()).complete:
+        for sequence in look_at(waiting, self._num_free_places()).complete:
             if budget == 0:
                 break
             budget -= self._admit(sequence, plan, budget)
         return budget
 
-    def _admit_waiting(self, plan: Schedule, budget: int) -> None:
-        while self.waiting and budget > 0 and self._num_free_places() >= self.waiting[0].sampling.num_sequences:
-            sequence = self.waiting[0]
-            if not sequence.block_table and not self._allocate(sequence):
-                # Verified sequences that wait for a place in the batch hold blocks too. If they are all that stands
-                # between the oldest and its blocks, nobody would ever move.
-                if not self.running and self._youngest_holder() is not None:
-                    self._preempt_youngest(plan)
-                    continue
-                break
-            budget -= self._admit(sequence, plan, budget)
+    def _admit_prompts(self, plan: Schedule, budget: int, group: frozenset[Key] | None) -> None:
+        while budget > 0:
+            line = look_at(self._among(group, self.waiting), self._num_free_places())
+            if line.prompt is None or not line.has_places:
+                return
+            if self._allocate(line.prompt):
+                budget -= self._admit(line.prompt, plan, budget)
+                continue
+            # Verified sequences that wait for a place in the batch hold blocks too. If they are all that stands
+            # between the oldest and its blocks, nobody would ever move.
+            if self.running or (victim := self._youngest_holder()) is None:
+                return
+            self._preempt(victim, plan)
+
+    def _among(self, group: frozenset[Key] | None, sequences: list[Sequence]) -> list[Sequence]:
+        return sequences if group is None else [one for one in sequences if one.key in group]
 
     def _may_find_blocks(self, sequence: Sequence) -> bool:
         """Whether there may be blocks for a prompt: not if there were none when it last looked, and neither have become more
@@ -302,7 +336,9 @@ class DecodeScheduler:
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Schedule) -> bool:
         """Give a running sequence the blocks that it writes to until it has ``num_tokens``; False if it gave way itself."""
         while not (self._extend(sequence, num_tokens) and self._unshare(sequence, plan)):
-            self._preempt_youngest(plan)
+            victim = self._youngest_holder()
+            assert victim is not None, "nobody holds blocks, yet there is no room"
+            self._preempt(victim, plan)
             if sequence.status is not SequenceStatus.RUNNING:
                 return False
         return True
@@ -335,9 +371,8 @@ class DecodeScheduler:
         holders = self.running + [sequence for sequence in self.waiting if sequence.block_table]
         return max(holders, key=_arrival, default=None)
 
-    def _preempt_youngest(self, plan: Schedule) -> None:
-        victim = self._youngest_holder()
-        assert victim is not None, "nobody holds blocks, yet there is no room"
+    def _preempt(self, victim: Sequence, plan: Schedule) -> None:
+        """Take the blocks of a sequence, or of all of its search; it waits to be computed again."""
         group = self._groups.get(victim.key)
         if group is None:
             self._give_way(victim, plan)

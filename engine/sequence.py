@@ -6,7 +6,8 @@ Life cycle on a worker (transitions are checked; an illegal one raises)::
        ▲           │
        └─ preempt ─┘
 
-A sequence is owned by one scheduler and touched by the model thread alone. It holds numbers, no tensors.
+A sequence that waits may also be removed: WAITING ──▶ FINISHED. It is owned by one scheduler, and changed by the model thread alone
+once that has it. It holds numbers, no tensors.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 class SequenceStatus(enum.Enum):
     """Where a sequence stands with its scheduler."""
 
-    WAITING = "waiting"  # holds no blocks
-    RUNNING = "running"  # holds blocks, computes at every step
-    FINISHED = "finished"  # holds no blocks, or until the step under way is over; will not come back
+    WAITING = "waiting"  # for a place in the batch; holds blocks only if its K/V came complete from another worker
+    RUNNING = "running"  # has a place and blocks; computes when a step has tokens for it
+    FINISHED = "finished"  # computes no more; whoever reads or writes its blocks still gives them back
 
 
 _TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrelay.engine.interface import Engine
+from kvrelay.engine.interface import Engine, StepRow
 from kvrelay.engine.metrics import EngineMetrics
 from kvrelay.engine.sequence import Sequence
 from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
@@ -58,6 +58,8 @@ class PrefillModelWorker:
         self._scheduler = scheduler
         self._metrics = metrics
         self._emit = emit
+        self._computing: list[StepRow] = []  # the step under way …
+        self._is_computed = False  # … whose tokens are there, and are being taken in
 
     def handle(self, command: Command) -> None:
         """Take a command in."""
@@ -74,7 +76,9 @@ class PrefillModelWorker:
 
     def step(self) -> bool:
         """One chunk of every scheduled prompt; False if no prompt could get room."""
+        self._computing, self._is_computed = [], False
         rows, started = self._scheduler.schedule(time.monotonic())
+        self._computing = rows
         if not rows:
             return False
         if started:
@@ -84,6 +88,7 @@ class PrefillModelWorker:
             self._metrics.cached_tokens.inc(sum(sequence.num_cached_tokens for sequence in started))
         start_s = time.monotonic()
         outputs = self._engine.step(rows)
+        self._is_computed = True
         step_s = time.monotonic() - start_s
         self._metrics.step_s.observe(step_s)
         num_tokens = sum(row.num_tokens for row in rows)
@@ -94,16 +99,20 @@ class PrefillModelWorker:
         return True
 
     def on_step_failed(self, error: Exception) -> None:
-        """End every running prompt: which of them broke the step is unknown.
+        """Let everybody compute again who was in the step, and end who breaks it alone.
 
-        With none running it was the oldest that waits which could not even be scheduled. Raises AssertionError if the
-        books do not agree afterwards, DeviceFailedError if no step can succeed any more.
+        A step that fails when its tokens are there ends all in it: who has taken his token in is not known. Raises AssertionError
+        if the books do not agree afterwards, DeviceFailedError if no step can succeed any more.
         """
         self._metrics.failed_steps.inc()
-        keys = tuple(sequence.key for sequence in self._scheduler.running or list(self._scheduler.waiting)[:1])
-        for key in keys:
+        failed: tuple[Key, ...] = ()
+        if self._is_computed:
+            failed = tuple(row.sequence.key for row in self._computing)
+        elif (culprit := self._scheduler.on_failed(self._computing)) is not None:
+            failed = (culprit,)
+        for key in failed:
             self._scheduler.remove(key)
-        self._emit(Report(failed=keys, detail=f"the model step failed: {type(error).__name__}"))
+        self._emit(Report(failed=failed, detail=f"the model step failed: {type(error).__name__}"))
         self._scheduler.check_integrity()
         self._engine.check_device()  # one that has failed for good would draw all traffic, and fail it fast
 

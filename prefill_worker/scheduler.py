@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from kvrelay.engine.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence, SequenceStatus
 from kvrelay.engine.settings import prompt_step_tokens
+from kvrelay.engine.suspects import Suspects
 from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.speed import StepCosts
@@ -51,6 +53,7 @@ class PrefillScheduler:
         self._max_model_len = max_model_len
         self._ttft_budget_s = settings.ttft_budget_ms / 1000
         self._costs = StepCosts()
+        self._suspects = Suspects()
         self._num_cached: dict[Key, int] = {}  # of those that wait: leading tokens that were cached when they came
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -76,6 +79,16 @@ class PrefillScheduler:
                     return sequence
         return None
 
+    def on_failed(self, rows: Seq[StepRow]) -> Key | None:
+        """A step failed before its tokens came: who was in it computes again. Returns who is to blame, once that is known.
+
+        ``rows``: those that were in it; none if it could not even be scheduled.
+        """
+        suspects = [row.sequence for row in rows] or self._line(
+            self._suspects.group, self.running, list(self.waiting)[:1]
+        )
+        return self._suspects.blame(sequence.key for sequence in suspects)
+
     def check_integrity(self) -> None:
         """Assert that places, statuses and the block manager's books agree: after every test, and after a failure."""
         self._blocks.check_integrity()
@@ -93,7 +106,17 @@ class PrefillScheduler:
 
         ``now_s``: on the clock of the sequences' ``arrival_s``.
         """
-        line = list(heapq.merge(self.running, self.waiting, key=_arrival))
+        while (group := self._suspects.group) is not None:
+            rows, started = self._plan(self._line(group, self.running, self.waiting), now_s)
+            if rows:
+                return rows, started
+            self._suspects.clear()
+        return self._plan(self._line(None, self.running, self.waiting), now_s)
+
+    def _line(self, group: frozenset[Key] | None, *places: Iterable[Sequence]) -> list[Sequence]:
+        return [one for one in heapq.merge(*places, key=_arrival) if group is None or one.key in group]
+
+    def _plan(self, line: list[Sequence], now_s: float) -> tuple[list[StepRow], list[Sequence]]:
         prompts = [self._in_line(sequence) for sequence in line]
         block_size, cost = self._blocks.block_size, self._costs.cost
         budget = step_tokens(self._ttft_budget_s, cost, self._max_batched_tokens, block_size, self._costs.largest_step)
@@ -120,6 +143,7 @@ class PrefillScheduler:
 
     def postprocess(self, rows: Seq[StepRow], outputs: Seq[SampledToken | None]) -> list[Computed]:
         """Advance the sequences by what was computed; computed prompts leave."""
+        self._suspects.clear()
         results: list[Computed] = []
         for row, token in zip(rows, outputs, strict=True):
             sequence = row.sequence

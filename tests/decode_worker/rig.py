@@ -1,29 +1,69 @@
-"""The decode worker's model thread without the thread, for engines that run ahead: what it tells, and who owns which block then."""
+"""The decode worker's model thread without the thread: what it tells, and who owns which block, checked at every step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.block_hash import root_hash
+from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.model_card import ModelCard
-from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.common.sampling import BeamSearch, SampledToken, SamplingParams
+from kvrelay.decode_worker.beams import FinishedBeam, Search, advance
 from kvrelay.decode_worker.model_worker import Add, DecodeModelWorker, Report
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
+from kvrelay.engine.fake import FakeEngine, candidates, fake_card, token_digests
 from kvrelay.engine.interface import BlockStore, Engine, LaunchedStep, StepRow
 from kvrelay.engine.metrics import EngineMetrics
 from kvrelay.engine.sequence import GuideState, Sequence
 
 
-class Watched:
-    """An engine that notes how many steps are under way when one is launched. Implements Engine."""
+def beams(
+    width: int, max_tokens: int = 12, stops: tuple[int, ...] = (7,), **search: float | bool | None
+) -> SamplingParams:
+    """A beam search that returns all its beams."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        stop_token_ids=stops,
+        beam_search=BeamSearch(width=width, num_return=width, **search),  # type: ignore[arg-type]
+    )
 
-    def __init__(self, engine: Engine) -> None:
+
+def greedy(max_tokens: int = 12, **sampling: object) -> SamplingParams:
+    """Ordinary greedy sampling."""
+    return SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **sampling})  # type: ignore[arg-type]
+
+
+def token_lists(found: Seq[FinishedBeam]) -> list[list[int]]:
+    """The tokens of each beam."""
+    return [[token.token_id for token in beam.tokens] for beam in found]
+
+
+def expected_beams(prompt: Seq[int], sampling: SamplingParams, vocab_size: int) -> list[list[int]]:
+    """What a fake engine's beams must come to: the search alone, without blocks, batches and schedulers."""
+    search = Search()
+    while not search.is_over:
+        told = []
+        for beam in search.live:
+            digest = token_digests([*prompt, *(token.token_id for token in beam.tokens)])[-1]
+            told.append(SampledToken(0, top_logprobs=candidates(sampling, digest, vocab_size)))
+        search = advance(search, told, sampling, sampling.max_tokens)
+    return token_lists(search.finished)
+
+
+class Watched:
+    """An engine that notes what is launched, and how many steps are under way then. Implements Engine."""
+
+    def __init__(self, engine: Engine, on_launch: Callable[[], None]) -> None:
         self.depths: list[int] = []
+        self.rows: list[list[tuple[str, int]]] = []  # (name, tokens) of each step
+        self.num_copies = 0
         self._engine = engine
+        self._on_launch = on_launch
 
     @property
     def card(self) -> ModelCard:
@@ -38,13 +78,16 @@ class Watched:
         return self._engine.runs_ahead
 
     def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
+        self.num_copies += len(pairs)
         self._engine.copy_blocks(pairs)
 
     def check_device(self) -> None:
         self._engine.check_device()
 
     def launch(self, rows: Seq[StepRow], behind: LaunchedStep | None = None) -> LaunchedStep:
+        self._on_launch()
         self.depths.append(0 if behind is None else 1)
+        self.rows.append([(row.sequence.request_id, row.num_tokens) for row in rows])
         return self._engine.launch(rows, behind)
 
     def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:
@@ -52,30 +95,66 @@ class Watched:
 
 
 class Rig:
-    """A model worker without its thread, and a lease that takes and scribbles over what is free."""
+    """A model worker over an engine, and a lease that takes and scribbles over what is free."""
 
-    def __init__(self, engine: Engine, num_blocks: int | None = None, **settings: int) -> None:
+    def __init__(self, engine: Engine | None = None, num_blocks: int | None = None, **settings: int | float) -> None:
+        """``num_blocks``: of the pool, if not the engine's; without an engine, of a fake one."""
+        engine = engine or FakeEngine(fake_card(num_blocks=num_blocks or 64))
         card = engine.card
-        self.engine = Watched(engine)
+        self.engine = Watched(engine, self._on_launch)
         self.blocks = BlockManager(num_blocks or card.num_blocks, card.layout.block_size)
+        self._root_hash = root_hash(card.layout.fingerprint())
         self.scheduler = DecodeScheduler(
-            DecodeSchedulerSettings(**settings), self.blocks, root_hash(card.layout.fingerprint()), card.max_model_len
+            DecodeSchedulerSettings(**settings),  # type: ignore[arg-type]
+            self.blocks,
+            self._root_hash,
+            min(card.max_model_len, self.blocks.num_blocks * card.layout.block_size),
         )
         self.outputs: dict[str, list[int]] = {}
+        self.beams: dict[str, tuple[FinishedBeam, ...]] = {}  # of searches that have ended
+        self.begun: list[str] = []  # searches that have begun
         self.ends: dict[str, str] = {}
         self.failed: list[str] = []
-        self.metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.worker = DecodeModelWorker(self.engine, self.scheduler, self.metrics, self._hear)
+        self.prompt_logprobs: dict[str, list[SampledToken]] = {}
+        self.most_running = 0
+        self.registry = CollectorRegistry()
+        metrics = EngineMetrics(self.registry, self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
+        self.worker = DecodeModelWorker(self.engine, self.scheduler, metrics, self._hear)
         self._scribble = b"\x42" * engine.store.block_nbytes  # as floats they are far from all keys and values
         self._lease: dict[int, memoryview] = {}
+        self._num_added = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Who waits or runs."""
+        return [one.request_id for one in self.scheduler.waiting + self.scheduler.running]
+
+    def count(self, metric: str) -> float:
+        """A counter's value."""
+        return self.registry.get_sample_value(f"kvrelay_{metric}_total") or 0.0
+
+    @property
+    def num_preemptions(self) -> float:
+        return self.count("preemptions")
+
+    def _on_launch(self) -> None:
+        self.scheduler.check_integrity()
+        self.most_running = max(self.most_running, len(self.scheduler.running))
 
     def _hear(self, report: Report) -> None:
         for new in report.tokens:
-            assert new.token is not None
-            self.outputs.setdefault(new.key[0], []).append(new.token.token_id)
+            name = new.key[0]
+            if new.token is not None:
+                self.outputs.setdefault(name, []).append(new.token.token_id)
+            elif new.beams:
+                self.beams[name] = new.beams
+            else:
+                self.begun.append(name)
+            if new.prompt_logprobs is not None:
+                self.prompt_logprobs.setdefault(name, new.prompt_logprobs)
             if new.finish_reason is not None:
-                assert new.key[0] not in self.ends
-                self.ends[new.key[0]] = new.finish_reason.value
+                assert name not in self.ends
+                self.ends[name] = new.finish_reason.value
         for key in report.removed:
             # By now nobody may write to its blocks.
             assert not self.blocks.owned_blocks(sequence_owner(key))
@@ -92,25 +171,45 @@ class Rig:
         guide: GuideState | None = None,
     ) -> bool:
         """A request: with its prompt's K/V in place, or to be computed here. False if there is no room for what is in place."""
-        sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, float(len(self.outputs)), guide=guide)
+        self._num_added += 1
+        self.ends.pop(name, None)  # of a request of that name before it
+        sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, float(self._num_added), guide=guide)
+        first = None
         if handed_over:
-            given = self.blocks.allocate(sequence_owner(sequence.key), len(prompt) // self.blocks.block_size + 1)
+            lease = Owner(OwnerKind.LEASE, name)
+            given = self.blocks.allocate(lease, len(prompt) // self.blocks.block_size + 1)
             if given is None:
                 return False
-            sequence.block_table = given.block_ids
-            (first,) = self.engine.step([StepRow(sequence, len(prompt))])
-            assert first is not None
-            sequence.num_computed_tokens = len(prompt)
-            sequence.append(first, self.engine.card.max_model_len)
-            self.outputs[name] = [first.token_id]
+            first = self._compute(sequence, lease, given.block_ids)
             if sequence.is_over:  # the service adds no such sequence
-                self.ends[name] = str(sequence.finish_reason)
+                self.outputs[name], self.ends[name] = [first.token_id], str(sequence.finish_reason)
                 self.blocks.release(sequence_owner(sequence.key))
                 return True
-        else:
-            self.outputs[name] = []
-        self.worker.handle(Add(sequence))
+        if sampling.beam_search is None:
+            self.outputs[name] = [] if first is None else [first.token_id]
+            first = None
+        self.worker.handle(Add(sequence, first))
         return True
+
+    def local(self, name: str, prompt: list[int], sampling: SamplingParams) -> None:
+        """A request to be computed here."""
+        self.add(name, prompt, sampling, handed_over=False)
+
+    def _compute(self, sequence: Sequence, lease: Owner, block_ids: list[int]) -> SampledToken:
+        """As a prefill worker and a hand-off do."""
+        sequence.block_table = block_ids
+        (first,) = self.engine.step([StepRow(sequence, sequence.num_tokens)])
+        assert first is not None
+        sequence.num_computed_tokens = sequence.num_tokens
+        block_size = self.blocks.block_size
+        full = sequence.token_ids[: sequence.num_tokens // block_size * block_size]
+        sequence.block_hashes = chain_hashes(self._root_hash, full, block_size)
+        for index, block_hash in enumerate(sequence.block_hashes):
+            self.blocks.publish(lease, index, block_hash)
+        self.blocks.hand_on(lease, sequence_owner(sequence.key))
+        if sequence.sampling.beam_search is None:
+            sequence.append(first, self.engine.card.max_model_len)
+        return first
 
     def scribble(self, count: int) -> None:
         """A lease takes ``count`` free blocks, as a hand-off does at any time, and their bytes are another's from then on."""
@@ -128,19 +227,27 @@ class Rig:
         self.blocks.release(Owner(OwnerKind.LEASE, "scribbler"))
         self._lease = {}
 
-    def step(self) -> None:
-        """One turn of the model thread, with the books checked."""
+    def step(self, *, breaks: bool = False) -> list[tuple[str, int]]:
+        """One turn of the model thread; (name, tokens) of the rows it launched. ``breaks``: a step may fail."""
+        num_before = len(self.engine.rows)
         if self.worker.has_work():
-            self.worker.step()
+            try:
+                self.worker.step()
+            except Exception as error:
+                if not breaks:
+                    raise
+                self.worker.on_step_failed(error)
         self.scheduler.check_integrity()
+        return [row for rows in self.engine.rows[num_before:] for row in rows]
 
-    def run(self) -> None:
-        """Until nothing is left; then every block is free or cached."""
+    def run(self, *, breaks: bool = False) -> dict[str, list[int] | list[list[int]]]:
+        """Until nothing is left; then every block is free or cached. Returns all outputs: tokens, or those of the beams."""
         for _ in range(5000):
             if not self.worker.has_work():
                 break
-            self.step()
+            self.step(breaks=breaks)
         assert not self.worker.has_work()
         self.let_go()
         ledger = self.blocks.ledger()
         assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger
+        return {**self.outputs, **{name: token_lists(found) for name, found in self.beams.items()}}

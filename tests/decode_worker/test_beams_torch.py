@@ -14,7 +14,7 @@ from kvrelay.common.sampling import BeamSearch, SamplingParams
 from kvrelay.engine.block_manager import Owner, OwnerKind
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.launcher.models import resolve_model
-from tests.decode_worker.drive import Drive, greedy
+from tests.decode_worker.rig import Rig, greedy
 from tests.engine.conftest import SIZES, VOCAB, load, save_model, tokens
 
 ONE_STOP = (2,)
@@ -68,24 +68,24 @@ def test_beams_and_scores_are_those_of_transformers(
     tiny: tuple[TorchEngine, Any], width: int, length_penalty: float, early_stopping: bool | None
 ) -> None:
     engine, model = tiny
-    rig = Drive(engine, max_num_seqs=16)
+    rig = Rig(engine, max_num_seqs=16)
     for index, stops in enumerate((ONE_STOP, MANY_STOPS)):
         sampling = search(width, stops, length_penalty=length_penalty, early_stopping=early_stopping)
         prompt = tokens(width + index, PROMPT_LEN)
         beams, scores = reference(model, prompt, sampling)
-        rig.add("local", prompt, sampling)
+        rig.local("local", prompt, sampling)
         assert rig.run()["local"] == beams
-        assert [beam.score for beam in rig.found["local"]] == pytest.approx(scores, abs=1e-3)
-        assert rig.hand_over("handed", prompt, sampling)
+        assert [beam.score for beam in rig.beams["local"]] == pytest.approx(scores, abs=1e-3)
+        assert rig.add("handed", prompt, sampling)
         assert rig.run()["handed"] == beams
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, None])
 def test_one_beam_is_greedy(tiny: tuple[TorchEngine, Any], early_stopping: bool | None) -> None:
-    rig, prompt = Drive(tiny[0]), tokens(1, PROMPT_LEN)
+    rig, prompt = Rig(tiny[0]), tokens(1, PROMPT_LEN)
     stops = tuple(range(0, VOCAB, 20))
-    rig.add("beam", prompt, search(1, stops, 40, early_stopping=early_stopping))
-    rig.add("greedy", prompt, SamplingParams(max_tokens=40, temperature=0.0, stop_token_ids=stops), 1.0)
+    rig.local("beam", prompt, search(1, stops, 40, early_stopping=early_stopping))
+    rig.local("greedy", prompt, SamplingParams(max_tokens=40, temperature=0.0, stop_token_ids=stops))
     results = rig.run()
     assert results["beam"] == [results["greedy"]]
     assert len(results["greedy"]) < 40
@@ -93,7 +93,7 @@ def test_one_beam_is_greedy(tiny: tuple[TorchEngine, Any], early_stopping: bool 
 
 def test_the_best_few_are_returned_with_log_probabilities(tiny: tuple[TorchEngine, Any]) -> None:
     engine, model = tiny
-    rig, prompt = Drive(engine), tokens(5, PROMPT_LEN)
+    rig, prompt = Rig(engine), tokens(5, PROMPT_LEN)
     sampling = SamplingParams(
         max_tokens=8,
         temperature=0.0,
@@ -101,9 +101,9 @@ def test_the_best_few_are_returned_with_log_probabilities(tiny: tuple[TorchEngin
         num_logprobs=3,
         beam_search=BeamSearch(width=4, num_return=2, length_penalty=0.0),
     )
-    rig.add("a", prompt, sampling)
+    rig.local("a", prompt, sampling)
     assert rig.run()["a"] == reference(model, prompt, sampling)[0]
-    for beam in rig.found["a"]:
+    for beam in rig.beams["a"]:
         assert sum(token.logprob or 0.0 for token in beam.tokens) == pytest.approx(beam.score, abs=1e-4)
         token_ids = [*prompt, *(token.token_id for token in beam.tokens)]
         with torch.no_grad():
@@ -122,17 +122,17 @@ def everything() -> dict[str, tuple[list[int], SamplingParams]]:
 
 def test_different_widths_and_ordinary_sequences_in_one_batch_are_as_alone(tiny: tuple[TorchEngine, Any]) -> None:
     engine, model = tiny
-    together = Drive(engine, max_num_seqs=18)
+    together = Rig(engine, max_num_seqs=18)
     for index, (name, (prompt, sampling)) in enumerate(everything().items()):
         if index % 2:
-            assert together.hand_over(name, prompt, sampling, float(index))
+            assert together.add(name, prompt, sampling)
         else:
-            together.add(name, prompt, sampling, float(index))
+            together.local(name, prompt, sampling)
     results = together.run()
     assert together.most_running > 12
     for name, (prompt, sampling) in everything().items():
-        alone = Drive(engine)
-        alone.add(name, prompt, sampling)
+        alone = Rig(engine)
+        alone.local(name, prompt, sampling)
         assert alone.run()[name] == results[name], name
         if sampling.num_sequences > 1:
             assert results[name] == reference(model, prompt, sampling)[0], name
@@ -143,8 +143,8 @@ def test_a_preempted_search_finds_the_same_beams(tiny: tuple[TorchEngine, Any], 
     """A lease takes all that is free, step by step, until the search has given way."""
     engine, model = tiny
     prompt, sampling = tokens(9, PROMPT_LEN), search(4, ONE_STOP)
-    rig = Drive(engine, num_blocks=12)
-    rig.add("a", prompt, sampling)
+    rig = Rig(engine, num_blocks=12)
+    rig.local("a", prompt, sampling)
     for _ in range(num_steps):
         rig.step()
     lease = Owner(OwnerKind.LEASE, "x")
@@ -167,13 +167,13 @@ def test_the_demo_model_s_beams_are_those_of_transformers(demo: tuple[TorchEngin
     prompt: list[int] = tokenizer("The three largest cities of Italy are")["input_ids"]
     sampling = search(width, (0, 2), 9)
     beams, scores = reference(model, prompt, sampling)
-    rig = Drive(engine)
+    rig = Rig(engine)
     if width == 4:
-        assert rig.hand_over("a", prompt, sampling)
+        assert rig.add("a", prompt, sampling)
     else:
-        rig.add("a", prompt, sampling)
+        rig.local("a", prompt, sampling)
     assert rig.run()["a"] == beams
-    assert [beam.score for beam in rig.found["a"]] == pytest.approx(scores, abs=1e-3)
+    assert [beam.score for beam in rig.beams["a"]] == pytest.approx(scores, abs=1e-3)
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,15 @@ def waiting(name: str, *, has_blocks: bool, width: int | None = None) -> Sequenc
     return Sequence(name, 1, [1, 2], 2, sampling, 0.0, block_table=[0] if has_blocks else [])
 
 
-def test_complete_ones_come_first_and_one_prompt_behind_them() -> None:
+def test_complete_ones_join_and_the_oldest_prompt_keeps_its_place() -> None:
     first, second = waiting("p1", has_blocks=False), waiting("p2", has_blocks=False)
     one, two = waiting("c1", has_blocks=True), waiting("c2", has_blocks=True)
     line = [first, one, second, two]
     assert look_at(line, 3) == Line([one, two], first, has_places=True)
-    assert look_at(line, 2) == Line([one, two], None, has_places=False)
-    assert look_at(line, 1) == Line([one], None, has_places=False)
+    assert look_at(line, 2) == Line([one], first, has_places=True)
+    assert look_at(line, 1) == Line([], first, has_places=True)
     assert look_at(line, 0) == Line([], None, has_places=False)
+    assert look_at([one, first], 1) == Line([one], None, has_places=False)
     assert look_at([], 4) == Line([], None, has_places=False)
     assert look_at([one, two], 4) == Line([one, two], None, has_places=False)
 

@@ -8,8 +8,8 @@ from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.fake import token_digests, with_logprobs
 from kvrelay.wire.lease import VerifiedLease
 from kvrelay.wire.messages import Commit, Grant, Offer, Role, Submit, Timings
-from tests.decode_worker.test_scheduler import Rig as SchedulerRig
-from tests.decode_worker.test_scheduler import sequence
+from tests.decode_worker.rig import Rig as ModelRig
+from tests.decode_worker.rig import greedy
 from tests.decode_worker.test_service import CARD, EPOCH, Rig, offer, submit
 
 ASKS = SamplingParams(max_tokens=4, temperature=0.0, num_prompt_logprobs=1)
@@ -65,24 +65,15 @@ def test_a_prompt_that_was_handed_over_has_told_them() -> None:
 
 
 def test_neither_the_cache_nor_a_preemption_leaves_one_out() -> None:
-    rig = SchedulerRig(num_blocks=64, max_batched_tokens=16)
-    tokens = list(range(40))
-
-    def add(name: str, arrival_s: float, sampling: SamplingParams | None = None) -> None:
-        made = sequence(name, 40, arrival_s, max_tokens=1)
-        made.token_ids = list(tokens)
-        made.sampling = sampling or made.sampling
-        rig.scheduler.add(made)
-
-    add("a", 0.0)
-    assert [rig.step() for _ in range(3)] == [[("a", 16)], [("a", 16)], [("a", 8)]]
-    add("b", 1.0)
-    assert rig.step() == [("b", 4)]  # all but the last block from the cache
-    add("c", 2.0, ASKS)
-    assert rig.step() == [("c", 16)]
-    [asks] = rig.scheduler.running
-    asks.prompt_logprobs += [SampledToken(token) for token in tokens[1:17]]  # as the engine has done
-    rig.scheduler._preempt_youngest(rig.scheduler.schedule())
-    # What was told is there: the cache may give the four blocks before it, and no more.
-    assert rig.step() == [("c", 16)]
-    assert asks.num_computed_tokens == 32
+    rig, prompt = ModelRig(max_batched_tokens=16), list(range(40))
+    rig.local("a", prompt, greedy(1))
+    rig.run()
+    rig.add("old", [1, 2, 3], greedy(40))
+    rig.local("b", prompt, ASKS)
+    assert rig.step() == [("old", 1), ("b", 15)]
+    rig.scribble(rig.blocks.num_allocatable)
+    while not rig.num_preemptions:
+        rig.step()
+    rig.let_go()
+    rig.run()
+    assert rig.prompt_logprobs == {"b": expected(prompt)}

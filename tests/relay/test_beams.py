@@ -19,7 +19,7 @@ from kvrelay.wire.messages import (
     TokenDelta,
     Tokens,
 )
-from tests.decode_worker.drive import beams, expected_beams
+from tests.decode_worker.rig import beams, expected_beams
 from tests.engine.conftest import tokens
 from tests.relay.gate import Gate
 from tests.relay.harness import TIMEOUT_S, Link, Relay, relay

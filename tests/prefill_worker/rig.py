@@ -1,0 +1,61 @@
+"""The prefill worker's model thread without the thread: prompts, steps, and what is told of them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.interface import Engine
+from kvrelay.engine.metrics import EngineMetrics
+from kvrelay.engine.sequence import Sequence
+from kvrelay.prefill_worker.model_worker import Add, PrefillModelWorker, Report
+from kvrelay.prefill_worker.scheduler import PrefillScheduler
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+
+
+class ModelRig:
+    """A model worker over an engine. Computed prompts give their blocks back at once."""
+
+    def __init__(self, engine: Engine, **settings: int) -> None:
+        card = engine.card
+        self.blocks = BlockManager(card.num_blocks, card.layout.block_size)
+        self.scheduler = PrefillScheduler(PrefillSchedulerSettings(**settings), self.blocks, card.max_model_len)
+        self.tokens: dict[str, int] = {}  # the first one of each prompt
+        self.failed: list[str] = []
+        self.reports: list[Report] = []
+        self._root_hash = root_hash(card.layout.fingerprint())
+        metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
+        self.worker = PrefillModelWorker(engine, self.scheduler, metrics, self._hear)
+
+    def _hear(self, report: Report) -> None:
+        self.reports.append(report)
+        self.failed += [name for name, _ in report.failed]
+        for item in report.computed:
+            if item.token is not None:
+                self.tokens[item.sequence.request_id] = item.token.token_id
+        for key in [*report.failed, *(item.sequence.key for item in report.computed if item.token is not None)]:
+            self.blocks.release(sequence_owner(key))
+
+    def local(self, name: str, prompt: list[int], sampling: SamplingParams, arrival_s: float = 0.0) -> None:
+        """A prompt to compute."""
+        sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, arrival_s)
+        sequence.block_hashes = chain_hashes(self._root_hash, prompt, self.blocks.block_size)
+        self.worker.handle(Add(sequence))
+
+    def run(self, *, breaks: bool = False) -> None:
+        """Until nothing is left. ``breaks``: a step may fail."""
+        for _ in range(1000):
+            if not self.worker.has_work():
+                break
+            try:
+                self.worker.step()
+            except Exception as error:
+                if not breaks:
+                    raise
+                self.worker.on_step_failed(error)
+            self.scheduler.check_integrity()
+        assert not self.worker.has_work()
+        ledger = self.blocks.ledger()
+        assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger
