@@ -52,7 +52,12 @@ class Admission:
         self._line: list[_Waiting] = []
         self._work = 0.0  # of the line
         self._advanced_s = 0.0  # when somebody last got a place, or began to wait in an empty line
-        metrics.queued.set_function(lambda: len(self._line))
+        metrics.queued.set_function(lambda: self.num_queued)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._line)
 
     def check_not_full(self) -> None:
         """Raises OverloadedError if a request could only be refused, before any work goes into it."""

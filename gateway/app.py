@@ -21,6 +21,7 @@ from kvrelay.gateway.api_docs import HEALTHY, METRICS, READY
 from kvrelay.gateway.api_keys import ApiKeys
 from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.chats import ChatReader
+from kvrelay.gateway.debug import known_workers
 from kvrelay.gateway.dialect import Dialect
 from kvrelay.gateway.discovery import Discovery, KubernetesPods, PodApi
 from kvrelay.gateway.generation import Generator
@@ -88,7 +89,7 @@ def create_app(
     for router in (routes.router, newer.router, tgi.router, tokens.router):
         app.include_router(router)
     endpoints = {**routes.endpoints, **newer.endpoints, **tgi.endpoints, **tokens.endpoints}
-    _add_operations(app, pool, metrics)
+    _add_operations(app, pool, relay, metrics)
     api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys))
     return Edge(app, endpoints, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys)
 
@@ -106,7 +107,7 @@ def _discovery(pods: PodApi, pool: WorkerPool) -> Discovery:
     return discovery
 
 
-def _add_operations(app: FastAPI, pool: WorkerPool, metrics: GatewayMetrics) -> None:
+def _add_operations(app: FastAPI, pool: WorkerPool, relay: Relay, metrics: GatewayMetrics) -> None:
     @app.get("/health/live", tags=["operations"], responses=HEALTHY)
     async def live() -> Response:
         """The process answers."""
@@ -119,6 +120,11 @@ def _add_operations(app: FastAPI, pool: WorkerPool, metrics: GatewayMetrics) -> 
         if reasons:
             return JSONResponse({"status": "unavailable", "reasons": reasons}, status_code=503)
         return JSONResponse({"status": "ok"})
+
+    @app.get("/debug/workers", tags=["operations"], response_model=None)
+    async def workers() -> Response:
+        """What this gateway knows of its workers, and whom it only sends probes as they failed several requests."""
+        return JSONResponse(known_workers(pool, relay))
 
     @app.get("/metrics", tags=["operations"], response_class=PlainTextResponse, responses=METRICS)
     async def prometheus() -> Response:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from kvrelay.gateway.breaker import Trial
 from kvrelay.gateway.errors import AttemptsFailedError
 from kvrelay.gateway.failover import blamed_roles
 from kvrelay.gateway.metrics import GatewayMetrics
@@ -20,6 +21,7 @@ from kvrelay.gateway.workers import WorkerPool
 from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode, HandedOver, Role, Submit, TokenDelta
 
 _RETRY_AFTER_S = 1.0
+_PROVED_TOKENS = 8
 
 Take = Callable[[OutputDelta], bool]
 """Takes what is new of an output, and tells whether more is wanted. Must not wait."""
@@ -46,8 +48,14 @@ class AttemptFailedError(Exception):
 class Attempt:
     """``run`` once; lives on the gateway's asyncio loop."""
 
-    def __init__(self, pool: WorkerPool, progress: Progress, pair: Pair, take: Take, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, pool: WorkerPool, progress: Progress, pair: Pair, take: Take, metrics: GatewayMetrics, trial: Trial
+    ) -> None:
+        """``trial`` hears what goes well; who made it says when it is over."""
         prefill, decode = pair
+        self._trial = trial
+        self._proved_len = len(progress.output) + _PROVED_TOKENS  # output that shows that the decode worker generates
+        self._is_proved = False
         self._pool = pool
         self._metrics = metrics
         self._progress = progress
@@ -109,6 +117,9 @@ class Attempt:
         elif delta is not None:
             is_wanted = self._take(delta)
         is_over = self._is_over()
+        if not self._is_proved and (is_over or not is_wanted or len(self._progress.output) >= self._proved_len):
+            self._is_proved = True
+            self._trial.decode_succeeded()
         if item.timings is not None:  # behind the token, which somebody waits for
             self._on_first_token(item)
         return is_over or not is_wanted
@@ -155,6 +166,7 @@ class Attempt:
 
     def _on_verified(self, output: Sequence[int]) -> None:
         """The K/V of prompt and ``output`` lie on the decode worker."""
+        self._trial.hand_over_succeeded()
         self._progress.request.settle(self._decode.address)
         for view in views([self._decode], 0):
             self._progress.prefix.on_cached(output, view)

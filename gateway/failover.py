@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from kvrelay.gateway.breaker import Part
 from kvrelay.wire.messages import FailureCode, Role
 
 # A prefill worker says these of itself, or of the decode worker that refused its offer or broke its hand-off.
@@ -80,11 +81,17 @@ class Avoidance:
         return min((pause.until_s for pause in pauses if pause.until_s > now_s), default=None)
 
     def choices(
-        self, prefills: Collection[str], decodes: Collection[str], now_s: float
+        self, prefills: Collection[str], decodes: Collection[str], now_s: float, shut: Collection[Part] = ()
     ) -> Iterator[tuple[set[str], set[str]]]:
-        """Addresses to pick a pair from, the best choice first. Without ``prefills`` only decode workers are picked."""
+        """Addresses to pick a pair from, the best choice first. Without ``prefills`` only decode workers are picked.
+
+        ``shut``: workers and pairs that nobody may use, whatever this request knows of them.
+        """
         paused = {address for address, pause in self.workers.items() if pause.until_s > now_s}
-        suspects = {address for pair, pause in self.pairs.items() if pause.until_s > now_s for address in pair}
+        paused |= {part[0] for part in shut if len(part) == 1}
+        pairs = {pair for pair, pause in self.pairs.items() if pause.until_s > now_s}
+        pairs |= {(part[0], part[1]) for part in shut if len(part) == 2}
+        suspects = {address for pair in pairs for address in pair}
         left, right = set(prefills) - paused, set(decodes) - paused
         if not prefills:
             yield set(), right - suspects
@@ -93,3 +100,6 @@ class Avoidance:
         for some, others in ((left - suspects, right - suspects), (left - suspects, right), (left, right - suspects)):
             if some and others:
                 yield some, others
+        for prefill in sorted(left if pairs else ()):
+            if fitting := {decode for decode in right if (prefill, decode) not in pairs}:
+                yield {prefill}, fitting

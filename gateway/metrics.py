@@ -104,6 +104,12 @@ class GatewayMetrics:
             ["role", "state"],
             registry=registry,
         )
+        self.breakers_open = Gauge(
+            "kvrelay_circuit_breakers_open",
+            "Workers, and pairs of a prefill and a decode worker, that failed several requests and are only sent probes",
+            ["of"],
+            registry=registry,
+        )
         self.ttft_s = histogram("time_to_first_token", "Request accepted until its first token", _LATENCY)
         self.e2e_s = histogram("request_duration", "Request accepted until its last token", _LATENCY)
         self.part_s = histogram(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
+from kvrelay.gateway.breaker import CircuitBreakers, Part
 from kvrelay.gateway.prefixes import PrefixMap, RequestPrefix
 from kvrelay.gateway.progress import GenerationRequest, Progress
 from kvrelay.gateway.routing import POLICIES, CachedPrefix, WorkerView
@@ -22,8 +23,9 @@ Pair = tuple[Worker | None, Worker]  # prefill worker, None for local prefill; d
 class Placement:
     """Finds pairs of workers for requests, over one pool."""
 
-    def __init__(self, pool: WorkerPool, settings: RelaySettings) -> None:
+    def __init__(self, pool: WorkerPool, settings: RelaySettings, breakers: CircuitBreakers) -> None:
         self._pool = pool
+        self._breakers = breakers
         self._settings = settings
         self._policy = POLICIES[settings.policy]
         self._prefixes = PrefixMap(settings.prefix_map_blocks) if settings.policy == "prefix" else None
@@ -39,6 +41,8 @@ class Placement:
         for role, workers in (("prefill", self._pool.prefills), ("decode", self._pool.decodes)):
             if not reasons and workers and not any(worker.holds(max_len) for worker in workers.values()):
                 reasons.append(f"no {role} worker that is up holds the {max_len} tokens of prompt and output any more")
+        if not reasons and self._breakers.shut(time.monotonic()):
+            reasons.append("workers have failed all of several requests, and are tried again by one at a time")
         return "; ".join(reasons) or "no worker has room"
 
     def place(self, progress: Progress, work: float) -> Pair | None:
@@ -78,16 +82,24 @@ class Placement:
         self, progress: Progress, prefills: list[WorkerView], decodes: list[WorkerView]
     ) -> Iterator[tuple[list[WorkerView], list[WorkerView]]]:
         """Whom the policy may choose among, the best choice first."""
-        avoidance = progress.avoidance
-        if not avoidance.is_any:
+        avoidance, now_s = progress.avoidance, time.monotonic()
+        shut = self._shut(now_s)
+        if not avoidance.is_any and not shut:
             yield prefills, decodes
             return
         for worker in self._pool.workers:
             avoidance.forgive(worker.address, worker.up_since_s)
         addresses = [[view.address for view in views] for views in (prefills, decodes)]
-        for allowed_prefills, allowed_decodes in avoidance.choices(addresses[0], addresses[1], time.monotonic()):
+        for allowed_prefills, allowed_decodes in avoidance.choices(addresses[0], addresses[1], now_s, shut):
             some = [view for view in prefills if view.address in allowed_prefills]
             yield some, [view for view in decodes if view.address in allowed_decodes]
+
+    def _shut(self, now_s: float) -> Collection[Part]:
+        """Who may not be asked by anybody now."""
+        if not self._breakers.is_any:
+            return ()
+        self._breakers.keep({worker.address: worker.up_since_s for worker in self._pool.workers})
+        return self._breakers.shut(now_s)
 
     def _shared_route(self, progress: Progress, num_tokens_to_hold: int) -> Pair | None:
         """The decode worker that has the prompt already, for another choice of it; None if it cannot take one more."""
@@ -95,7 +107,8 @@ class Placement:
         if not request.follows or request.share is None or progress.attempt:
             return None
         worker = self._pool.decodes.get(request.share.decode_address or "")
-        fitting = [] if worker is None else views([worker], request.max_len)
+        is_shut = worker is not None and (worker.address,) in self._shut(time.monotonic())
+        fitting = [] if worker is None or is_shut else views([worker], request.max_len)
         if worker is None or not fitting or not fitting[0].takes_sequence(num_tokens_to_hold):
             return None
         return None, worker

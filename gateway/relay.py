@@ -16,6 +16,7 @@ import time
 from kvrelay.common.sampling import FinishReason
 from kvrelay.gateway.admission import Admission
 from kvrelay.gateway.attempt import Attempt, AttemptFailedError, Take
+from kvrelay.gateway.breaker import CircuitBreakers, Part
 from kvrelay.gateway.errors import (
     AttemptsFailedError,
     InvalidRequestError,
@@ -46,7 +47,8 @@ class Relay:
         self._pool = pool
         self._settings = settings
         self._metrics = metrics
-        self._placement = Placement(pool, settings)
+        self.breakers = CircuitBreakers(self._on_breaker)
+        self._placement = Placement(pool, settings, self.breakers)
         self.admission = Admission(settings.max_queued, settings.room_timeout_s, pool.changed, metrics)
 
     async def run(self, request: GenerationRequest, take: Take) -> None:
@@ -127,6 +129,14 @@ class Relay:
                 retry_after_s=_RETRY_AFTER_S,
             ) from failure
 
+    def _on_breaker(self, part: Part, is_open: bool) -> None:
+        self._metrics.breakers_open.labels("worker" if len(part) == 1 else "pair").inc(1 if is_open else -1)
+        name = " with ".join(part)
+        if is_open:
+            logger.warning("%s failed several requests one after another: only probes are sent there", name)
+        else:
+            logger.info("%s is asked as usual again", name)
+
     # -- routing ---------------------------------------------------------------------------------------------------
 
     async def _find_workers(self, progress: Progress) -> Pair:
@@ -167,13 +177,20 @@ class Relay:
         pair = progress.place or await self._find_workers(progress)
         progress.place = None
         progress.attempt += 1
-        attempt = Attempt(self._pool, progress, pair, take, self._metrics)
+        part = tuple(worker.address for worker in pair if worker is not None)
+        trial = self.breakers.begin(request.share or request.request_id, part, time.monotonic())
+        attempt = Attempt(self._pool, progress, pair, take, self._metrics, trial)
         outcome = "given_up"  # by its client, or by us, its time being up
         try:
             await attempt.run(self._submit(progress, *pair))
             outcome = "finished" if attempt.is_finished else "stopped"
+            if progress.num_failures:
+                text = "the request went on after %d failed attempts; its client got all of it"
+                logger.info(text, progress.num_failures, extra={"request_id": request.request_id})
         except AttemptFailedError as failure:
             outcome = failure.code.value
+            if failure.blamed and failure.code.is_fault:
+                trial.failed(tuple(failure.blamed), time.monotonic())
             if not progress.is_complete:
                 self._on_failure(progress, failure)
                 return False
@@ -182,6 +199,7 @@ class Relay:
             take(OutputDelta([], FinishReason.STOP if is_stopped else FinishReason.LENGTH, None, None))
             outcome = "finished"
         finally:
+            trial.end()
             self._metrics.attempts.labels(outcome).inc()
         return True
 

@@ -45,7 +45,7 @@ class WorkerState(enum.StrEnum):
 
 
 class FailureCode(enum.StrEnum):
-    """Why an attempt failed or an offer was refused. ``is_retryable`` says whether another attempt may succeed."""
+    """Why an attempt failed or an offer was refused. ``is_fault`` says whether somebody is broken."""
 
     NO_ROOM = "no_room"  # no free KV blocks now
     QUEUE_FULL = "queue_full"  # the worker's waiting queue is at its bound
@@ -61,9 +61,16 @@ class FailureCode(enum.StrEnum):
     INTERNAL = "internal"  # an unexpected error on the worker; its log has the trace
 
     @property
-    def is_retryable(self) -> bool:
-        """Whether the gateway should try again, maybe elsewhere."""
-        return self not in (FailureCode.DEADLINE, FailureCode.INVALID, FailureCode.CANCELLED)
+    def is_fault(self) -> bool:
+        """Whether somebody is broken; else there is only no room, or no time, or nothing cached."""
+        faults = (
+            FailureCode.PEER_LOST,
+            FailureCode.LAYOUT_MISMATCH,
+            FailureCode.INTEGRITY,
+            FailureCode.LEASE_EXPIRED,
+            FailureCode.INTERNAL,
+        )
+        return self in faults
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):

@@ -46,4 +46,3 @@ def test_what_is_refused(blocks: BlockManager, num_tokens: int, most: int, num_u
     assert refusal is not None
     assert (refusal.request_id, refusal.attempt, refusal.code) == ("r", 3, FailureCode.NOT_CACHED)
     assert refusal.detail == f"{num_uncached} of {num_tokens} tokens are not cached here; the limit is {most}"
-    assert refusal.code.is_retryable

@@ -8,6 +8,7 @@ import pytest
 
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.gateway.breaker import BreakerState
 from kvrelay.gateway.errors import (
     ApiError,
     AttemptsFailedError,
@@ -250,6 +251,19 @@ async def test_a_broken_prefill_worker_costs_one_attempt(code: FailureCode) -> N
             await s.pool.changed.wait()
         assert await s.run() == ALL
         assert (len(broken.submits), len(healthy.submits)) == (1, 1)
+
+
+async def test_a_worker_that_fails_everybody_costs_three_requests_an_attempt() -> None:
+    """Then it gets probes only, one at a time, though it is the emptiest."""
+    async with stage(good, good) as s:
+        broken = s.players[0]
+        broken.script = failing(FailureCode.INTERNAL)
+        for number in range(12):
+            assert await s.run(request_id=f"r{number}") == ALL
+        assert 3 <= len(broken.submits) <= 4, "a probe, if a second has passed"
+        assert s.relay.breakers.states() == {(broken.address,): BreakerState.OPEN}
+        gauge = s.metrics.registry.get_sample_value("kvrelay_circuit_breakers_open", {"of": "worker"})
+        assert gauge == 1
 
 
 async def test_a_prefill_worker_is_not_blamed_for_a_full_decode_worker() -> None:

@@ -1,0 +1,159 @@
+"""Circuit breakers: a worker, or a pair of workers, that fails everybody is asked by one probe at a time. Pure state.
+
+A worker that fails all requests fast stays the emptiest one, and would get them all. So a gateway's requests share what they
+learn: after failures of three different requests a breaker opens. When its pause is over, one request may try. If that fails, too,
+the next pause is twice as long; if it goes well, the breaker is forgotten. An attempt goes well for a prefill worker, and for a
+pair, when the K/V are handed over, and for a decode worker with its first few tokens. So nobody waits for a long answer's end.
+
+Times are seconds on one monotonic clock; the caller brings them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+
+Part = tuple[str, ...]
+"""Who may be at fault: the address of a worker, or the addresses of a prefill and a decode worker."""
+
+_NUM_FAILED = 3  # different requests
+_MEMORY_S = 60.0  # of failures that nothing followed
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+
+
+class BreakerState(enum.StrEnum):
+    """CLOSED → OPEN → PROBING → CLOSED, or OPEN again."""
+
+    CLOSED = "closed"  # everybody may ask
+    OPEN = "open"  # nobody may, or the next one as a probe, if the pause is over
+    PROBING = "probing"  # one request tries; nobody else may
+
+
+@dataclass(slots=True)
+class _Breaker:
+    state: BreakerState = BreakerState.CLOSED
+    failed_s: dict[Hashable, float] = field(default_factory=dict)  # when requests last failed there
+    pause_s: float = _FIRST_PAUSE_S
+    until_s: float = 0.0  # when a probe may follow
+    probe: Trial | None = None
+
+    def is_shut(self, now_s: float) -> bool:
+        """Whether nobody may be sent there."""
+        return self.state is BreakerState.PROBING or (self.state is BreakerState.OPEN and now_s < self.until_s)
+
+    def open(self, now_s: float) -> None:
+        self.state, self.probe, self.until_s = BreakerState.OPEN, None, now_s + self.pause_s
+
+
+class CircuitBreakers:
+    """Of all workers of one gateway."""
+
+    def __init__(self, on_change: Callable[[Part, bool], None]) -> None:
+        """``on_change`` is told which breaker opened (True; not when a probe fails), or closed."""
+        self._on_change = on_change
+        self._breakers: dict[Part, _Breaker] = {}
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anybody has failed lately."""
+        return bool(self._breakers)
+
+    def begin(self, cause: Hashable, part: Part, now_s: float) -> Trial:
+        """An attempt begins; its ``end`` must follow. ``part``: all its workers. ``cause``: equal for what one client asked for."""
+        parts: list[Part] = [part] if len(part) == 1 else [(part[0],), (part[1],), part]
+        trial = Trial(self, cause, parts, now_s)
+        for one in parts:
+            breaker = self._breakers.get(one)
+            if breaker is not None and breaker.state is BreakerState.OPEN:
+                breaker.state, breaker.probe = BreakerState.PROBING, trial
+        return trial
+
+    def shut(self, now_s: float) -> set[Part]:
+        """Who may not be asked."""
+        return {part for part, breaker in self._breakers.items() if breaker.is_shut(now_s)}
+
+    def next_change_s(self, now_s: float) -> float | None:
+        """When the next pause is over; None if none is on."""
+        untils = (
+            one.until_s for one in self._breakers.values() if one.state is BreakerState.OPEN and one.until_s > now_s
+        )
+        return min(untils, default=None)
+
+    def states(self) -> dict[Part, BreakerState]:
+        """Of all whose requests have failed lately."""
+        return {part: breaker.state for part, breaker in self._breakers.items()}
+
+    def keep(self, up_since_s: Mapping[str, float]) -> None:
+        """Forget who is not there, and what was before a worker came up anew."""
+        for part, breaker in list(self._breakers.items()):
+            last_s = max(breaker.failed_s.values())
+            if not all(address in up_since_s and up_since_s[address] < last_s for address in part):
+                self._close(part)
+
+    def on_failure(self, trial: Trial, part: Part, now_s: float) -> None:
+        """An attempt failed, and ``part`` is to blame."""
+        breaker = self._breakers.setdefault(part, _Breaker())
+        if breaker.state is not BreakerState.CLOSED:
+            if breaker.probe is trial:
+                breaker.failed_s[trial.cause] = now_s
+                breaker.pause_s = min(2 * breaker.pause_s, _LONGEST_PAUSE_S)
+                breaker.open(now_s)
+            return
+        breaker.failed_s = {cause: at_s for cause, at_s in breaker.failed_s.items() if at_s > now_s - _MEMORY_S}
+        breaker.failed_s[trial.cause] = now_s
+        if len(breaker.failed_s) >= _NUM_FAILED:
+            breaker.open(now_s)
+            self._on_change(part, True)
+
+    def on_success(self, trial: Trial, part: Part) -> None:
+        """An attempt goes well on ``part``: what failed there before it began does not count any more."""
+        breaker = self._breakers.get(part)
+        if breaker is None:
+            return
+        if breaker.state is not BreakerState.CLOSED:
+            if breaker.probe is trial:
+                self._close(part)
+            return
+        breaker.failed_s = {cause: at_s for cause, at_s in breaker.failed_s.items() if at_s > trial.begun_s}
+        if not breaker.failed_s:
+            del self._breakers[part]
+
+    def on_end(self, trial: Trial, part: Part) -> None:
+        """An attempt is over. If it was a probe that showed nothing, the next one may follow at once."""
+        breaker = self._breakers.get(part)
+        if breaker is not None and breaker.probe is trial:
+            breaker.state, breaker.probe = BreakerState.OPEN, None
+
+    def _close(self, part: Part) -> None:
+        if self._breakers.pop(part).state is not BreakerState.CLOSED:
+            self._on_change(part, False)
+
+
+class Trial:
+    """One attempt, as breakers see it. Made by :meth:`CircuitBreakers.begin`."""
+
+    def __init__(self, breakers: CircuitBreakers, cause: Hashable, parts: list[Part], begun_s: float) -> None:
+        self.cause = cause
+        self.begun_s = begun_s
+        self._breakers = breakers
+        self._parts = parts
+
+    def hand_over_succeeded(self) -> None:
+        """The decode worker has the K/V that the prefill worker computed."""
+        for part in (self._parts[0], self._parts[-1]) if len(self._parts) > 1 else ():
+            self._breakers.on_success(self, part)
+
+    def decode_succeeded(self) -> None:
+        """The decode worker generates."""
+        self._breakers.on_success(self, self._parts[min(1, len(self._parts) - 1)])
+
+    def failed(self, part: Part, now_s: float) -> None:
+        """The attempt failed; ``part`` is to blame, a worker or the pair."""
+        self._breakers.on_failure(self, part, now_s)
+
+    def end(self) -> None:
+        """The attempt is over, however it ended."""
+        for part in self._parts:
+            self._breakers.on_end(self, part)

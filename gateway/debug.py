@@ -1,0 +1,35 @@
+"""What a gateway knows of its workers, for whoever looks for the reason of something: ``GET /debug/workers``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvrelay.gateway.breaker import BreakerState
+from kvrelay.gateway.relay import Relay
+from kvrelay.gateway.workers import WorkerPool
+
+
+def known_workers(pool: WorkerPool, relay: Relay) -> dict[str, Any]:
+    """All workers with what they have to do, who of them gets probes only, and how many requests wait for a place."""
+    states = relay.breakers.states()
+    workers = []
+    for worker in pool.workers:
+        view = worker.view(0)
+        workers.append(
+            {
+                "role": worker.role.value,
+                "address": worker.address,
+                "is_usable": worker.is_usable,
+                "problem": worker.misfit or ("" if worker.welcome is not None else worker.problem),
+                "breaker": states.get((worker.address,), BreakerState.CLOSED).value,
+                "num_requests": 0 if view is None else view.num_requests,
+                "num_waiting_tokens": 0 if view is None else view.num_waiting_tokens,
+                "num_free_blocks": 0 if view is None else view.num_free_blocks,
+            }
+        )
+    pairs = [
+        {"prefill": part[0], "decode": part[1], "breaker": state.value}
+        for part, state in states.items()
+        if len(part) == 2
+    ]
+    return {"workers": workers, "pairs": pairs, "num_queued": relay.admission.num_queued}
