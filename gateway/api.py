@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Path
 from pydantic import BaseModel
 from starlette.types import ASGIApp
 
@@ -80,7 +80,7 @@ class OpenAIRoutes:
         """The model that is served."""
         return {"object": "list", "data": [self._model_entry()]}
 
-    async def model(self, model: str) -> dict[str, Any]:
+    async def model(self, model: Annotated[str, Path(description="Its name.")]) -> dict[str, Any]:
         """One model, by its name."""
         if model != self._intake.model_name:
             raise ModelNotFoundError(

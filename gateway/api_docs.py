@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from kvrelay.gateway.bodies import Described
 from kvrelay.gateway.errors import (
     AttemptsFailedError,
     BodyTooLargeError,
@@ -32,144 +33,209 @@ _ERRORS = (
 )
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(Described):
     """What went wrong."""
 
     message: str = Field(min_length=1)
+    """What is wrong, and the way out."""
     type: Literal["invalid_request_error", "requests", "server_error"]
+    """Whose fault it is."""
     param: str | None
+    """The field that is wrong."""
     code: str
+    """What is wrong, for programs."""
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(Described):
     """OpenAI's error object."""
 
     error: ErrorDetail
+    """Its message, and what programs read."""
 
 
-class Usage(BaseModel):
+class Usage(Described):
     """Tokens of a request."""
 
     prompt_tokens: int = Field(ge=1)
+    """Tokens of the prompt."""
     completion_tokens: int = Field(ge=0)
+    """Tokens that were generated."""
     total_tokens: int = Field(ge=1)
+    """All together."""
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Described):
     """What is to be called, and with what."""
 
     name: str = Field(min_length=1)
-    arguments: str  # JSON
+    """The function's name."""
+    arguments: str
+    """Its arguments, as JSON text."""
 
 
-class ToolCall(BaseModel):
+class ToolCall(Described):
     """A call that the model asks for."""
 
     id: str = Field(min_length=1)
+    """To be repeated with the result."""
     type: Literal["function"]
+    """Always a function."""
     function: CalledFunction
+    """What is to be called."""
 
 
-class AnswerMessage(BaseModel):
+class AnswerMessage(Described):
     """What the model said, thought, and asks to be called."""
 
     role: Literal["assistant"]
+    """Always the assistant."""
     content: str | None
+    """What it said; null beside calls."""
     refusal: str | None = None
+    """Always null."""
     reasoning_content: str | None = None
+    """What it thought."""
     tool_calls: list[ToolCall] | None = None
+    """What it asks to be called."""
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(Described):
     """A chat's answer."""
 
     index: int = Field(ge=0)
+    """Which of `n` answers."""
     message: AnswerMessage
+    """The answer."""
     finish_reason: Literal["stop", "length", "tool_calls"]
+    """Why it ended."""
     stop_reason: int | str | None = None
+    """The stop string or token that ended it."""
     logprobs: dict[str, Any] | None
+    """Log probabilities, if asked for."""
     token_ids: list[int] | None = None
+    """The answer's tokens, if asked for."""
 
 
-class TextChoice(BaseModel):
+class TextChoice(Described):
     """A text's continuation."""
 
     index: int = Field(ge=0)
+    """Which of the answers, prompt by prompt."""
     text: str
+    """The continuation."""
     finish_reason: Literal["stop", "length"]
+    """Why it ended."""
     stop_reason: int | str | None = None
+    """The stop string or token that ended it."""
     logprobs: dict[str, Any] | None
+    """Log probabilities, if asked for."""
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    """Those of the prompt, if asked for."""
     token_ids: list[int] | None = None
+    """The continuation's tokens, if asked for."""
 
 
-class ChatAnswer(BaseModel):
+class ChatAnswer(Described):
     """Of ``/v1/chat/completions`` without ``stream``."""
 
     id: str
+    """The request's id."""
     object: Literal["chat.completion"]
+    """What this is."""
     created: int
+    """Seconds since 1970."""
     model: str
+    """The served model."""
     system_fingerprint: str | None = None
+    """Equal while model, weights and number format are."""
     choices: list[ChatChoice] = Field(min_length=1)
+    """The answers."""
     usage: Usage
+    """Tokens of the request."""
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    """Log probabilities of the prompt, if asked for."""
 
 
-class TextAnswer(BaseModel):
+class TextAnswer(Described):
     """Of ``/v1/completions`` without ``stream``."""
 
     id: str
+    """The request's id."""
     object: Literal["text_completion"]
+    """What this is."""
     created: int
+    """Seconds since 1970."""
     model: str
+    """The served model."""
     system_fingerprint: str | None = None
+    """Equal while model, weights and number format are."""
     choices: list[TextChoice] = Field(min_length=1)
+    """The continuations."""
     usage: Usage
+    """Tokens of the request."""
 
 
-class ResponseUsage(BaseModel):
+class ResponseUsage(Described):
     """Tokens of a response."""
 
     input_tokens: int = Field(ge=1)
+    """Tokens of the prompt."""
     output_tokens: int = Field(ge=0)
+    """Tokens that were generated."""
     total_tokens: int = Field(ge=1)
+    """All together."""
 
 
-class ResponseAnswer(BaseModel):
+class ResponseAnswer(Described):
     """Of ``/v1/responses`` without ``stream``."""
 
     id: str
+    """The request's id."""
     object: Literal["response"]
+    """What this is."""
     created_at: int
+    """Seconds since 1970."""
     status: Literal["completed", "incomplete"]
+    """Whether the answer was cut off by its limit."""
     model: str
+    """The served model."""
     output: list[dict[str, Any]]
+    """Thoughts, messages and calls, in their order."""
     usage: ResponseUsage
+    """Tokens of the request."""
 
 
-class ServedModel(BaseModel):
+class ServedModel(Described):
     """The model that is served."""
 
     id: str
+    """Its name."""
     object: Literal["model"]
+    """What this is."""
     created: int
+    """Always 0."""
     owned_by: str
+    """Always kvrelay."""
     max_model_len: int | None = None
+    """So many tokens prompt and answer may have; null while no worker is up."""
 
 
-class ModelList(BaseModel):
+class ModelList(Described):
     """Of ``/v1/models``."""
 
     object: Literal["list"]
+    """What this is."""
     data: list[ServedModel]
+    """The one model."""
 
 
-class Health(BaseModel):
+class Health(Described):
     """Of the health routes."""
 
     status: Literal["ok", "unavailable"]
+    """Whether requests are well placed here."""
     reasons: list[str] = Field(default_factory=list)
+    """Why not."""
 
 
 def answers(whole: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

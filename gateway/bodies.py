@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.errors import InvalidRequestError
 
 Body = TypeVar("Body", bound=BaseModel)
+
+
+class Described(BaseModel):
+    """What ``/openapi.json`` describes; the docstring below a field is the field's description there."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class RequestBody(Described):
+    """What a client sends. Types are checked strictly; fields that nobody knows are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
 
 
 def read_body(model: type[Body], request: ApiRequest) -> Body:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
+from kvrelay.gateway.bodies import RequestBody
 from kvrelay.gateway.chats import ChatRequest
 from kvrelay.gateway.contents import ROLES, checked_role, text_of
 from kvrelay.gateway.sampling_schema import MAX_LOGPROBS, SamplingBody, TokenId, TokenIds
@@ -40,18 +41,31 @@ class ChatBody(SamplingBody):
     """``POST /v1/chat/completions``"""
 
     messages: Messages
+    """The conversation so far."""
     max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    """At most so many tokens are generated; goes before `max_tokens`."""
     logprobs: bool | None = None
+    """Whether tokens come with log probabilities."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log probabilities of so many likeliest tokens; needs `logprobs`."""
     tools: list[dict[str, Any]] | None = None
+    """Functions that the model may call."""
     tool_choice: str | dict[str, Any] | None = None
+    """`auto`, `none`, `required`, or the function to call."""
     parallel_tool_calls: bool | None = None
+    """Whether one answer may ask for several calls, as by default."""
     reasoning_effort: Effort | None = None
+    """How much the model should think; for its chat template."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """More names for the chat template, such as `enable_thinking`."""
     add_generation_prompt: bool | None = None
+    """Whether the chat template opens the answer, as by default."""
     continue_final_message: bool | None = None
+    """Whether the last message is the beginning of the answer."""
     add_special_tokens: bool | None = None
+    """Whether the tokenizer adds special tokens to what the template wrote."""
     echo: bool | None = None
+    """Whether the answer repeats the message that it continues."""
 
     def chat(self) -> ChatRequest:
         """The conversation, and how to go on with it."""
@@ -85,31 +99,42 @@ class CompletionBody(SamplingBody):
         | Annotated[list[str], Field(min_length=1, max_length=128, fail_fast=True)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=128, fail_fast=True)]
     )
+    """A text or token ids to continue, or a list of either."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log probabilities of the tokens, and of so many likeliest others."""
     echo: bool | None = None
+    """Whether the answer begins with the prompt."""
     add_special_tokens: bool | None = None
+    """Whether the tokenizer adds special tokens, as by default."""
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(RequestBody):
     """``POST /tokenize``, as vLLM's: a text, or a chat."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
-
     model: str | None = None
+    """The served model; left out, it is that one."""
     prompt: str | None = None
+    """A text to tokenize."""
     messages: Messages | None = None
+    """A chat to tokenize."""
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    """Functions that the chat's template shows."""
     add_special_tokens: bool | None = None
+    """Whether the tokenizer adds special tokens: by default to texts, not to chats."""
     add_generation_prompt: bool | None = None
+    """Whether the chat template opens the answer, as by default."""
     continue_final_message: bool | None = None
+    """Whether the last message is left open."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """More names for the chat template."""
     return_token_strs: bool | None = None
+    """Whether to tell how the vocabulary writes each token."""
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(RequestBody):
     """``POST /detokenize``, as vLLM's."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
-
     model: str | None = None
+    """The served model; left out, it is that one."""
     tokens: Annotated[list[TokenId], Field(max_length=1_000_000, fail_fast=True)]
+    """Token ids to turn into text."""

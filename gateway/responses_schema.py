@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from kvrelay.common.sampling import Guide, GuideKind
+from kvrelay.gateway.bodies import RequestBody
 from kvrelay.gateway.chats import ChatRequest
 from kvrelay.gateway.contents import checked_role, text_of
 from kvrelay.gateway.errors import InvalidRequestError
@@ -28,36 +29,52 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Reasoning(BaseModel):
+class Reasoning(RequestBody):
     """How the model thinks."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
-
     effort: Effort | None = None
+    """How much the model should think; for its chat template."""
 
 
-class ResponseBody(BaseModel):
+class ResponseBody(RequestBody):
     """``POST /v1/responses``. ``store``, ``metadata``, ``user`` and the like are accepted and mean nothing here."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
+    """The served model; left out, it is that one."""
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+    """A text, or the items of the conversation so far."""
     instructions: str | None = None
+    """A system message in front of the input."""
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    """At most so many tokens are generated."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    """Sharpness of sampling; 0 takes the likeliest token."""
     top_p: Probability | None = None
+    """Only the likeliest tokens that have this probability together are sampled."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log probabilities of so many likeliest tokens."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """Equal requests with the same seed get the same answer; left out, one is drawn."""
     stream: bool | None = None
+    """Whether the answer comes as server-sent events."""
     tools: list[dict[str, Any]] | None = None
+    """Functions that the model may call."""
     tool_choice: str | dict[str, Any] | None = None
+    """`auto`, `none`, `required`, or the function to call."""
     parallel_tool_calls: bool | None = None
+    """Whether one answer may ask for several calls, as by default."""
     text: dict[str, Any] | None = None
+    """What the answer must match, in `format`."""
     reasoning: Reasoning | None = None
+    """How the model thinks."""
     include: list[str] | None = None
+    """`message.output_text.logprobs` asks for log probabilities."""
     cache_salt: CacheSalt | None = None
+    """Cached prefixes are shared only among requests with the same salt."""
     metadata: dict[str, Any] | None = None
+    """Comes back with the response."""
 
     @property
     def effort(self) -> Effort | None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from kvrelay.common.block_hash import MAX_CACHE_SALT
 from kvrelay.common.retention import MAX_PRIORITY, MIN_PRIORITY, Retention
 from kvrelay.common.sampling import BeamSearch
+from kvrelay.gateway.bodies import RequestBody
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.guides import requested_guide
 from kvrelay.gateway.spec import GenerationSpec
@@ -53,60 +54,100 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(RequestBody):
     """What a stream carries beside tokens."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
-
     include_usage: bool | None = None
+    """Whether the last chunk tells the usage."""
 
 
-class SamplingBody(BaseModel):
+class SamplingBody(RequestBody):
     """What both routes share."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
+    """The served model; left out, it is that one."""
     stream: bool | None = None
+    """Whether the answer comes as server-sent events."""
     stream_options: StreamOptions | None = None
+    """What a stream tells beside its text."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """How many answers to return."""
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """How many answers to generate; the `n` best by log probability per token are returned."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """At most so many tokens are generated."""
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """The answer does not end before so many tokens."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    """Sharpness of sampling; 0 takes the likeliest token."""
     top_p: Probability | None = None
+    """Only the likeliest tokens that have this probability together are sampled."""
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """Only so many of the likeliest tokens are sampled; -1 and 0 switch it off."""
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    """Only tokens of at least this share of the likeliest one's probability are sampled."""
     typical_p: Probability | None = None
+    """Only tokens whose surprise is typical, up to this probability together, are sampled."""
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    """Divides the logits of tokens that prompt or output have; 1 does nothing."""
     presence_penalty: Penalty | None = None
+    """Subtracted from the logits of tokens that the output has."""
     frequency_penalty: Penalty | None = None
+    """Subtracted from a token's logit for each time that the output has it."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """Equal requests with the same seed get the same answer; left out, one is drawn."""
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    """The answer ends in front of any of these texts."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_WORDS, fail_fast=True)] | None = None
+    """The answer also ends at any of these tokens."""
     include_stop_str_in_output: bool | None = None
+    """Whether what ended the answer is part of its text."""
     ignore_eos: bool | None = None
+    """Whether to go on behind the model's own end tokens."""
     skip_special_tokens: bool | None = None
+    """Whether special tokens are left out of the text, as by default."""
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    """Added to logits, by token id."""
     allowed_token_ids: TokenIds | None = None
+    """Only these tokens may come."""
     bad_words: Annotated[list[str], Field(max_length=_MAX_WORDS, fail_fast=True)] | None = None
+    """Texts that must not come, spelled with or without a space before them."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log probabilities of the prompt's tokens, and of so many likeliest others."""
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Only so many of the prompt's last tokens are used."""
     response_format: dict[str, Any] | None = None
+    """What the answer must match: `text`, `json_object`, `json_schema` or `structural_tag`."""
     structured_outputs: dict[str, Any] | None = None
+    """The same in vLLM's words: one of `json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`."""
     use_beam_search: bool | None = None
+    """Whether the likeliest whole answers are searched for."""
     beam_width: Annotated[int, Field(ge=1, le=64)] | None = None
+    """How many beams a search keeps; by default `n`."""
     length_penalty: Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)] | None = None
+    """Exponent of the length that a beam's log probability is divided by."""
     early_stopping: bool | Literal["never"] | None = None
+    """When a beam search ends, as in transformers."""
     watermark: bool | None = None
+    """Whether the text carries a watermark that `kvrelay watermark` detects."""
     logits_processors: Annotated[list[Name], Field(max_length=16, fail_fast=True)] | None = None
+    """Names of processors that the operator installed."""
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    """`priority` and `flex` move the request ten places of priority ahead and back."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    """Place in the line for a worker; the smaller, the earlier."""
     cache_priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
-    cache_ttl: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None  # seconds
+    """How long the request's KV stays cached: what has more is evicted later."""
+    cache_ttl: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None
+    """For so many seconds `cache_priority` holds."""
     cache_salt: CacheSalt | None = None
+    """Cached prefixes are shared only among requests with the same salt."""
     return_token_ids: bool | None = None
+    """Whether token ids come beside the text."""
     return_tokens_as_token_ids: bool | None = None
+    """Whether log probabilities name tokens as `token_id:17`."""
 
     def spec(
         self, *, max_tokens: int | None, num_logprobs: int | None, max_tokens_param: str = "max_tokens"

@@ -39,6 +39,7 @@ class AnyTokenizeBody(TokenizeBody):
     """``POST /tokenize``: TGI's with ``inputs``, vLLM's with ``prompt`` or ``messages``."""
 
     inputs: str | None = None
+    """A text to tokenize, as TGI asks for it."""
 
 
 class TokenizeRoutes:

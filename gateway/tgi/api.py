@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -18,6 +18,7 @@ from kvrelay import __version__
 from kvrelay.gateway.api import reading
 from kvrelay.gateway.api_docs import ChatAnswer, TextAnswer
 from kvrelay.gateway.api_request import ApiRequest, Endpoint
+from kvrelay.gateway.bodies import RequestBody
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.intake import Intake, arrival_of
 from kvrelay.gateway.jobs import Job
@@ -30,14 +31,17 @@ from kvrelay.gateway.tgi.schema import CompatBody, GenerateBody
 _MAX_PROMPTS = 128  # of one body, which only /v1/completions takes several in
 
 
-class AnyBody(BaseModel):
+class AnyBody(RequestBody):
     """``POST /invocations``: what it is can be told by the field that it has."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     inputs: Any = None
+    """As of `/`."""
     messages: Any = None
+    """As of `/v1/chat/completions`."""
     prompt: Any = None
+    """As of `/v1/completions`."""
 
 
 class TgiRoutes:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from kvrelay.common.sampling import Guide, GuideKind
+from kvrelay.gateway.bodies import RequestBody
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.guides import make_guide
 from kvrelay.gateway.sampling_schema import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS
@@ -22,13 +23,13 @@ _NAMED_SCHEMA = {"name", "description", "schema", "strict"}  # of what "json_sch
 Mass = Annotated[float, Field(gt=0, lt=1)]
 
 
-class Grammar(BaseModel):
+class Grammar(RequestBody):
     """What the output must match."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
-
     type: Literal["json", "json_object", "json_schema", "regex"]
+    """What the value is."""
     value: Any
+    """A JSON Schema, or a regular expression."""
 
     def guide(self) -> Guide:
         """Raises InvalidRequestError if the value is none of its type."""
@@ -40,30 +41,47 @@ class Grammar(BaseModel):
         return make_guide(GuideKind.JSON_SCHEMA, schema, "grammar.value")
 
 
-class GenerateParameters(BaseModel):
+class GenerateParameters(RequestBody):
     """TGI's parameters. Without any of those that sample, the likeliest token is taken."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
-
     adapter_id: str | None = None
+    """Refused: no adapters are served."""
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """How many texts to generate; the likeliest is returned."""
     temperature: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    """Sharpness of sampling."""
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    """Divides the logits of tokens that prompt or output have; 1 does nothing."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    """Subtracted from a token's logit for each time that the output has it."""
     top_k: Annotated[int, Field(gt=0, lt=2**31)] | None = None
+    """Only so many of the likeliest tokens are sampled."""
     top_p: Mass | None = None
+    """Only the likeliest tokens that have this probability together are sampled."""
     typical_p: Mass | None = None
+    """Only tokens whose surprise is typical, up to this probability together, are sampled."""
     do_sample: bool | None = None
-    max_new_tokens: Annotated[int, Field(gt=0)] | None = _DEFAULT_NEW_TOKENS  # null: as many as fit
+    """Whether tokens are sampled; else the likeliest is taken."""
+    max_new_tokens: Annotated[int, Field(gt=0)] | None = _DEFAULT_NEW_TOKENS
+    """At most so many tokens are generated; null: as many as fit."""
     return_full_text: bool | None = None
+    """Whether the text begins with the prompt."""
     stop: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    """The text ends with the first of these."""
     truncate: Annotated[int, Field(gt=0)] | None = None
+    """Only so many of the prompt's last tokens are used."""
     watermark: bool | None = None
+    """Whether the text carries a watermark that `kvrelay watermark` detects."""
     details: bool | None = None
+    """Whether tokens, seed and reason of the end come with the text."""
     decoder_input_details: bool | None = None
+    """Whether the prompt's tokens come with the details."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    """Equal requests with the same seed get the same text; left out, one is drawn."""
     top_n_tokens: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log probabilities of so many likeliest tokens."""
     grammar: Grammar | None = None
+    """What the text must match."""
 
     @property
     def samples(self) -> bool:
@@ -128,15 +146,16 @@ class GenerateParameters(BaseModel):
             )
 
 
-class GenerateBody(BaseModel):
+class GenerateBody(RequestBody):
     """``POST /generate`` and ``POST /generate_stream``"""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
-
     inputs: Annotated[str, Field(min_length=1)]
+    """The text to continue."""
     # TGI samples for a body without any parameters, and takes the likeliest token for one with empty parameters.
     parameters: GenerateParameters | None = None
+    """How to continue it. Without any the text is sampled."""
     add_special_tokens: bool | None = None
+    """Whether the tokenizer adds special tokens, as by default."""
 
     @property
     def wanted(self) -> GenerateParameters:
@@ -148,3 +167,4 @@ class CompatBody(GenerateBody):
     """``POST /``, which streams if asked to."""
 
     stream: bool | None = None
+    """Whether the text comes as server-sent events."""
