@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
 logger = logging.getLogger(__name__)
 
 _CONNECTIONS_AT_ONCE = 32  # that wait for each other
@@ -23,14 +21,14 @@ class GatheredWrites:
     """Of all connections of a process. Lives on its asyncio loop."""
 
     def __init__(self) -> None:
-        self._parts: dict[RequestResponseCycle, list[bytes]] = {}
+        self._parts: dict[asyncio.Transport, list[bytes]] = {}
         self._is_due = False  # on the loop
 
-    def add(self, cycle: RequestResponseCycle, part: bytes) -> None:
-        """Write ``part``, as it is, to the connection of ``cycle``: soon, and behind what was added before."""
-        parts = self._parts.get(cycle)
+    def add(self, transport: asyncio.Transport, part: bytes) -> None:
+        """Write ``part``, as it is, to a connection: soon, and behind what was added before."""
+        parts = self._parts.get(transport)
         if parts is None:
-            self._parts[cycle] = [part]
+            self._parts[transport] = [part]
             if not self._is_due:
                 self._is_due = True
                 asyncio.get_running_loop().call_soon(self._write_due)
@@ -39,13 +37,13 @@ class GatheredWrites:
         else:
             parts.append(part)
             if len(parts) >= _PARTS_AT_ONCE:
-                self.write_now(cycle)
+                self.write_now(transport)
 
-    def write_now(self, cycle: RequestResponseCycle) -> None:
-        """Write what is gathered for ``cycle``, maybe nothing: something else comes behind it."""
-        parts = self._parts.pop(cycle, None)
+    def write_now(self, transport: asyncio.Transport) -> None:
+        """Write what is gathered for a connection, maybe nothing: something else comes behind it."""
+        parts = self._parts.pop(transport, None)
         if parts is not None:
-            _write(cycle, parts)
+            _write(transport, parts)
 
     def _write_due(self) -> None:
         self._is_due = False
@@ -53,14 +51,14 @@ class GatheredWrites:
 
     def _write_all(self) -> None:
         gathered, self._parts = self._parts, {}
-        for cycle, parts in gathered.items():
+        for transport, parts in gathered.items():
             try:
-                _write(cycle, parts)
+                _write(transport, parts)
             except Exception:  # of this connection: the others have nothing to do with it
                 logger.exception("a connection cannot be written to; it ends")
-                cycle.transport.abort()
+                transport.abort()
 
 
-def _write(cycle: RequestResponseCycle, parts: list[bytes]) -> None:
-    if not cycle.disconnected and not cycle.transport.is_closing():
-        cycle.transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
+def _write(transport: asyncio.Transport, parts: list[bytes]) -> None:
+    if not transport.is_closing():
+        transport.write(parts[0] if len(parts) == 1 else b"".join(parts))

@@ -24,10 +24,11 @@ from kvrelay.gateway.errors import (
     TooManyRequestsError,
     UnauthorizedError,
 )
+from kvrelay.gateway.http_protocol import EXTENSION, Exchange
 from kvrelay.gateway.key_limits import KeyUse
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.refusals import Reason
-from kvrelay.gateway.reply import EXTENSION, Exchange, Reply
+from kvrelay.gateway.reply import Reply
 from kvrelay.gateway.sse import ClientLeftError
 from kvrelay.gateway.tgi.errors import PATHS as TGI_PATHS
 from kvrelay.gateway.tgi.errors import tgi_error
@@ -83,7 +84,7 @@ class Edge:
                 if self._api_keys is not None and scope["path"] not in _OPEN_PATHS:
                     use = self._api_keys.enter(request.field(b"authorization"))
                     request.min_priority = use.min_priority
-                request.whole_body = await self._read_body(receive, request, exchange)
+                request.whole_body = await self._read_body(receive, request)
                 if not scope["path"].isprintable():
                     # For the framework a path with a line end behind it is the path, and it would call an endpoint.
                     raise NotFoundError("Not Found")
@@ -115,18 +116,12 @@ class Edge:
             outcome = "failed_mid_stream" if request.has_failed else str(reply.status or "client_left")
             self._metrics.requests.labels(path, outcome).inc()
 
-    async def _read_body(self, receive: Receive, request: ApiRequest, exchange: Exchange | None) -> bytes:
+    async def _read_body(self, receive: Receive, request: ApiRequest) -> bytes:
         """Raises BodyTooLargeError, SlowClientError, and ClientLeftError if only a part of the body came."""
         limit = self._max_body_bytes
         announced = request.field(b"content-length") or "0"
         if announced.isdigit() and int(announced) > limit:
             raise BodyTooLargeError(f"the body has {announced} bytes; the limit is {limit}")
-        # Mostly all of it has come with the head, and a timer costs as much as parsing a short body.
-        whole = None if exchange is None else exchange.take_body()
-        if whole is not None:
-            if len(whole) > limit:
-                raise self._too_large()
-            return whole
         body = bytearray()
         try:
             async with asyncio.timeout(self._client_timeout_s):

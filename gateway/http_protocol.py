@@ -1,9 +1,9 @@
-"""HTTP/1.1 of one connection: uvicorn's protocol, with bounds on what a client may send, and on how slowly it may do so.
+"""HTTP/1.1 of one connection: uvicorn's protocol, with bounds that it lacks. The one module that knows uvicorn from inside.
 
 uvicorn waits for a request's headers for ever and keeps all of them; it waits for ever for a client that does not read. Here
-each of these ends: request line and headers are bounded in bytes, number and time, requests sent ahead in number, and whoever takes
-next to nothing of an answer is disconnected, which ends its request. Nothing of this is done per token. How long a body may take is
-:mod:`kvrelay.gateway.http`'s matter, how many connections there may be :mod:`kvrelay.gateway.http_server`'s.
+each of these ends. Request line and headers have bounds in bytes, number and time, requests sent ahead in number. A client that
+takes next to nothing of an answer is disconnected, which ends its request. None of this is done per token. How long a body may
+take is :mod:`kvrelay.gateway.http`'s matter.
 
 Whoever is refused gets an answer if that cannot be taken for the answer to another request, and loses the connection. llhttp
 itself refuses what two parsers could read differently: Content-Length beside Transfer-Encoding, or twice, line ends without CR,
@@ -15,19 +15,20 @@ from __future__ import annotations
 import asyncio
 import http
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Iterable
 from typing import Any
 
-import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from kvrelay.gateway.errors import ApiError, HeadersTooLargeError, InvalidHttpError, SlowClientError
+from kvrelay.gateway.errors import ApiError, ConnectionsError, HeadersTooLargeError, InvalidHttpError, SlowClientError
 from kvrelay.gateway.gathered_writes import GatheredWrites
 from kvrelay.gateway.refusals import Reason, Refusals
-from kvrelay.gateway.reply import EXTENSION, Exchange
 from kvrelay.gateway.settings import HttpLimits
+
+EXTENSION = "kvrelay.exchange"  # of the ASGI scope, with an Exchange
 
 _MAX_HEADERS = 256  # each is compared with the names that are looked for
 _MAX_PIPELINED = 16  # requests behind the one that is being answered
@@ -36,13 +37,40 @@ _LOW_WATER_BYTES = 16 * 2**10
 _LINGER_S = 2.0
 
 
-class _RefusedError(Exception):
-    """Goes through the parser, from one of its callbacks to whoever fed it."""
+class Exchange:
+    """One request's answer on its connection, beside ASGI: writes chunks as ``send`` would, in the very call that makes them."""
 
-    def __init__(self, reason: Reason, error: ApiError) -> None:
-        super().__init__(str(error))
-        self.reason = reason
-        self.error = error
+    def __init__(self, cycle: RequestResponseCycle, writes: GatheredWrites) -> None:
+        """``writes``: of all connections."""
+        self._cycle = cycle
+        self._writes = writes
+
+    def begin(self, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Write a head of status 200 and a first part; False, and nothing written, if the client is behind, or gone."""
+        cycle = self._cycle
+        if cycle.disconnected or cycle.flow.write_paused or cycle.response_started:
+            return False
+        cycle.response_started = True
+        cycle.waiting_for_100_continue = False
+        cycle.chunked_encoding = True
+        lines = [name + b": " + value + b"\r\n" for name, value in (*cycle.default_headers, *headers)]
+        if not cycle.keep_alive:
+            lines.append(b"connection: close\r\n")
+        head = b"HTTP/1.1 200 OK\r\n" + b"".join(lines) + b"transfer-encoding: chunked\r\n\r\n"
+        cycle.transport.write(head + _chunk(body) if body else head)
+        return True
+
+    def write(self, body: bytes) -> bool:
+        """Write one more part, not empty, soon; False, and nothing written, if the client is behind, or gone."""
+        cycle = self._cycle
+        if cycle.disconnected or cycle.flow.write_paused:
+            return False
+        self._writes.add(cycle.transport, _chunk(body))
+        return True
+
+    def write_now(self) -> None:
+        """Write the parts that wait to be; to be called before anything else is sent."""
+        self._writes.write_now(self._cycle.transport)
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -58,18 +86,14 @@ class HttpProtocol(HttpToolsProtocol):
         limits: HttpLimits,
         refusals: Refusals,
         writes: GatheredWrites,
-        on_lost: Callable[[HttpProtocol], None],
     ) -> None:
-        """``writes``: of all connections. ``on_lost`` is called when this one has ended, if it was ever made."""
+        """``writes``: of all connections."""
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._refusals = refusals
         self._writes = writes
-        self._on_lost = on_lost
         self._is_refused = False
         self._is_in_headers = False
-        self._num_headers = 0
-        self._num_header_bytes = 0
         self._num_unparsed_bytes = 0  # since a request began, or a part of its body came
         # uvicorn's ``cycle`` is the newest, which may wait for this one.
         self._running: RequestResponseCycle | None = None
@@ -77,9 +101,18 @@ class HttpProtocol(HttpToolsProtocol):
         self._client_timer: asyncio.TimerHandle | None = None  # runs while the answer is not taken
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The first request's headers are waited for from now on."""
+        """The first request's headers are waited for, unless there are too many connections. Of TLS, the handshake is over."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=_LOW_WATER_BYTES)  # TLS has others
+        most = self._limits.max_connections
+        if len(self.connections) > most:
+            text = f"the server has {most} connections, which is its limit; try again in a moment"
+            self._is_refused = True
+            self._refusals.count(Reason.TOO_MANY_CONNECTIONS, text, self.client)
+            transport.write(raw_response(ConnectionsError(text, retry_after_s=1)))
+            transport.close()
+            self._watch_client()
+            return
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -89,67 +122,53 @@ class HttpProtocol(HttpToolsProtocol):
         self._disconnect_requests()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        self._on_lost(self)
 
     def data_received(self, data: bytes) -> None:
         """What the client sent; after a refusal it is thrown away."""
         if self._is_refused:
             return
         self._num_unparsed_bytes += len(data)
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # to nothing else: the request is answered as any other
-        except httptools.HttpParserError as error:
-            cause = error.__context__
-            if isinstance(cause, _RefusedError):
-                self._refuse(cause.reason, cause.error)
-            else:
-                self._refuse(Reason.INVALID_HTTP, InvalidHttpError(f"this is not HTTP/1.1: {cause or error}"))
-            return
+        super().data_received(data)
         if self._num_unparsed_bytes > self._limits.max_header_bytes:
             # Of headers, or of what surrounds a body's chunks, which has no business to be this long either.
             self._refuse(Reason.HEADERS_TOO_LARGE, self._too_large())
-        elif self._is_in_headers and self._header_timer is None:
-            self._await_headers()
+        elif self._header_timer is None and (self._is_in_headers or self._is_idle()):
+            self._await_headers()  # blank lines, too, must become a request in time
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser, or a callback of it, has raised an error."""
+        error = sys.exception()
+        assert error is not None, "uvicorn calls it for an error of the parser"
+        reason = error.__context__ or error
+        self._refuse(Reason.INVALID_HTTP, InvalidHttpError(f"this is not HTTP/1.1: {reason}"))
 
     def on_message_begin(self) -> None:
-        """A request begins. Blank lines between requests do not, and so keep no idle connection open."""
-        self._unset_keepalive_if_required()
+        """A request begins."""
         super().on_message_begin()
         self._is_in_headers = True
-        self._num_headers = self._num_header_bytes = self._num_unparsed_bytes = 0
-
-    def on_url(self, url: bytes) -> None:
-        """A part of it."""
-        self._num_header_bytes += len(url)
-        if self._num_header_bytes > self._limits.max_header_bytes:
-            raise _RefusedError(Reason.HEADERS_TOO_LARGE, self._too_large())
-        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer behind a body: that is counted, too, but nobody reads it."""
-        self._num_headers += 1
-        self._num_header_bytes += len(name) + len(value) + 4
-        if self._num_header_bytes > self._limits.max_header_bytes:
-            raise _RefusedError(Reason.HEADERS_TOO_LARGE, self._too_large())
-        if self._num_headers > _MAX_HEADERS:
-            text = f"the request has more than {_MAX_HEADERS} headers, which is the limit; send fewer"
-            raise _RefusedError(Reason.HEADERS_TOO_LARGE, HeadersTooLargeError(text))
-        if self._is_in_headers:  # as uvicorn's does; a call less for each
-            name = name.lower()
-            if name == b"expect" and value.lower() == b"100-continue":
-                self.expect_100_continue = True
-            self.headers.append((name, value))
+        """A header; a trailer behind a body is nobody's."""
+        if self._is_in_headers:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The request starts, or waits for those before it."""
+        """The request starts, or waits for those before it. Raises what ends the parser's work, after a refusal."""
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._limits.max_header_bytes:
+            self._refuse(Reason.HEADERS_TOO_LARGE, self._too_large())
+        elif len(self.headers) > _MAX_HEADERS:
+            text = f"the request has more than {_MAX_HEADERS} headers, which is the limit; send fewer"
+            self._refuse(Reason.HEADERS_TOO_LARGE, HeadersTooLargeError(text))
+        elif len(self.pipeline) >= _MAX_PIPELINED and not self._is_idle():
+            text = f"more than {_MAX_PIPELINED} requests wait on this connection; open another one"
+            self._refuse(Reason.PIPELINE, InvalidHttpError(text))
+        if self._is_refused:
+            raise ValueError("refused")
         self._headers_came()
         super().on_headers_complete()
         self._is_in_headers = False
-        if len(self.pipeline) > _MAX_PIPELINED:
-            text = f"more than {_MAX_PIPELINED} requests wait on this connection; open another one"
-            raise _RefusedError(Reason.PIPELINE, InvalidHttpError(text))
+        self._num_unparsed_bytes = 0
 
     def on_body(self, body: bytes) -> None:
         """A part of it."""
@@ -191,8 +210,13 @@ class HttpProtocol(HttpToolsProtocol):
         cycle.scope["extensions"] = extensions
         super()._start_asgi_task(cycle, app)
 
+    def _is_idle(self) -> bool:
+        """Whether all requests so far are answered."""
+        return self.cycle is None or self.cycle.response_complete
+
     def _await_headers(self) -> None:
-        self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._on_header_timeout)
+        if not self._is_refused:
+            self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._on_header_timeout)
 
     def _headers_came(self) -> None:
         if self._header_timer is not None:
@@ -234,7 +258,9 @@ class HttpProtocol(HttpToolsProtocol):
             self._client_timer = None
 
     def _refuse(self, reason: Reason, error: ApiError) -> None:
-        """End the connection, with ``error`` as its last answer if nothing else is being answered."""
+        """End the connection, with ``error`` as its last answer if nothing else is being answered. Nothing after a refusal."""
+        if self._is_refused:
+            return
         self._refusals.count(reason, str(error), self.client)
         self._is_refused = True
         self._headers_came()
@@ -283,3 +309,7 @@ def raw_response(error: ApiError) -> bytes:
     if error.retry_after is not None:
         lines.append(f"retry-after: {error.retry_after}")
     return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def _chunk(body: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(body), body)

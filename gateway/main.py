@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import signal
 import socket
 from pathlib import Path
+from types import FrameType
 
+import uvicorn
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.descriptors import raise_descriptor_limit
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.logs import configure_logs
 from kvrelay.gateway.app import create_app
-from kvrelay.gateway.http_server import HttpServer
+from kvrelay.gateway.http_server import make_http_server
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.refusals import Refusals
 from kvrelay.gateway.settings import GatewaySettings, HttpLimits, TlsSettings
@@ -33,20 +36,27 @@ def serve(settings: GatewaySettings) -> int:
     with _listen(settings.host, settings.port) as listener:
         server = make_server(settings)
         host, port = listener.getsockname()[:2]
+
+        def stop(_number: int, _frame: FrameType | None) -> None:
+            server.should_exit = True
+
+        # uvicorn takes the signals over, and raises them again behind its end: the process must not die of that.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
         logger.info("gateway: %s://%s:%d", "http" if settings.tls.tls_cert is None else "https", host, port)
         server.run(sockets=[listener])
     logger.info("gateway: stopped")
     return 0
 
 
-def make_server(settings: GatewaySettings) -> HttpServer:
+def make_server(settings: GatewaySettings) -> uvicorn.Server:
     """Load everything. Raises KvrelayError."""
     metrics = GatewayMetrics(CollectorRegistry())
     limits = _fitting(settings.http, raise_descriptor_limit())
     certificate = _certificate(settings.tls)
     app = create_app(settings, metrics=metrics)
     refusals = Refusals(metrics.refused_connections)
-    server = HttpServer(app, limits, refusals, certificate=certificate, drain_s=settings.drain_s)
+    server = make_http_server(app, limits, refusals, certificate=certificate, drain_s=settings.drain_s)
     # What is loaded stays; and a collection, which stops all streams, need not come after every 700 objects.
     gc.collect()
     gc.freeze()

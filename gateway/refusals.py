@@ -18,7 +18,6 @@ class Reason(StrEnum):
     """The label ``reason`` of ``kvrelay_refused_connections_total``."""
 
     TOO_MANY_CONNECTIONS = "too_many_connections"
-    TLS_HANDSHAKE = "tls_handshake"
     INVALID_HTTP = "invalid_http"
     HEADERS_TOO_LARGE = "headers_too_large"
     HEADER_TIMEOUT = "header_timeout"

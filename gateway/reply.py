@@ -10,60 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from starlette.types import Message, Send
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from kvrelay.gateway.gathered_writes import GatheredWrites
-
-EXTENSION = "kvrelay.exchange"  # of the ASGI scope, with an Exchange
+from kvrelay.gateway.http_protocol import Exchange
 
 Headers = Iterable[tuple[bytes, bytes]]
-
-
-class Exchange:
-    """One request and its answer on uvicorn's connection, beside ASGI: what has come, and writing chunks as ``send`` would."""
-
-    def __init__(self, cycle: RequestResponseCycle, writes: GatheredWrites) -> None:
-        """``writes``: of all connections."""
-        self._cycle = cycle
-        self._writes = writes
-
-    def take_body(self) -> bytes | None:
-        """The body, if all of it is here; ``receive`` then waits for what comes behind it. Else None, and nothing is taken."""
-        cycle = self._cycle
-        if cycle.more_body or cycle.disconnected:
-            return None
-        body, cycle.body = bytes(cycle.body), bytearray()
-        cycle.waiting_for_100_continue = False  # nothing more is to come
-        cycle.message_event.clear()
-        cycle.flow.resume_reading()
-        return body
-
-    def begin(self, headers: Headers, body: bytes) -> bool:
-        """Write a head of status 200 and a first part; False, and nothing written, if the client is behind, or gone."""
-        cycle = self._cycle
-        if cycle.disconnected or cycle.flow.write_paused or cycle.response_started:
-            return False
-        cycle.response_started = True
-        cycle.waiting_for_100_continue = False
-        cycle.chunked_encoding = True
-        lines = [name + b": " + value + b"\r\n" for name, value in (*cycle.default_headers, *headers)]
-        if not cycle.keep_alive:
-            lines.append(b"connection: close\r\n")
-        head = b"HTTP/1.1 200 OK\r\n" + b"".join(lines) + b"transfer-encoding: chunked\r\n\r\n"
-        cycle.transport.write(head + _chunk(body) if body else head)
-        return True
-
-    def write(self, body: bytes) -> bool:
-        """Write one more part, not empty, soon; False, and nothing written, if the client is behind, or gone."""
-        cycle = self._cycle
-        if cycle.disconnected or cycle.flow.write_paused:
-            return False
-        self._writes.add(cycle, _chunk(body))
-        return True
-
-    def write_now(self) -> None:
-        """Write the parts that wait to be; to be called before anything else is sent."""
-        self._writes.write_now(self._cycle)
 
 
 class Reply:
@@ -101,7 +51,3 @@ class Reply:
         """What was written reaches the connection before anything else can happen to it."""
         if self._exchange is not None:
             self._exchange.write_now()
-
-
-def _chunk(body: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(body), body)

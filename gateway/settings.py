@@ -99,7 +99,7 @@ class HttpLimits:
         64 * 2**10, "largest request line and headers of one request; beyond it 431", unit="bytes", minimum=1024
     )
     header_timeout_s: float = setting(
-        10.0, "how long a TLS handshake, and then the headers of a request, may take to arrive", unit="s", minimum=0.1
+        10.0, "how long the headers of a request may take to arrive", unit="s", minimum=0.1
     )
     client_timeout_s: float = setting(
         30.0,

@@ -1,53 +1,43 @@
 """The certificate of the HTTP API, from two PEM files that may be replaced at any time.
 
-cert-manager, ``kubectl`` and certbot renew certificates by writing new files. They are looked at, once a second at the most, when a
-connection comes; new ones hold from that connection on, and those before keep theirs. Files that are broken then, or do
-not belong together, are reported, and the certificate read last stays in force.
+cert-manager, ``kubectl`` and certbot renew certificates by writing new files. Those are loaded into the one SSL context that the
+server has: connections from then on get them, those before keep theirs. Files that are broken, or do not belong together, are
+reported, and the certificate read last stays in force.
 """
 
 from __future__ import annotations
 
 import logging
 import ssl
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from kvrelay.common.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 1.0
 _Version = tuple[tuple[int, int, int] | None, ...]
 
 
 class Certificate:
     """Certificate and key of two files. Raises SettingsError if they cannot be used at first."""
 
-    def __init__(self, cert: Path, key: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, cert: Path, key: Path) -> None:
         self._cert = cert
         self._key = key
-        self._clock = clock
         # Before they are read: what changes in between is seen at the next look.
         self._version = self._look()
-        self._context = _context(cert, key)
-        self._looked_s = clock()
+        self.context = _context(cert, key)
 
-    def context(self) -> ssl.SSLContext:
-        """What a new connection is to be encrypted with. Reads the files if they have changed."""
-        now_s = self._clock()
-        if now_s - self._looked_s >= _LOOK_EVERY_S:
-            self._looked_s = now_s
-            self._read_again()
-        return self._context
-
-    def _read_again(self) -> None:
+    async def look_again(self) -> None:
+        """Read the files if they have changed. To be called now and then, on the loop that accepts."""
         version = self._look()
         if version == self._version:
             return
         self._version = version
         try:
-            self._context = _context(self._cert, self._key)
+            # Tried on another context first: one that is given a certificate without its key loses the key that it had.
+            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._cert, self._key)
+            _load(self.context, self._cert, self._key)
             logger.info("read a new certificate from %s", self._cert)
         except SettingsError as error:
             logger.error("%s; the certificate read before stays in force", error)
@@ -66,15 +56,21 @@ def _version(path: Path) -> tuple[int, int, int] | None:
 
 
 def _context(cert: Path, key: Path) -> ssl.SSLContext:
-    """TLS 1.2 or newer with this certificate. Raises SettingsError that names the file which is at fault."""
+    """TLS 1.2 or newer with this certificate. Raises SettingsError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    _load(context, cert, key)
+    return context
+
+
+def _load(context: ssl.SSLContext, cert: Path, key: Path) -> None:
+    """Raises SettingsError that names the file which is at fault."""
     for flag, path in (("--tls-cert", cert), ("--tls-key", key)):
         try:
             path.read_bytes()
         except OSError as error:
             raise SettingsError(f"{flag}: cannot read {path}: {error.strerror}") from error
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
     try:
         context.load_cert_chain(cert, key, password=_no_passphrase)
     except _EncryptedKeyError as error:
@@ -85,7 +81,6 @@ def _context(cert: Path, key: Path) -> ssl.SSLContext:
         raise SettingsError(
             f"--tls-cert: {cert} and {key} are not a certificate and its key in PEM ({error})"
         ) from error
-    return context
 
 
 class _EncryptedKeyError(Exception):

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrelay.gateway.http_server import HttpServer
+from kvrelay.gateway.http_server import make_http_server
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.refusals import Reason, Refusals
 from kvrelay.gateway.settings import HttpLimits
@@ -102,7 +103,7 @@ class Port:
     """What a test talks to."""
 
     number: int
-    server: HttpServer
+    server: uvicorn.Server
     registry: CollectorRegistry
 
     def refused(self) -> dict[str, float]:
@@ -183,12 +184,12 @@ async def serving(
     """``app`` on a port of its own; stopped, and its end checked, afterwards."""
     registry = CollectorRegistry()
     refusals = Refusals(GatewayMetrics(registry).refused_connections)
-    server = HttpServer(app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=5)
+    server = make_http_server(app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=5)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     if send_buffer_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-    task = asyncio.create_task(server._serve(sockets=[listener]))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await until(lambda: server.started or task.done())
         yield Port(listener.getsockname()[1], server, registry)
@@ -196,5 +197,4 @@ async def serving(
         server.should_exit = True
         await asyncio.wait_for(task, 20)
         assert not server.server_state.connections
-        assert not server._connections
         assert not server.server_state.tasks

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from kvrelay.gateway.http_protocol import HttpProtocol
 
 from .http_port import GET, POST, Port, Recorder, all_of, answer, close, error_of, serving, told, until
+
+
+async def test_the_parts_of_uvicorn_that_are_built_on_are_there() -> None:
+    """They are nobody's interface: a version without them must fail here, and not under load."""
+    for name in ("_start_asgi_task", "_unset_keepalive_if_required", "timeout_keep_alive_handler", "send_400_response"):
+        assert callable(getattr(HttpToolsProtocol, name)), name
+    config = uvicorn.Config(lambda: None, http="httptools")
+    protocol = vars(HttpToolsProtocol(config, ServerState(), {}))
+    assert protocol.keys() >= {"connections", "cycle", "flow", "headers", "pipeline", "timeout_keep_alive_task"}
+    cycle: Any = RequestResponseCycle
+    made = vars(cycle(*[None] * 11))
+    assert made.keys() >= {
+        "chunked_encoding", "default_headers", "disconnected", "flow", "keep_alive", "message_event", "more_body",
+        "response_complete", "response_started", "transport", "waiting_for_100_continue",
+    }  # fmt: skip
+
 
 SECOND = b"GET /second HTTP/1.1\r\nhost: x\r\n\r\n"
 LIMIT = 4096

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import FlowControl
 
-from kvrelay.gateway.gathered_writes import GatheredWrites
-from kvrelay.gateway.reply import EXTENSION, Exchange, Reply
+from kvrelay.gateway.http_protocol import EXTENSION, Exchange
+from kvrelay.gateway.reply import Reply
 from kvrelay.gateway.sse import EventStream
 
-from .http_port import GET, POST, close, lifespan, serving, until
+from .http_port import GET, close, lifespan, serving
 
 Produce = Callable[[EventStream], Awaitable[bytes]]
 
@@ -26,15 +23,13 @@ class Streamer:
 
     def __init__(self, produce: Produce) -> None:
         self.produce = produce
-        self.taken: list[bytes | None] = []  # of each request, what was there when it started
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await lifespan(receive, send)
             return
         exchange: Exchange = scope["extensions"][EXTENSION]
-        self.taken.append(exchange.take_body())
-        while self.taken[-1] is None and (await receive()).get("more_body"):
+        while (await receive()).get("more_body"):
             pass
         reply = Reply(send, "r1", exchange)
         await EventStream(self.produce, lambda error: b"")(scope, receive, reply)
@@ -69,51 +64,6 @@ async def test_a_stream_is_one_answer_in_chunks(closes: bool) -> None:
             assert (b"connection: close" in lines) is closes
             assert await reader.readexactly(len(CHUNKS)) == CHUNKS
         await close(writer)
-
-
-async def test_it_is_known_whether_a_body_is_still_to_come() -> None:
-    app = Streamer(two_events)
-    async with serving(app) as port:
-        reader, writer = await port.connect()
-        writer.write(POST + b"content-length: 2\r\n\r\nab")
-        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-        assert await reader.readexactly(len(CHUNKS)) == CHUNKS
-        writer.write(POST + b"content-length: 2\r\n\r\na")
-        await until(lambda: len(app.taken) == 2)
-        writer.write(b"b")
-        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-        assert app.taken == [b"ab", None]
-        await close(writer)
-
-
-def cycle_with(body: bytes, **others: Any) -> Any:
-    """uvicorn's, as far as a body is concerned, reading paused."""
-    cycle = SimpleNamespace(
-        body=bytearray(body), more_body=False, disconnected=False, waiting_for_100_continue=True,
-        message_event=asyncio.Event(), flow=FlowControl(cast(asyncio.Transport, SimpleNamespace(
-            pause_reading=lambda: None, resume_reading=lambda: None,
-        ))),
-    )  # fmt: skip
-    cycle.message_event.set()
-    cycle.flow.pause_reading()
-    vars(cycle).update(others)
-    return cycle
-
-
-async def test_a_body_is_taken_as_if_it_had_been_received() -> None:
-    cycle = cycle_with(b"ab")
-    assert Exchange(cycle, GatheredWrites()).take_body() == b"ab"
-    assert cycle.body == b""
-    assert not cycle.message_event.is_set()
-    assert not cycle.flow.read_paused
-    assert not cycle.waiting_for_100_continue
-
-
-@pytest.mark.parametrize("why", ["more_body", "disconnected"])
-async def test_half_a_body_is_not_taken(why: str) -> None:
-    cycle = cycle_with(b"ab", **{why: True})
-    assert Exchange(cycle, GatheredWrites()).take_body() is None
-    assert (cycle.body, cycle.message_event.is_set(), cycle.flow.read_paused) == (b"ab", True, True)
 
 
 async def test_a_slow_reader_gets_everything_and_holds_nobody_up() -> None:

@@ -80,7 +80,7 @@ async def test_an_idle_connection_is_kept_for_so_long(app: Recorder) -> None:
 
 
 async def test_blank_lines_keep_no_idle_connection_open(app: Recorder) -> None:
-    async with serving(app, keep_alive_s=0.2) as port:
+    async with serving(app, header_timeout_s=0.2) as port:
         reader, writer = await port.connect()
         writer.write(GET)
         await answer(reader)
@@ -89,9 +89,9 @@ async def test_blank_lines_keep_no_idle_connection_open(app: Recorder) -> None:
             while not end.done():
                 writer.write(b"\r\n")
                 await asyncio.sleep(0.01)  # polls for a state: the connection has ended
-        assert await end == b""
+        error_of(await end, 408)
         await close(writer)
-        assert port.refused() == {}
+        assert port.refused() == {"header_timeout": 1}
 
 
 async def test_who_reads_nothing_of_an_answer_is_disconnected() -> None:
@@ -184,7 +184,6 @@ async def test_a_slow_reader_is_no_deaf_one() -> None:
         limits=HttpLimits(),
         refusals=refusals,
         writes=GatheredWrites(),
-        on_lost=lambda _: None,
     )
     protocol.connection_made(cast(asyncio.Transport, transport))
     loop.cancel()  # the wait for headers

@@ -16,6 +16,7 @@ import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.trainers
+import uvicorn
 from prometheus_client import CollectorRegistry
 
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
@@ -23,7 +24,7 @@ from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake import FakeEngine, fake_card
 from kvrelay.engine.interface import StepRow
 from kvrelay.gateway.app import create_app
-from kvrelay.gateway.http_server import HttpServer
+from kvrelay.gateway.http_server import make_http_server
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.refusals import Refusals
 from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, HttpLimits, RelaySettings
@@ -65,7 +66,7 @@ class Deployment:
     client: httpx.AsyncClient
     prefill: PrefillWorker
     decode: DecodeWorker
-    server: HttpServer
+    server: uvicorn.Server
 
     async def settled(self) -> None:
         """Wait until no worker knows any request, then check that every block is free or cached."""
@@ -133,8 +134,8 @@ async def deployment(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     metrics = GatewayMetrics(CollectorRegistry())
     app = create_app(settings, link_settings=LINKS, metrics=metrics)
-    server = HttpServer(app, settings.http, Refusals(metrics.refused_connections), drain_s=drain_s)
-    serving = asyncio.create_task(server._serve(sockets=[listener]))
+    server = make_http_server(app, settings.http, Refusals(metrics.refused_connections), drain_s=drain_s)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with httpx.AsyncClient(base_url=url, timeout=20) as client:
             async with asyncio.timeout(20):
