@@ -36,7 +36,6 @@ import httpx
 import msgspec
 import psutil
 import uvloop
-import zmq
 from gateway_ends import FIRST_MARK, DirectClient, PacedWorker, prompt_of
 from gateway_figures import added
 from gateway_load import throughput
@@ -46,6 +45,7 @@ from kvrelay.launcher.bench.environment import environment
 from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.ports import free_ports
+from kvrelay.wire.network import Network
 
 
 @contextmanager
@@ -115,22 +115,22 @@ async def measure_times(worker: PacedWorker, load: Load, ask: Ask) -> dict[str, 
 
 async def measure_direct(load: Load) -> dict[str, list[float]]:
     """The same without a gateway."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    worker = PacedWorker(load.step_s, context)
+    network = Network.open()
+    worker = PacedWorker(load.step_s, network)
     async with playing(worker) as address:
-        client = DirectClient(address, context)
+        client = DirectClient(address, network)
         client.link.start()
         await client.is_up.wait()
         times = await measure_times(worker, load, client.ask)
         await client.link.stop()
-    context.term()
+    network.close()
     return times
 
 
 async def measure_gateway(directory: Path, load: Load) -> dict[str, list[float]]:
     """Over HTTP, through a gateway."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    worker = PacedWorker(load.step_s, context)
+    network = Network.open()
+    worker = PacedWorker(load.step_s, network)
     async with playing(worker) as worker_address:
         with gateway_process(worker_address, directory) as (url, process):
             await _ready(url)
@@ -155,7 +155,7 @@ async def measure_gateway(directory: Path, load: Load) -> dict[str, list[float]]
             num_requests = load.streams * (load.rounds + 1)
             disturbed = f"the hypervisor took {stolen:.2f} cores"
             print(f"gateway: {cores:.2f} cores, {memory_mb:.0f} MB after {num_requests} requests; {disturbed}")
-    context.term()
+    network.close()
     return times
 
 

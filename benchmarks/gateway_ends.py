@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
@@ -26,6 +25,7 @@ from kvrelay.wire.messages import (
     WorkerState,
 )
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
 FIRST_MARK = 1000  # requests are told apart by their prompt's first token
@@ -35,7 +35,7 @@ VOCAB_SIZE = 49_152
 class PacedWorker:
     """A decode worker on a real control socket: a token for every running request, every ``step_s``. Implements ServerHandler."""
 
-    def __init__(self, step_s: float, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, step_s: float, network: Network) -> None:
         self.received_s: dict[int, float] = {}  # by the request's mark
         self.sent_s: dict[int, list[float]] = {}
         self._step_s = step_s
@@ -43,7 +43,7 @@ class PacedWorker:
         self._waiting: list[list[float]] = []  # where the moment of the next message is to be noted
         self._gateway = ""
         metrics = WireMetrics(CollectorRegistry())
-        self.server = ControlServer("tcp://127.0.0.1:*", self, LinkSettings(), metrics=metrics, context=context)
+        self.server = ControlServer("tcp://127.0.0.1:*", self, LinkSettings(), metrics=metrics, network=network)
 
     def welcome(self, hello: Hello) -> Welcome | HelloRefused:
         """Everybody is welcome."""
@@ -107,13 +107,13 @@ class PacedWorker:
 class DirectClient:
     """A client without a gateway: requests over the worker's control link. Implements ClientHandler."""
 
-    def __init__(self, address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, address: str, network: Network) -> None:
         self.is_up = asyncio.Event()
         self._arrived_s: dict[str, list[float]] = {}
         self._is_over: dict[str, asyncio.Event] = {}
         hello = Hello(role=Role.GATEWAY, peer_id="direct")
         metrics = WireMetrics(CollectorRegistry())
-        self.link = ControlClient(address, hello, self, LinkSettings(), metrics=metrics, context=context)
+        self.link = ControlClient(address, hello, self, LinkSettings(), metrics=metrics, network=network)
 
     def on_welcome(self, welcome: Welcome) -> None:
         """Begin."""

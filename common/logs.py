@@ -10,7 +10,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+
+from kvrelay.common.clock import Clock
 
 _WARNED_EVERY_S = 1.0
 _CONTEXT_FIELDS = ("role", "worker_id", "request_id", "attempt", "peer_id", "cause")
@@ -47,7 +48,7 @@ class JsonFormatter(logging.Formatter):
 class RareWarnings:
     """Warnings of which there may be a flood, one line a second at the most: the next line says how many there were besides."""
 
-    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, log: logging.Logger, clock: Clock) -> None:
         self._log = log
         self._clock = clock
         self._lock = threading.Lock()

@@ -8,10 +8,10 @@ If it cannot be sampled without them, it is told to sample once step N is postpr
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.decode_worker.beams import FinishedBeam
 from kvrelay.decode_worker.scheduler import DecodeScheduler, Progress, Schedule
@@ -79,11 +79,13 @@ class DecodeModelWorker:
         scheduler: DecodeScheduler,
         metrics: EngineMetrics,
         emit: Callable[[Report], None],
+        clock: Clock,
     ) -> None:
         self._engine = engine
         self._scheduler = scheduler
         self._metrics = metrics
         self._emit = emit
+        self._clock = clock
         self._launched: list[_Launched] = []  # steps whose tokens are not fetched yet, oldest first; two at most
         self._taking_in: tuple[Key, ...] = ()  # whose tokens are there, and are being taken in
         self._removals: list[Key] = []  # asked for while a step is under way
@@ -111,7 +113,7 @@ class DecodeModelWorker:
             if not plan.rows and not plan.admitted:
                 # A preemption without a row changed the books: look again at once.
                 return bool(plan.preempted)
-            self._since_s = time.monotonic()
+            self._since_s = self._clock()
             self._launch(plan)
         # Whoever is to be removed must not write to its blocks any more.
         if self._engine.runs_ahead and not self._removals:
@@ -141,7 +143,7 @@ class DecodeModelWorker:
 
     def _finish(self, plan: Schedule, outputs: list[SampledToken | None]) -> None:
         if plan.rows:
-            now_s = time.monotonic()
+            now_s = self._clock()
             self._metrics.step_s.observe(now_s - self._since_s)
             self._since_s = now_s
         is_over = [row.sequence.status is SequenceStatus.FINISHED for row in plan.rows]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import root_hash
@@ -26,16 +24,15 @@ from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.metrics import EngineMetrics
 from kvrelay.wire.authentication import PeerGate
 from kvrelay.wire.control_server import ControlServer
-from kvrelay.wire.data_plane import BlockReceiver
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.lease import LeaseSettings, VerifiedLease
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import FailureCode, Role
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.shared_receiver import open_shared_receiver
-from kvrelay.wire.sockets import num_network_threads
 from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.ticker import every
 
@@ -89,6 +86,9 @@ class DecodeWorker:
         worker_id: str,
         registry: CollectorRegistry,
         *,
+        network: Network,
+        model_loop: type[ModelLoop[Command]],
+        epoch: int,
         link_settings: LinkSettings | None = None,
         seal_kv: bool = False,
         keys: WireKeys | None = None,
@@ -103,8 +103,11 @@ class DecodeWorker:
                 f"({settings.max_num_seqs}), so that every running sequence gets its token in every step"
             )
         card = engine.card
+        clock = network.clock
         fingerprint = card.layout.fingerprint()
-        self.blocks = BlockManager(card.num_blocks, card.layout.block_size, max_retained_share=max_retained_share)
+        self.blocks = BlockManager(
+            card.num_blocks, card.layout.block_size, clock, max_retained_share=max_retained_share
+        )
         scheduler = DecodeScheduler(settings, self.blocks, root_hash(fingerprint), card.max_model_len)
         engine_metrics = EngineMetrics(
             registry,
@@ -113,10 +116,10 @@ class DecodeWorker:
             num_waiting=lambda: len(scheduler.waiting),
         )
         wire_metrics = WireMetrics(registry)
-        self._model_worker = DecodeModelWorker(engine, scheduler, engine_metrics, self._emit)
-        self._loop: ModelLoop[Command] = ModelLoop(self._model_worker, "decode-model")
-        identity = WorkerIdentity(worker_id, time.time_ns(), card, settings.max_waiting, settings.max_num_seqs)
-        self.service = DecodeService(identity, self.blocks, time.monotonic)
+        self._model_worker = DecodeModelWorker(engine, scheduler, engine_metrics, self._emit, clock)
+        self._loop = model_loop(self._model_worker, "decode-model", clock)
+        identity = WorkerIdentity(worker_id, epoch, card, settings.max_waiting, settings.max_num_seqs)
+        self.service = DecodeService(identity, self.blocks, clock)
         self._events = _LeaseEvents(self.service)
         self.leases = LeaseTable(
             LeaseSettings(
@@ -126,22 +129,22 @@ class DecodeWorker:
             engine.store,
             self._events,
             wire_metrics,
-            time.monotonic,
+            clock,
         )
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=num_network_threads(data_sockets))
+        self._network = network
         roles = frozenset({Role.GATEWAY, Role.PREFILL})
-        gate = None if keys is None else PeerGate(keys, roles, wire_metrics, self._context)
-        self._receiver = BlockReceiver(
+        gate = None if keys is None else PeerGate(keys, roles, wire_metrics, network.context)
+        self._receiver = network.block_receiver(
             data_address,
             self.leases,
             card.block_nbytes,
-            context=self._context,
+            context=network.context,
             gate=gate,
             num_threads=data_sockets,
         )
         link_settings = link_settings or LinkSettings()
         self._server = ControlServer(
-            address, self.service, link_settings, metrics=wire_metrics, context=self._context, gate=gate
+            address, self.service, link_settings, metrics=wire_metrics, network=network, gate=gate
         )
         token = None if gate is None else gate.data_token
         self._shared = open_shared_receiver(
@@ -195,7 +198,7 @@ class DecodeWorker:
             await asyncio.to_thread(self._shared.stop)
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._guides.close)
-        await asyncio.to_thread(self._context.term)
+        await asyncio.to_thread(self._network.close)
 
     def _dead_sockets(self) -> list[str]:
         """Nothing in this process would open them again."""

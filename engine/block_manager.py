@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import enum
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvrelay.common.clock import Clock
 from kvrelay.common.retention import Retention
 from kvrelay.engine.prefix_cache import Claim, PrefixCache, claims_of, merged
 
@@ -80,11 +80,14 @@ class BlockManager:
         self,
         num_blocks: int,
         block_size: int,
+        clock: Clock,
         *,
         max_retained_share: float = 0.5,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_retained_share``: of the blocks, that may be cached above the default priority at a time."""
+        """``max_retained_share``: of the blocks, that may be cached above the default priority at a time.
+
+        ``clock``: by which a raised priority ends.
+        """
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks {num_blocks} and block_size {block_size} must be at least 1")
         self.num_blocks = num_blocks

@@ -103,9 +103,9 @@ class FakePace:
     step_s: float
     token_s: float
 
-    def of(self, rows: Seq[StepRow]) -> float:
-        """Seconds for ``rows``; a row of one token is a decode row."""
-        return self.step_s + self.token_s * sum(row.num_tokens for row in rows if row.num_tokens > 1)
+    def of(self, shares: Seq[Share]) -> float:
+        """Seconds for a step; a share of one token is a decode row."""
+        return self.step_s + self.token_s * sum(share.num_tokens for share in shares if share.num_tokens > 1)
 
 
 @dataclass(slots=True)
@@ -173,14 +173,14 @@ class FakeEngine:
 
     def compute(self, shares: Seq[Share]) -> list[SampledToken | None]:
         """All of a step, now."""
-        started_s = time.monotonic()
+        until_s = 0.0 if self._pace is None else time.monotonic() + self._pace.of(shares)
         rows = [StepRow(share.sequence, share.num_tokens) for share in shares]
         self._on_step(rows)
         results = [self._run(share) for share in shares]
         if len(self._memories) > self._max_memories:
             self._forget_finished()
         if self._pace is not None:
-            time.sleep(max(0.0, started_s + self._pace.of(rows) - time.monotonic()))
+            time.sleep(max(0.0, until_s - time.monotonic()))
         return results
 
     def _run(self, share: Share) -> SampledToken | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -20,16 +19,15 @@ class Ticking(Protocol):
         """Whether the thread runs."""
 
     @property
-    def last_tick_s(self) -> float:
-        """When it last came round, on the monotonic clock."""
+    def silent_s(self) -> float:
+        """How long ago it last came round."""
 
 
 def loop_reasons(loop: Ticking, bound_s: float) -> list[str]:
     """Reasons against a model loop that died, or has not come round for ``bound_s``."""
     if not loop.is_alive:
         return ["the model loop is dead"]
-    silent_s = time.monotonic() - loop.last_tick_s
-    return [f"the model loop has not ticked for {silent_s:.0f} s"] if silent_s > bound_s else []
+    return [f"the model loop has not ticked for {loop.silent_s:.0f} s"] if loop.silent_s > bound_s else []
 
 
 def not_live(loop: Ticking) -> list[str]:

@@ -2,7 +2,7 @@
 
 ``post`` puts a command into the loop's inbox from any thread. The loop takes all commands there are, then lets the
 worker run one step; with nothing to compute it waits for the next command. What a step yields leaves through the
-worker's own callbacks. ``last_tick_s`` says when the loop last came round; readiness watches it.
+worker's own callbacks. ``silent_s`` says how long ago the loop last came round; readiness watches it.
 
 A step or a command that fails ends what it was about, and the loop goes on. Two things end the loop: the worker says that it
 cannot go on, since its state cannot be trusted any more or its device has failed, or one step after the other fails. It is not
@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
-from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
+
+from kvrelay.common.clock import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class LoopWorker(Protocol[C_contra]):
 class ModelLoop(Generic[C]):
     """Owns the thread. ``start`` once, ``stop`` once."""
 
-    def __init__(self, worker: LoopWorker[C], name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, worker: LoopWorker[C], name: str, clock: Clock) -> None:
         self._worker = worker
         self._inbox: queue.SimpleQueue[C | None] = queue.SimpleQueue()
         self._clock = clock
@@ -77,9 +77,9 @@ class ModelLoop(Generic[C]):
         return self._thread.is_alive()
 
     @property
-    def last_tick_s(self) -> float:
-        """When the loop last came round, on its clock."""
-        return self._last_tick_s
+    def silent_s(self) -> float:
+        """How long ago the loop last came round."""
+        return self._clock() - self._last_tick_s
 
     def stop(self, timeout_s: float = 30.0) -> bool:
         """End the loop after the step that runs; False if it did not end in time."""

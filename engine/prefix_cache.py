@@ -21,9 +21,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from kvrelay.common.clock import Clock
 from kvrelay.common.retention import DEFAULT_PRIORITY, Retention
 
 # (priority, when it ends, on the manager's clock). A block's claims fall in priority and rise in end, so that the first that holds
@@ -57,7 +57,7 @@ def merged(claims: tuple[Claim, ...], others: tuple[Claim, ...]) -> tuple[Claim,
 class PrefixCache:
     """The blocks of one pool that hold something worth keeping and that nobody holds."""
 
-    def __init__(self, max_retained: int, clock: Callable[[], float]) -> None:
+    def __init__(self, max_retained: int, clock: Clock) -> None:
         self.max_retained = max_retained
         self._clock = clock
         self._turn = 0

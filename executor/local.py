@@ -24,6 +24,7 @@ from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.factory import load_engine, load_guides
 from kvrelay.engine.guidance import GuideCompiler
 from kvrelay.engine.interface import Engine
+from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.progress import LoggedProgress
 from kvrelay.executor.backend import Stats
 from kvrelay.executor.outputs import Logprob, Piece, TokenLogprobs
@@ -45,6 +46,7 @@ from kvrelay.gateway.spec import GenerationSpec
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.launcher.models import resolve_model
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,9 @@ class LocalBackend:
                 f"ipc://{directory}/blocks",
                 "executor",
                 CollectorRegistry(),
+                network=Network.open(),
+                model_loop=ModelLoop,
+                epoch=time.time_ns(),
                 link_settings=_LINK,
                 max_retained_share=settings.kv.max_retained_share,
                 guides=self._guides,
@@ -129,16 +134,17 @@ class LocalBackend:
             raise
         self._engine = None
         metrics = GatewayMetrics(CollectorRegistry())
-        pool = WorkerPool(f"executor-{secrets.token_hex(8)}", metrics, _LINK, needs_prefill_workers=False)
+        network = Network.open()
+        pool = WorkerPool(f"executor-{secrets.token_hex(8)}", metrics, _LINK, network, needs_prefill_workers=False)
         # Of one worker nobody need remember what it has cached.
-        relay = Relay(pool, dataclasses.replace(settings.relay, policy="least_loaded"), metrics)
+        relay = Relay(pool, dataclasses.replace(settings.relay, policy="least_loaded"), metrics, network.clock)
         self._running = _Running(
             directory=directory,
             worker=worker,
             metrics=metrics,
             pool=pool,
             intake=Intake(self._model_name, self._tokenizer, pool, relay.admission, settings.relay.max_sequences),
-            generator=Generator(relay, self._tokenizer, metrics),
+            generator=Generator(relay, self._tokenizer, metrics, network.clock),
         )
         await worker.start()
         pool.update(static_workers((), (worker.address,)))

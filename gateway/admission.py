@@ -16,11 +16,11 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from kvrelay.common.clock import Clock
 from kvrelay.gateway.errors import OverloadedError, RequestTimeoutError
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.pace import Pace
@@ -42,13 +42,16 @@ class _Waiting:
 class Admission:
     """The line of one gateway."""
 
-    def __init__(self, max_queued: int, room_timeout_s: float, changed: asyncio.Event, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, max_queued: int, room_timeout_s: float, changed: asyncio.Event, metrics: GatewayMetrics, clock: Clock
+    ) -> None:
         """``changed`` is set by others when there may be a place; the first in line clears it."""
         self.pace = Pace()
         self._max_queued = max_queued
         self._room_timeout_s = room_timeout_s
         self._changed = changed
         self._metrics = metrics
+        self._clock = clock
         self._line: list[_Waiting] = []
         self._work = 0.0  # of the line
         self._advanced_s = 0.0  # when somebody last got a place, or began to wait in an empty line
@@ -78,7 +81,7 @@ class Admission:
         if not self._line and (found := find()) is not None:
             return found
         self.check_not_full()
-        begun_s = time.monotonic()
+        begun_s = self._clock()
         me = _Waiting(work, priority)
         index = bisect.bisect_right(self._line, priority, key=lambda waiting: waiting.priority)
         ahead = self._work if index == len(self._line) else sum(waiting.work for waiting in self._line[:index])
@@ -93,7 +96,7 @@ class Admission:
         self._work += work
         try:
             found = await self._turn(me, find, timeout_s, why)
-            now_s = time.monotonic()
+            now_s = self._clock()
             self.pace.on_admitted(work, now_s - self._advanced_s, now_s)
             self._advanced_s = now_s
             self._metrics.queued_s.observe(now_s - begun_s)
@@ -105,9 +108,9 @@ class Admission:
                 self._line[0].is_first.set()
 
     async def _turn(self, me: _Waiting, find: Callable[[], T | None], timeout_s: float, why: Callable[[], str]) -> T:
-        begun_s = time.monotonic()
+        begun_s = self._clock()
         until_s = begun_s + min(timeout_s, self._room_timeout_s)
-        while (now_s := time.monotonic()) < until_s:
+        while (now_s := self._clock()) < until_s:
             if not me.is_first.is_set():
                 # Not wait_for: up to Python 3.11 it swallows a cancellation that comes with the event.
                 with contextlib.suppress(TimeoutError):
@@ -141,5 +144,5 @@ class Admission:
 
     def _refusal(self, reason: str, detail: str, work_ahead: float) -> OverloadedError:
         self._metrics.refused.labels(reason).inc()
-        wait_s = self.pace.wait_s(work_ahead, time.monotonic())
+        wait_s = self.pace.wait_s(work_ahead, self._clock())
         return OverloadedError(f"{detail}; try again later", retry_after_s=min(max(1.0, wait_s), _MAX_RETRY_S))

@@ -38,6 +38,7 @@ from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import FoundWorker, WorkerPool, static_workers
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import Role
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
 
@@ -55,16 +56,18 @@ def create_app(
     gateway_id = f"gateway-{secrets.token_hex(8)}"
     workers = settings.workers
     is_discovered = workers.discovery == "kubernetes"
+    network = Network.open()
     pool = WorkerPool(
         gateway_id,
         metrics,
         link_settings or LinkSettings(),
+        network,
         needs_prefill_workers=is_discovered and not workers.local_prefill_fallback,
         keys=None if settings.keys is None else WireKeys.load(Path(settings.keys), Role.GATEWAY),
     )
     pods = KubernetesPods.connect(workers.namespace, workers.worker_selector) if is_discovered else None
-    relay = Relay(pool, settings.relay, metrics)
-    responder = Responder(Generator(relay, tokenizer, metrics))
+    relay = Relay(pool, settings.relay, metrics, network.clock)
+    responder = Responder(Generator(relay, tokenizer, metrics, network.clock))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:

@@ -69,14 +69,14 @@ class Attempt:
         self._error: Exception | None = None  # why it ended
         self.is_finished = False  # all of the output has been taken
 
-    async def run(self, submit: Submit) -> None:
+    async def run(self, submit: Submit, now_s: float) -> None:
         """Submit it; returns when all of its output was taken, or as much as was wanted. Cancel to give it up.
 
         Raises AttemptFailedError, ApiError if no other attempt can help, and what ``take`` raises.
         """
         progress, involved, first = self._progress, self._involved, self._involved[0]
         key = (submit.request_id, submit.attempt)
-        accept_s = progress.request.timings.on_submit()
+        accept_s = progress.request.timings.on_submit(now_s)
         # Before all else, as the client waits; nothing is heard of the attempt until this function waits, too.
         if not first.client.send(submit):
             raise AttemptFailedError(FailureCode.PEER_LOST, "the worker's link just went down", (first.address,))

@@ -6,13 +6,13 @@ Sits between :mod:`kvrelay.gateway.relay`, which knows tokens only, and the HTTP
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
+from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.output_text import OutputText, StopReason, TextOptions
@@ -71,10 +71,11 @@ class Usage:
 class Generator:
     """Turns generations into text, over one relay."""
 
-    def __init__(self, relay: Relay, tokenizer: Tokenizer, metrics: GatewayMetrics) -> None:
+    def __init__(self, relay: Relay, tokenizer: Tokenizer, metrics: GatewayMetrics, clock: Clock) -> None:
         self._relay = relay
         self.tokenizer = tokenizer
         self._metrics = metrics
+        self._clock = clock
 
     async def run_all(self, generations: Sequence[Generation], usages: Sequence[Usage], take: TakeNumbered) -> None:
         """Run them side by side; ``take`` gets the text of all as it comes, numbered. The first error ends all.
@@ -104,7 +105,9 @@ class Generator:
         """
         if generation.is_first:
             self._metrics.tokens.on_prompt(len(generation.prompt_token_ids))
-        await self._relay.run(generation, _Text(generation, usage, take, self.tokenizer, self._metrics).take)
+        await self._relay.run(
+            generation, _Text(generation, usage, take, self.tokenizer, self._metrics, self._clock).take
+        )
 
 
 class _Text:
@@ -117,12 +120,14 @@ class _Text:
         take: Callable[[TextDelta], None],
         tokenizer: Tokenizer,
         metrics: GatewayMetrics,
+        clock: Clock,
     ) -> None:
         self._generation = generation
         self._usage = usage
         self._take = take
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._clock = clock
         self._output = Soon(lambda: OutputText(tokenizer, generation.text, generation.sampling))
 
     def take(self, delta: OutputDelta) -> bool:
@@ -168,7 +173,7 @@ class _Text:
         parts = {} if delta.timings is None else timings.on_parts(delta.timings)
         is_first = False
         if delta.tokens:
-            gap_s = timings.on_tokens()
+            gap_s = timings.on_tokens(self._clock())
             is_first = gap_s is None
             self._metrics.tokens.on_tokens(len(delta.tokens), gap_s)
         if parts or is_first:
@@ -186,5 +191,5 @@ class _Text:
 
     def _ended(self) -> bool:
         """No more is wanted."""
-        self._metrics.e2e_s.observe(time.monotonic() - self._generation.timings.received_s)
+        self._metrics.e2e_s.observe(self._clock() - self._generation.timings.received_s)
         return False

@@ -6,9 +6,9 @@ The decision itself is a pure function (:mod:`kvrelay.gateway.routing`); here is
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Iterable, Iterator
 
+from kvrelay.common.clock import Clock
 from kvrelay.gateway.breaker import CircuitBreakers, Part
 from kvrelay.gateway.prefixes import PrefixMap, RequestPrefix
 from kvrelay.gateway.progress import GenerationRequest, Progress
@@ -23,10 +23,11 @@ Pair = tuple[Worker | None, Worker]  # prefill worker, None for local prefill; d
 class Placement:
     """Finds pairs of workers for requests, over one pool."""
 
-    def __init__(self, pool: WorkerPool, settings: RelaySettings, breakers: CircuitBreakers) -> None:
+    def __init__(self, pool: WorkerPool, settings: RelaySettings, breakers: CircuitBreakers, clock: Clock) -> None:
         self._pool = pool
         self._breakers = breakers
         self._settings = settings
+        self._clock = clock
         self._policy = POLICIES[settings.policy]
         self._prefixes = PrefixMap(settings.prefix_map_blocks) if settings.policy == "prefix" else None
         self._sequence_number = 0
@@ -41,7 +42,7 @@ class Placement:
         for role, workers in (("prefill", self._pool.prefills), ("decode", self._pool.decodes)):
             if not reasons and workers and not any(worker.holds(max_len) for worker in workers.values()):
                 reasons.append(f"no {role} worker that is up holds the {max_len} tokens of prompt and output any more")
-        if not reasons and self._breakers.shut(time.monotonic()):
+        if not reasons and self._breakers.shut(self._clock()):
             reasons.append("workers have failed all of several requests, and are tried again by one at a time")
         return "; ".join(reasons) or "no worker has room"
 
@@ -82,7 +83,7 @@ class Placement:
         self, progress: Progress, prefills: list[WorkerView], decodes: list[WorkerView]
     ) -> Iterator[tuple[list[WorkerView], list[WorkerView]]]:
         """Whom the policy may choose among, the best choice first."""
-        avoidance, now_s = progress.avoidance, time.monotonic()
+        avoidance, now_s = progress.avoidance, self._clock()
         shut = self._shut(now_s)
         if not avoidance.is_any and not shut:
             yield prefills, decodes
@@ -107,7 +108,7 @@ class Placement:
         if not request.follows or request.share is None or progress.attempt:
             return None
         worker = self._pool.decodes.get(request.share.decode_address or "")
-        is_shut = worker is not None and (worker.address,) in self._shut(time.monotonic())
+        is_shut = worker is not None and (worker.address,) in self._shut(self._clock())
         fitting = [] if worker is None or is_shut else views([worker], request.max_len)
         if worker is None or not fitting or not fitting[0].takes_sequence(num_tokens_to_hold):
             return None

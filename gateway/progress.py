@@ -23,7 +23,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    timings: RequestTimings = msgspec.field(default_factory=RequestTimings)  # filled while it runs
+    timings: RequestTimings  # filled while it runs
     timeout_s: float | None = None  # the client's own; no longer than that of the settings counts
     share: PromptShare | None = None  # with the other choices of the prompt
     priority: int = 0  # in the line for a place; the smaller, the earlier

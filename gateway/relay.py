@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 
+from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import FinishReason
 from kvrelay.gateway.admission import Admission
 from kvrelay.gateway.attempt import Attempt, AttemptFailedError, Take
@@ -43,13 +43,14 @@ _EXPECTED = (*_SHORTAGES, FailureCode.NOT_CACHED)
 class Relay:
     """Runs requests over a worker pool."""
 
-    def __init__(self, pool: WorkerPool, settings: RelaySettings, metrics: GatewayMetrics) -> None:
+    def __init__(self, pool: WorkerPool, settings: RelaySettings, metrics: GatewayMetrics, clock: Clock) -> None:
         self._pool = pool
         self._settings = settings
         self._metrics = metrics
+        self._clock = clock
         self.breakers = CircuitBreakers(self._on_breaker)
-        self._placement = Placement(pool, settings, self.breakers)
-        self.admission = Admission(settings.max_queued, settings.room_timeout_s, pool.changed, metrics)
+        self._placement = Placement(pool, settings, self.breakers, clock)
+        self.admission = Admission(settings.max_queued, settings.room_timeout_s, pool.changed, metrics, clock)
 
     async def run(self, request: GenerationRequest, take: Take) -> None:
         """Give ``take`` the output of ``request``, up to a finish reason, or as much as it wants. Cancel to give it up.
@@ -61,13 +62,13 @@ class Relay:
         except BaseException:
             request.settle(None)
             raise
-        placed_s = time.monotonic()
+        placed_s = self._clock()
         try:
             while not await self._is_over(progress, take):
                 pass
         finally:
             request.settle(None)
-            now_s = time.monotonic()
+            now_s = self._clock()
             if progress.output:  # also if a stop string, or its client, ended it: so much it has cost
                 num_prompt_tokens, num_output_tokens = len(request.prompt_token_ids), len(progress.output)
                 self.admission.pace.on_finished(num_prompt_tokens, num_output_tokens, now_s - placed_s, now_s)
@@ -116,7 +117,7 @@ class Relay:
             case _:
                 pass  # another attempt may succeed, also after a cancellation: it was not ours
         pause_s = _AVOID_S if failure.retry_after_s is None else failure.retry_after_s
-        now_s = time.monotonic()
+        now_s = self._clock()
         progress.avoidance.blame(failure.blamed, now_s, now_s + pause_s)
         if failure.code not in _SHORTAGES:
             progress.num_failures += 1
@@ -163,7 +164,7 @@ class Relay:
                 continue
             self._pool.changed.clear()
             wait_s = min(remaining_s, _DEFAULT_RETRY_S)
-            now_s = time.monotonic()
+            now_s = self._clock()
             if (change_s := progress.avoidance.next_change_s(now_s)) is not None:
                 wait_s = min(wait_s, change_s - now_s)
             # Not wait_for: up to Python 3.11 it swallows a cancellation that comes with the event.
@@ -178,11 +179,11 @@ class Relay:
         progress.place = None
         progress.attempt += 1
         part = tuple(worker.address for worker in pair if worker is not None)
-        trial = self.breakers.begin(request.share or request.request_id, part, time.monotonic())
+        trial = self.breakers.begin(request.share or request.request_id, part, self._clock())
         attempt = Attempt(self._pool, progress, pair, take, self._metrics, trial)
         outcome = "given_up"  # by its client, or by us, its time being up
         try:
-            await attempt.run(self._submit(progress, *pair))
+            await attempt.run(self._submit(progress, *pair), self._clock())
             outcome = "finished" if attempt.is_finished else "stopped"
             if progress.num_failures:
                 text = "the request went on after %d failed attempts; its client got all of it"
@@ -190,7 +191,7 @@ class Relay:
         except AttemptFailedError as failure:
             outcome = failure.code.value
             if failure.blamed and failure.code.is_fault:
-                trial.failed(tuple(failure.blamed), time.monotonic())
+                trial.failed(tuple(failure.blamed), self._clock())
             if not progress.is_complete:
                 self._on_failure(progress, failure)
                 return False

@@ -6,7 +6,6 @@ between them (network, and the gateway's own work) is the rest that is missing t
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from kvrelay.wire.messages import Timings
@@ -18,7 +17,7 @@ HEADER = "x-kvrelay-timings"
 class RequestTimings:
     """Filled while a request runs. Parts are those of the attempt that first reported them."""
 
-    received_s: float = field(default_factory=time.monotonic)  # when the request's head had been read
+    received_s: float  # when the request's head had been read
     submitted_s: float | None = None  # first attempt
     first_token_s: float | None = None
     last_token_s: float | None = None  # of the tokens so far
@@ -26,13 +25,13 @@ class RequestTimings:
     num_attempts: int = 0
     parts: dict[str, float] = field(default_factory=dict)  # queue, prefill, transfer, first_step
 
-    def on_submit(self) -> float | None:
+    def on_submit(self, now_s: float) -> float | None:
         """An attempt goes to a worker; returned is how long that took since the request came, if it is the first."""
         self.num_attempts += 1
         if self.submitted_s is not None:
             return None
-        self.submitted_s = time.monotonic()
-        return self.submitted_s - self.received_s
+        self.submitted_s = now_s
+        return now_s - self.received_s
 
     def on_parts(self, timings: Timings) -> dict[str, float]:
         """What a worker reports; returned are the parts that are new."""
@@ -46,9 +45,8 @@ class RequestTimings:
         self.parts |= new
         return new
 
-    def on_tokens(self) -> float | None:
+    def on_tokens(self, now_s: float) -> float | None:
         """Tokens are on their way to the client; returned is how long after those before, None if they are the first."""
-        now_s = time.monotonic()
         before_s, self.last_token_s = self.last_token_s, now_s
         if before_s is None:
             self.first_token_s = now_s

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
-
-import zmq
 
 from kvrelay.gateway.load import Key, Load
 from kvrelay.gateway.routing import WorkerView
@@ -30,6 +27,7 @@ from kvrelay.wire.messages import (
     WorkerState,
 )
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
 logger = logging.getLogger(__name__)
@@ -84,7 +82,7 @@ class Worker:
         uid: str,
         owner: WorkerOwner,
         hello: Hello,
-        link: tuple[LinkSettings, WireMetrics, zmq.Context[zmq.Socket[bytes]], WireKeys | None],
+        link: tuple[LinkSettings, WireMetrics, Network, WireKeys | None],
     ) -> None:
         self.role = role
         self.address = address
@@ -93,15 +91,16 @@ class Worker:
         self.fingerprint: bytes | None = None  # of its KV layout, while it is up
         self.status: Status | None = None
         self.problem = "not connected yet"
-        self.up_since_s = 0.0  # monotonic
+        self.up_since_s = 0.0  # on the network's clock
         self.misfit = ""  # why it cannot be used together with the other workers
         self.is_retiring = False  # on its way out: finishes what it has, gets nothing new
         self.attempts: set[Key] = set()
         self.load: Load | None = None  # while it is up
         self._owner = owner
-        settings, metrics, context, keys = link
+        settings, metrics, network, keys = link
+        self._clock = network.clock
         proof = None if keys is None else ClientProof(keys, role)
-        self.client = ControlClient(address, hello, self, settings, metrics=metrics, context=context, proof=proof)
+        self.client = ControlClient(address, hello, self, settings, metrics=metrics, network=network, proof=proof)
 
     def on_welcome(self, welcome: Welcome) -> None:
         """The link is up."""
@@ -111,7 +110,7 @@ class Worker:
             return
         self.welcome, self.fingerprint = welcome, welcome.card.layout.fingerprint()
         self.status = None
-        self.up_since_s = time.monotonic()
+        self.up_since_s = self._clock()
         card = welcome.card
         self.load = Load(card.layout.block_size)
         logger.info(
@@ -126,7 +125,7 @@ class Worker:
             case Status():
                 self.status = message
                 if self.load is not None:
-                    self.load.on_status(message, time.monotonic())
+                    self.load.on_status(message, self._clock())
                 self._owner.on_worker_reported()
             case Tokens(items=items):
                 for item in first_tokens_first(items):
@@ -177,12 +176,12 @@ class Worker:
         """
         self.attempts.add(key)
         if self.load is not None:
-            self.load.open(key, num_tokens, time.monotonic(), is_sent=is_sent, num_cached=num_cached)
+            self.load.open(key, num_tokens, self._clock(), is_sent=is_sent, num_cached=num_cached)
 
     def on_first_token(self, key: Key) -> None:
         """An attempt that it has a part in has its first token."""
         if self.load is not None:
-            self.load.on_first_token(key, time.monotonic())
+            self.load.on_first_token(key, self._clock())
 
     def close(self, key: Key, num_tokens: int) -> None:
         """An attempt is over, at ``num_tokens``."""

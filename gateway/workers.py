@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import zmq
-
 from kvrelay.common.model_card import ModelCard, SharedLimits
 from kvrelay.gateway.load import Key
 from kvrelay.gateway.metrics import GatewayMetrics
@@ -22,6 +20,7 @@ from kvrelay.gateway.worker import AttemptEvent, Listener, Worker
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import DecodeTarget, Hello, Role, Status
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
 logger = logging.getLogger(__name__)
@@ -47,15 +46,19 @@ class WorkerPool:
         gateway_id: str,
         metrics: GatewayMetrics,
         link_settings: LinkSettings,
+        network: Network,
         *,
         needs_prefill_workers: bool,
         keys: WireKeys | None = None,
     ) -> None:
-        """``needs_prefill_workers``: without any there is no service; else decode workers compute prompts while there is none."""
+        """``network`` is closed with the pool.
+
+        ``needs_prefill_workers``: without any there is no service; else decode workers compute prompts while there is none.
+        """
         self._metrics = metrics
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._network = network
         self._hello = Hello(role=Role.GATEWAY, peer_id=gateway_id)
-        self._link = (link_settings, WireMetrics(metrics.registry), self.context, keys)
+        self._link = (link_settings, WireMetrics(metrics.registry), network, keys)
         self._needs_prefill_workers = needs_prefill_workers
         self.prefills: dict[str, Worker] = {}  # by address
         self.decodes: dict[str, Worker] = {}
@@ -101,7 +104,7 @@ class WorkerPool:
     async def stop(self) -> None:
         """Say Bye to all workers: what this gateway asked for is void."""
         await asyncio.gather(*self._stopping, *(worker.client.stop() for worker in self.workers))
-        await asyncio.to_thread(self.context.term)
+        await asyncio.to_thread(self._network.close)
 
     def cards(self) -> list[ModelCard]:
         """The cards of the workers that are up."""

@@ -9,13 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
-
-import zmq
 
 from kvrelay.common.model_card import ModelCard
 from kvrelay.wire.authentication import ClientProof
@@ -37,6 +34,7 @@ from kvrelay.wire.messages import (
     Welcome,
 )
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.seal import seal_mismatch
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.shared_place import SharedPlace
@@ -86,7 +84,7 @@ class _Peer:
         identity: LinkIdentity,
         handler: LinkHandler,
         metrics: WireMetrics,
-        context: zmq.Context[zmq.Socket[bytes]],
+        network: Network,
         on_mute: Callable[[], object],
     ) -> None:
         """``on_mute``: called, on any thread, when the link has become mute."""
@@ -98,7 +96,7 @@ class _Peer:
         self._told = ""  # the last problem that was logged
         self._handler = handler
         self._metrics = metrics
-        self._context = context
+        self._network = network
         self._identity = identity
         self._on_mute = on_mute
         self._seals_kv = identity.seals_kv
@@ -108,7 +106,7 @@ class _Peer:
         )
         proof = None if identity.keys is None else ClientProof(identity.keys, Role.DECODE)
         self.client = ControlClient(
-            address, hello, self, identity.settings, metrics=metrics, context=context, proof=proof
+            address, hello, self, identity.settings, metrics=metrics, network=network, proof=proof
         )
 
     @property
@@ -127,10 +125,10 @@ class _Peer:
             detail = seal_mismatch(decode_seals=welcome.seals_kv, prefill_seals=self._seals_kv)
             self._refuse(FailureCode.LAYOUT_MISMATCH, f"decode worker {self.address}: {detail}")
             return
-        self._sender = BlockSender(
+        self._sender = self._network.block_sender(
             data_address(self.address, welcome.data_address),
             metrics=self._metrics,
-            context=self._context,
+            context=self._network.context,
             token=welcome.data_token,
             shared=SharedTarget(
                 welcome.shared_memory,
@@ -199,12 +197,12 @@ class DecodeLinks:
         identity: LinkIdentity,
         handler: LinkHandler,
         metrics: WireMetrics,
-        context: zmq.Context[zmq.Socket[bytes]],
+        network: Network,
     ) -> None:
         self._identity = identity
         self._handler = handler
         self._metrics = metrics
-        self._context = context
+        self._network = network
         self._peers: dict[str, _Peer] = {}
         self._numbers = itertools.count()
         self._stopping: set[asyncio.Task[None]] = set()
@@ -218,10 +216,10 @@ class DecodeLinks:
         if peer is None:
             number = next(self._numbers)
             sweep_now = partial(asyncio.get_running_loop().call_soon_threadsafe, self.sweep)
-            peer = _Peer(address, number, self._identity, self._handler, self._metrics, self._context, sweep_now)
+            peer = _Peer(address, number, self._identity, self._handler, self._metrics, self._network, sweep_now)
             self._peers[address] = peer
             peer.client.start()
-        peer.asked_s = time.monotonic()
+        peer.asked_s = self._network.clock()
         if peer.unfit is not None:  # it is connected and will not say Welcome again: nothing else would follow
             asyncio.get_running_loop().call_soon(self._handler.on_link_down, address, None, *peer.unfit)
         return peer.link
@@ -239,7 +237,7 @@ class DecodeLinks:
         for address, peer in list(self._peers.items()):
             if peer.is_mute:
                 self.reset(address, _MUTE)
-            elif peer.link is None and time.monotonic() - peer.asked_s > _FORGET_S:
+            elif peer.link is None and self._network.clock() - peer.asked_s > _FORGET_S:
                 logger.info("forgetting decode worker %s: down, and no longer asked for", address)
                 del self._peers[address]
                 self._stop_behind(peer)

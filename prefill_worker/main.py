@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.logs import configure_logs
 from kvrelay.common.process import Component, ProcessSettings, serve_process
 from kvrelay.engine.factory import load_engine, load_guides
+from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.progress import LoggedProgress
 from kvrelay.prefill_worker.settings import PrefillSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.keys import keys_of
 from kvrelay.wire.messages import Role
+from kvrelay.wire.network import Network
 from kvrelay.wire.shared_place import SharedPlace
 
 logger = logging.getLogger(__name__)
@@ -45,6 +48,9 @@ def serve(settings: PrefillSettings) -> int:
             settings.address,
             worker_id,
             registry,
+            network=Network.open(settings.data.data_sockets),
+            model_loop=ModelLoop,
+            epoch=time.time_ns(),
             seal_kv=settings.security.seals_kv,
             keys=keys,
             shared_memory=shared_memory,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvrelay.common.clock import Clock
 from kvrelay.engine.interface import Engine, StepRow
 from kvrelay.engine.metrics import EngineMetrics
 from kvrelay.engine.sequence import Sequence
@@ -53,11 +53,13 @@ class PrefillModelWorker:
         scheduler: PrefillScheduler,
         metrics: EngineMetrics,
         emit: Callable[[Report], None],
+        clock: Clock,
     ) -> None:
         self._engine = engine
         self._scheduler = scheduler
         self._metrics = metrics
         self._emit = emit
+        self._clock = clock
         self._computing: list[StepRow] = []  # the step under way …
         self._is_computed = False  # … whose tokens are there, and are being taken in
 
@@ -77,7 +79,7 @@ class PrefillModelWorker:
     def step(self) -> bool:
         """One chunk of every scheduled prompt; False if no prompt could get room."""
         self._computing, self._is_computed = [], False
-        rows, started = self._scheduler.schedule(time.monotonic())
+        rows, started = self._scheduler.schedule(self._clock())
         self._computing = rows
         if not rows:
             return False
@@ -86,10 +88,10 @@ class PrefillModelWorker:
             self._emit(Report(started=tuple(started)))
             self._metrics.prompt_tokens.inc(sum(sequence.num_prompt_tokens for sequence in started))
             self._metrics.cached_tokens.inc(sum(sequence.num_cached_tokens for sequence in started))
-        start_s = time.monotonic()
+        start_s = self._clock()
         outputs = self._engine.step(rows)
         self._is_computed = True
-        step_s = time.monotonic() - start_s
+        step_s = self._clock() - start_s
         self._metrics.step_s.observe(step_s)
         num_tokens = sum(row.num_tokens for row in rows)
         self._scheduler.observe(num_tokens, step_s)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
-import zmq
 from prometheus_client import CollectorRegistry, Gauge
 
 from kvrelay.engine.block_manager import BlockManager
@@ -26,16 +24,15 @@ from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import Role
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.shared_place import SharedPlace
-from kvrelay.wire.sockets import num_network_threads
 from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.ticker import every
 from kvrelay.wire.transfers import TransferSettings, TransferTable
 
 _SWEEP_S = 5.0  # how often links are looked through for those that nobody needs
 _TICK_S = 0.05  # how long blocks may stay held after the last send that reads them
-_MAX_SOCKETS = 16_384  # ZeroMQ's own bound, 1,023, is that of some 70 decode workers with four data sockets each
 
 
 class PrefillWorker:
@@ -49,6 +46,9 @@ class PrefillWorker:
         worker_id: str,
         registry: CollectorRegistry,
         *,
+        network: Network,
+        model_loop: type[ModelLoop[Command]],
+        epoch: int,
         link_settings: LinkSettings | None = None,
         transfer_settings: TransferSettings | None = None,
         seal_kv: bool = False,
@@ -59,8 +59,11 @@ class PrefillWorker:
         guides: GuideCompiler | None = None,
     ) -> None:
         card = engine.card
+        clock = network.clock
         link_settings = link_settings or LinkSettings()
-        self.blocks = BlockManager(card.num_blocks, card.layout.block_size, max_retained_share=max_retained_share)
+        self.blocks = BlockManager(
+            card.num_blocks, card.layout.block_size, clock, max_retained_share=max_retained_share
+        )
         scheduler = PrefillScheduler(settings, self.blocks, card.max_model_len, card.device_type)
         engine_metrics = EngineMetrics(
             registry,
@@ -69,16 +72,15 @@ class PrefillWorker:
             num_waiting=lambda: len(scheduler.waiting),
         )
         wire_metrics = WireMetrics(registry)
-        self._model_worker = PrefillModelWorker(engine, scheduler, engine_metrics, self._emit)
-        self._loop: ModelLoop[Command] = ModelLoop(self._model_worker, "prefill-model")
-        identity = WorkerIdentity(worker_id, time.time_ns(), card, settings.max_waiting, settings.max_num_seqs)
-        self.service = PrefillService(identity, self.blocks, time.monotonic)
+        self._model_worker = PrefillModelWorker(engine, scheduler, engine_metrics, self._emit, clock)
+        self._loop = model_loop(self._model_worker, "prefill-model", clock)
+        identity = WorkerIdentity(worker_id, epoch, card, settings.max_waiting, settings.max_num_seqs)
+        self.service = PrefillService(identity, self.blocks, clock)
         self._add_load_gauges(registry)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=num_network_threads(data_sockets))
-        self._context.max_sockets = _MAX_SOCKETS
-        gate = None if keys is None else PeerGate(keys, frozenset({Role.GATEWAY}), wire_metrics, self._context)
+        self._network = network
+        gate = None if keys is None else PeerGate(keys, frozenset({Role.GATEWAY}), wire_metrics, network.context)
         self._server = ControlServer(
-            address, self.service, link_settings, metrics=wire_metrics, context=self._context, gate=gate
+            address, self.service, link_settings, metrics=wire_metrics, network=network, gate=gate
         )
         self._links = DecodeLinks(
             LinkIdentity(
@@ -92,10 +94,10 @@ class PrefillWorker:
             ),
             self.service,
             wire_metrics,
-            self._context,
+            network,
         )
         transfers = TransferTable(
-            engine.store, self.service, transfer_settings or TransferSettings(), wire_metrics, time.monotonic
+            engine.store, self.service, transfer_settings or TransferSettings(), wire_metrics, clock
         )
         self._guides = GuidesOnLoop(guides or NoGuides())
         self.service.attach(Ports(self._server.send, self._loop, self._links, transfers, guides=self._guides))
@@ -151,7 +153,7 @@ class PrefillWorker:
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._guides.close)
         await self._links.stop()
-        await asyncio.to_thread(self._context.term)
+        await asyncio.to_thread(self._network.close)
 
     def _dead_sockets(self) -> list[str]:
         """Nothing in this process would open it again."""

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -32,6 +31,7 @@ from kvrelay.wire.messages import (
     Welcome,
 )
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.sockets import configure_control
 
@@ -71,7 +71,7 @@ class ControlClient:
         settings: LinkSettings,
         *,
         metrics: WireMetrics,
-        context: zmq.Context[zmq.Socket[bytes]],
+        network: Network,
         proof: ClientProof | None = None,
     ) -> None:
         """``proof``: who we are, and who the worker must be; without, nothing is encrypted."""
@@ -80,12 +80,12 @@ class ControlClient:
         self._handler = handler
         self._settings = settings
         self._metrics = metrics
-        self._context = context
+        self._network = network
         self._proof = proof
         self._codec = Codec()
         self._socket: LoopSocket | None = None
         self._is_up = False
-        self._heard_s = 0.0  # monotonic
+        self._heard_s = 0.0  # on the network's clock
         self._end_reason: str | None = None  # of the session
         self._num_unproved = 0  # sessions in a row that ended at the keys
         self._changed = asyncio.Event()  # the session is up, or at its end
@@ -124,8 +124,8 @@ class ControlClient:
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, self._settings.reconnect_max_s)
                 continue
-            monitor = LoopSocket(watched, self._on_event)
-            self._socket = LoopSocket(dealer, self._on_frames)
+            monitor = self._network.loop_socket(watched, self._on_event)
+            self._socket = self._network.loop_socket(dealer, self._on_frames)
             self._end_reason = None
             self._changed.clear()
             linger_ms = 0
@@ -151,7 +151,7 @@ class ControlClient:
 
     def _connecting(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """A socket that is connecting, and its monitor. Raises zmq.ZMQError, and leaves none behind then."""
-        dealer = self._context.socket(zmq.DEALER)
+        dealer = self._network.context.socket(zmq.DEALER)
         try:
             configure_control(dealer, self._settings)
             # Of this connection only, and random: nobody can take it first. ZeroMQ keeps those that begin with a 0.
@@ -174,9 +174,9 @@ class ControlClient:
     async def _session(self) -> str:
         """Talk until the link breaks; returns why."""
         self._send(self._hello)
-        self._heard_s = pinged_s = time.monotonic()
+        self._heard_s = pinged_s = self._network.clock()
         while self._end_reason is None:
-            now_s = time.monotonic()
+            now_s = self._network.clock()
             limit_s = self._settings.peer_timeout_s if self._is_up else self._settings.hello_timeout_s
             if now_s - self._heard_s > limit_s:
                 return f"silent for {limit_s:g} s"
@@ -207,7 +207,7 @@ class ControlClient:
         self._end(problem or "the connection broke")
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        self._heard_s = time.monotonic()
+        self._heard_s = self._network.clock()
         if self._end_reason is not None:
             return  # what comes after the end is of a session that nobody holds any more
         try:

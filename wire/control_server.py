@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +23,6 @@ from kvrelay.wire.addresses import SocketFile
 from kvrelay.wire.authentication import PeerGate, receive_with_role
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.errors import MalformedMessageError, WireError
-from kvrelay.wire.loop_socket import LoopSocket
 from kvrelay.wire.messages import (
     PROTOCOL_MAX,
     PROTOCOL_MIN,
@@ -39,6 +37,7 @@ from kvrelay.wire.messages import (
     Welcome,
 )
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.sockets import bound_strangers, configure_control
 
@@ -82,7 +81,7 @@ class ControlServer:
         settings: LinkSettings,
         *,
         metrics: WireMetrics,
-        context: zmq.Context[zmq.Socket[bytes]],
+        network: Network,
         gate: PeerGate | None = None,
     ) -> None:
         """``gate``: who may connect; started and stopped with the server. None: everybody, and nothing is encrypted."""
@@ -94,9 +93,11 @@ class ControlServer:
         self._peers: dict[bytes, _Peer] = {}  # by routing id
         self._routes: dict[tuple[Role, str], bytes] = {}  # role and name to routing id
         self._strangers: set[str] = set()
-        self._router = context.socket(zmq.ROUTER)
+        self._clock = network.clock
+        self._router = network.context.socket(zmq.ROUTER)
         self._gate = gate
-        self._socket = LoopSocket(self._router, self._on_frames, None if gate is None else receive_with_role)
+        receive = None if gate is None else receive_with_role
+        self._socket = network.loop_socket(self._router, self._on_frames, receive)
         self._sweeper: asyncio.Task[None] | None = None
         self._file: SocketFile | None = None
 
@@ -169,7 +170,7 @@ class ControlServer:
         if proved not in (None, peer.role.value):
             self._refuse_frame("wrong_role", routing_id, f"sent by a {proved} in the name of a {peer.role}")
             return
-        peer.heard_s = time.monotonic()
+        peer.heard_s = self._clock()
         if isinstance(message, Ping):
             self._answer(routing_id, self._handler.status())
         elif isinstance(message, Bye):
@@ -180,7 +181,7 @@ class ControlServer:
     def _on_hello(self, routing_id: bytes, hello: Hello, proved: str | None) -> None:
         answer = self._hello_refusal(hello, proved) or self._welcome(routing_id, hello)
         if isinstance(answer, Welcome):
-            self._peers[routing_id] = _Peer(hello.role, hello.peer_id, time.monotonic())
+            self._peers[routing_id] = _Peer(hello.role, hello.peer_id, self._clock())
             self._routes[hello.role, hello.peer_id] = routing_id
         else:
             self._metrics.refused_hellos.labels(answer.code.value).inc()
@@ -228,7 +229,7 @@ class ControlServer:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self._settings.ping_interval_s)
-            now_s = time.monotonic()
+            now_s = self._clock()
             silent = [one for one, peer in self._peers.items() if now_s - peer.heard_s > self._patience_s(peer)]
             for routing_id in silent:
                 peer = self._peers[routing_id]

@@ -267,7 +267,7 @@ class BlockReceiver:
             threading.Thread(target=self._run, name=f"block-receiver-{number}", daemon=True)
             for number in range(num_threads)
         ]
-        self._warnings = RareWarnings(logger)  # a flood of bad frames must not become a flood of logs
+        self._warnings = RareWarnings(logger, time.monotonic)  # a flood of bad frames must not become a flood of logs
 
     def start(self) -> None:
         """Start receiving. A process that does so for long should keep freed memory (:mod:`kvrelay.common.memory`)."""

@@ -80,7 +80,9 @@ class SharedReceiver:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._accepts_from_s: float | None = None  # None: it accepts
         self._thread = threading.Thread(target=self._run, name="shared-receiver", daemon=True)
-        self._warnings = RareWarnings(logger)  # a flood of bad greetings must not become a flood of logs
+        self._warnings = RareWarnings(
+            logger, time.monotonic
+        )  # a flood of bad greetings must not become a flood of logs
 
     def start(self) -> None:
         """Start receiving."""

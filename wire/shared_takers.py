@@ -15,6 +15,7 @@ import logging
 import select
 import socket
 import threading
+import time
 from dataclasses import dataclass
 
 from kvrelay.common.logs import RareWarnings
@@ -57,7 +58,7 @@ class SharedTakers:
             threading.Thread(target=self._run, name=f"shared-taker-{number}", daemon=True)
             for number in range(num_threads)
         ]
-        self._warnings = RareWarnings(logger)  # a flood of bad packets must not become a flood of logs
+        self._warnings = RareWarnings(logger, time.monotonic)  # not a flood of logs for a flood of bad packets
 
     def start(self) -> None:
         """Start taking blocks."""

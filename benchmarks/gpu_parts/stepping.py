@@ -79,11 +79,11 @@ class DecodeDriver:
         card = engine.card
         self._vocab_size = card.vocab_size
         self._root = root_hash(card.layout.fingerprint())
-        self._blocks = BlockManager(card.num_blocks, card.layout.block_size)
+        self._blocks = BlockManager(card.num_blocks, card.layout.block_size, lambda: 0.0)
         settings = DecodeSchedulerSettings(max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
         self._scheduler = DecodeScheduler(settings, self._blocks, self._root, card.max_model_len)
         metrics = _metrics(self._blocks)
-        self._worker = DecodeModelWorker(engine, self._scheduler, metrics, self._hear)
+        self._worker = DecodeModelWorker(engine, self._scheduler, metrics, self._hear, time.monotonic)
         self._random = torch.Generator().manual_seed(seed)
         self._num_added = 0
         self.num_tokens = 0  # sampled so far
@@ -146,9 +146,9 @@ class PrefillDriver:
         card = engine.card
         self._vocab_size = card.vocab_size
         self._root = root_hash(card.layout.fingerprint())
-        self._blocks = BlockManager(card.num_blocks, card.layout.block_size)
+        self._blocks = BlockManager(card.num_blocks, card.layout.block_size, lambda: 0.0)
         scheduler = PrefillScheduler(settings, self._blocks, card.max_model_len, card.device_type)
-        self._worker = PrefillModelWorker(engine, scheduler, _metrics(self._blocks), self._hear)
+        self._worker = PrefillModelWorker(engine, scheduler, _metrics(self._blocks), self._hear, time.monotonic)
         self._random = torch.Generator().manual_seed(seed)
         self._num_added = 0
         self._num_computed = 0

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from gpu_parts.processes import wait_for_end
@@ -20,6 +19,7 @@ from kvrelay.common.memory import keep_freed_memory
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.loop import ModelLoop
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.control_client import ControlClient
@@ -37,6 +37,7 @@ from kvrelay.wire.messages import (
     Welcome,
 )
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.shared_place import SharedPlace
 
@@ -72,6 +73,9 @@ def run_prefill_worker(context: Context, connection: Connection) -> None:
             "tcp://127.0.0.1:*",
             "prefill",
             CollectorRegistry(),
+            network=Network.open(),
+            model_loop=ModelLoop,
+            epoch=time.time_ns(),
             link_settings=_LINK,
             shared_memory=SharedPlace(),
         )
@@ -97,6 +101,9 @@ def run_decode_worker(context: Context, connection: Connection) -> None:
             "tcp://127.0.0.1:*",
             "decode",
             CollectorRegistry(),
+            network=Network.open(),
+            model_loop=ModelLoop,
+            epoch=time.time_ns(),
             link_settings=_LINK,
             shared_memory=SharedPlace(),
         )
@@ -124,12 +131,12 @@ class _Lost:
 class _Link:
     """A link to one worker. Implements ClientHandler."""
 
-    def __init__(self, address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, address: str, network: Network) -> None:
         self.inbox: asyncio.Queue[Message | _Lost] = asyncio.Queue()
         self.up = asyncio.Event()
         hello = Hello(role=Role.GATEWAY, peer_id="benchmark")
         metrics = WireMetrics(CollectorRegistry())
-        self.client = ControlClient(address, hello, self, _LINK, metrics=metrics, context=context)
+        self.client = ControlClient(address, hello, self, _LINK, metrics=metrics, network=network)
 
     def on_welcome(self, welcome: Welcome) -> None:
         self.up.set()
@@ -195,8 +202,8 @@ class Asker:
 @asynccontextmanager
 async def asker(prefill_address: str, decode_address: str) -> AsyncIterator[Asker]:
     """Links to both workers, up; closed at the end."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    links = [_Link(address, context) for address in (prefill_address, decode_address)]
+    network = Network.open()
+    links = [_Link(address, network) for address in (prefill_address, decode_address)]
     try:
         for link in links:
             link.client.start()
@@ -207,7 +214,7 @@ async def asker(prefill_address: str, decode_address: str) -> AsyncIterator[Aske
     finally:
         for link in links:
             await link.client.stop()
-        await asyncio.to_thread(context.term)
+        await asyncio.to_thread(network.close)
 
 
 def _num_blocks(context: Context) -> int:

@@ -102,7 +102,7 @@ class Rig:
         engine = engine or FakeEngine(fake_card(num_blocks=num_blocks or 64))
         card = engine.card
         self.engine = Watched(engine, self._on_launch)
-        self.blocks = BlockManager(num_blocks or card.num_blocks, card.layout.block_size)
+        self.blocks = BlockManager(num_blocks or card.num_blocks, card.layout.block_size, lambda: 0.0)
         self._root_hash = root_hash(card.layout.fingerprint())
         self.scheduler = DecodeScheduler(
             DecodeSchedulerSettings(**settings),  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ class Rig:
         self.most_running = 0
         self.registry = CollectorRegistry()
         metrics = EngineMetrics(self.registry, self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.worker = DecodeModelWorker(self.engine, self.scheduler, metrics, self._hear)
+        self.worker = DecodeModelWorker(self.engine, self.scheduler, metrics, self._hear, lambda: 0.0)
         self._scribble = b"\x42" * engine.store.block_nbytes  # as floats they are far from all keys and values
         self._lease: dict[int, memoryview] = {}
         self._num_added = 0

@@ -27,7 +27,7 @@ def submit(num_tokens: int, most: int | None) -> Submit:
 @pytest.fixture
 def blocks() -> BlockManager:
     """Five blocks of the prompt ``range(20)`` are cached."""
-    manager, owner = BlockManager(16, 4), Owner(OwnerKind.SEQUENCE, "a")
+    manager, owner = BlockManager(16, 4, lambda: 0.0), Owner(OwnerKind.SEQUENCE, "a")
     manager.allocate(owner, 5)
     for index, block_hash in enumerate(chain_hashes(ROOT, range(20), 4)):
         manager.publish(owner, index, block_hash)

@@ -225,7 +225,7 @@ def test_a_dead_end_fails_its_sequence_alone() -> None:
 
 def test_a_preempted_sequence_goes_on_in_its_guide() -> None:
     rig = GuidedRig()
-    rig.blocks = BlockManager(6, 4)
+    rig.blocks = BlockManager(6, 4, lambda: 0.0)
     rig.scheduler = DecodeScheduler(DecodeSchedulerSettings(), rig.blocks, rig.service._root_hash, 1000)
     rig.model._scheduler, rig.service._blocks = rig.scheduler, rig.blocks
     outputs = {"a": list(range(10, 18)), "b": list(range(20, 28))}

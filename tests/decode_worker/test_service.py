@@ -77,13 +77,13 @@ class Rig:
         self.commands: list[Command] = []
         self.reports: list[Report] = []
         self.now_s = 1000.0
-        self.blocks = BlockManager(CARD.num_blocks, BLOCK)
+        self.blocks = BlockManager(CARD.num_blocks, BLOCK, lambda: 0.0)
         self.scheduler = DecodeScheduler(
             DecodeSchedulerSettings(), self.blocks, root_hash(FINGERPRINT), CARD.max_model_len
         )
         self.engine = FakeEngine(CARD)
         metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.model = DecodeModelWorker(self.engine, self.scheduler, metrics, self.reports.append)
+        self.model = DecodeModelWorker(self.engine, self.scheduler, metrics, self.reports.append, lambda: self.now_s)
         self.service = DecodeService(WorkerIdentity("decode", EPOCH, CARD, 512), self.blocks, lambda: self.now_s)
         leases = LeaseTable(
             LeaseSettings(EPOCH, FINGERPRINT, BLOCK, 30.0),

@@ -12,9 +12,11 @@ from prometheus_client import CollectorRegistry
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake import FakeEngine, fake_card
+from kvrelay.engine.loop import ModelLoop
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.shared_sender import SharedTarget
 
@@ -29,6 +31,9 @@ def decode_worker(place: SharedPlace | None = None, data_sockets: int = 1) -> De
         "tcp://127.0.0.1:*",
         "decode",
         CollectorRegistry(),
+        network=Network.open(data_sockets),
+        model_loop=ModelLoop,
+        epoch=1,
         shared_memory=place,
         data_sockets=data_sockets,
     )

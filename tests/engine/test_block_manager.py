@@ -28,7 +28,7 @@ def publish_all(blocks: BlockManager, who: Owner, chain: list[bytes]) -> None:
 
 
 def test_released_blocks_are_free_or_cached() -> None:
-    blocks = BlockManager(8, BLOCK)
+    blocks = BlockManager(8, BLOCK, lambda: 0.0)
     given = blocks.allocate(owner("a"), 3)
     assert given is not None
     assert (len(set(given.block_ids)), given.num_cached) == (3, 0)
@@ -42,7 +42,7 @@ def test_released_blocks_are_free_or_cached() -> None:
 
 
 def test_a_published_prefix_is_shared_while_it_runs_and_after() -> None:
-    blocks = BlockManager(8, BLOCK)
+    blocks = BlockManager(8, BLOCK, lambda: 0.0)
     first = blocks.allocate(owner("a"), 3, hashes(1, 2, 3))
     publish_all(blocks, owner("a"), hashes(1, 2, 3))
     second = blocks.allocate(owner("b"), 4, hashes(1, 2, 9))
@@ -58,7 +58,7 @@ def test_a_published_prefix_is_shared_while_it_runs_and_after() -> None:
 
 
 def test_no_room_changes_nothing() -> None:
-    blocks = BlockManager(4, BLOCK)
+    blocks = BlockManager(4, BLOCK, lambda: 0.0)
     blocks.allocate(owner("a"), 2)
     publish_all(blocks, owner("a"), hashes(1, 2))
     blocks.release(owner("a"))
@@ -73,7 +73,7 @@ def test_no_room_changes_nothing() -> None:
 
 
 def test_the_tail_of_the_oldest_prefix_is_evicted_first() -> None:
-    blocks = BlockManager(4, BLOCK)
+    blocks = BlockManager(4, BLOCK, lambda: 0.0)
     for name, chain in (("a", hashes(1, 2)), ("b", hashes(8, 9))):
         blocks.allocate(owner(name), 2, chain)
         publish_all(blocks, owner(name), chain)
@@ -89,7 +89,7 @@ def test_the_tail_of_the_oldest_prefix_is_evicted_first() -> None:
 
 
 def test_extending_evicts_what_is_cached() -> None:
-    blocks = BlockManager(4, BLOCK)
+    blocks = BlockManager(4, BLOCK, lambda: 0.0)
     blocks.allocate(owner("a"), 3)
     publish_all(blocks, owner("a"), hashes(1, 2, 3))
     blocks.release(owner("a"))
@@ -104,7 +104,7 @@ def test_extending_evicts_what_is_cached() -> None:
 
 
 def test_a_lease_becomes_a_sequence() -> None:
-    blocks = BlockManager(4, BLOCK)
+    blocks = BlockManager(4, BLOCK, lambda: 0.0)
     lease = owner("1", OwnerKind.LEASE)
     given = blocks.allocate(lease, 2)
     assert given is not None
@@ -120,7 +120,7 @@ def test_a_lease_becomes_a_sequence() -> None:
 
 
 def test_a_fork_shares_and_who_writes_gets_a_block_of_its_own() -> None:
-    blocks = BlockManager(4, BLOCK)
+    blocks = BlockManager(4, BLOCK, lambda: 0.0)
     first = blocks.allocate(owner("a"), 2)
     assert first is not None
     assert blocks.fork(owner("a"), owner("b"), 2) == first.block_ids
@@ -138,7 +138,7 @@ def test_a_fork_shares_and_who_writes_gets_a_block_of_its_own() -> None:
 
 
 def test_a_block_that_others_may_find_is_never_written_to() -> None:
-    blocks = BlockManager(3, BLOCK)
+    blocks = BlockManager(3, BLOCK, lambda: 0.0)
     first = blocks.allocate(owner("a"), 1)
     assert first is not None
     publish_all(blocks, owner("a"), hashes(1))
@@ -152,7 +152,7 @@ def test_a_block_that_others_may_find_is_never_written_to() -> None:
 
 
 def test_without_room_a_shared_block_stays_as_it_is() -> None:
-    blocks = BlockManager(2, BLOCK)
+    blocks = BlockManager(2, BLOCK, lambda: 0.0)
     first = blocks.allocate(owner("a"), 2)
     assert first is not None
     blocks.fork(owner("a"), owner("b"), 2)
@@ -167,7 +167,7 @@ def test_beams_of_one_search_are_owners_of_their_own() -> None:
 
 
 def test_two_blocks_of_one_content_are_both_fine() -> None:
-    blocks = BlockManager(4, BLOCK)
+    blocks = BlockManager(4, BLOCK, lambda: 0.0)
     for name in ("a", "b"):
         blocks.allocate(owner(name), 1)
         publish_all(blocks, owner(name), hashes(1))
@@ -178,7 +178,7 @@ def test_two_blocks_of_one_content_are_both_fine() -> None:
 
 
 def test_misuse_raises() -> None:
-    blocks = BlockManager(4, BLOCK)
+    blocks = BlockManager(4, BLOCK, lambda: 0.0)
     blocks.allocate(owner("a"), 1)
     with pytest.raises(ValueError, match="already holds 1 blocks"):
         blocks.allocate(owner("a"), 1)
@@ -193,7 +193,7 @@ def test_misuse_raises() -> None:
     with pytest.raises(ValueError, match="already holds"):
         blocks.hand_on(owner("a"), owner("b"))
     with pytest.raises(ValueError, match="must be at least 1"):
-        BlockManager(0, BLOCK)
+        BlockManager(0, BLOCK, lambda: 0.0)
     blocks.check_integrity()
 
 
@@ -202,7 +202,7 @@ class RandomUse(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = BlockManager(12, BLOCK)
+        self.blocks = BlockManager(12, BLOCK, lambda: 0.0)
         self.chains: dict[Owner, list[bytes]] = {}  # what each owner's blocks hold, or will
         self.content: dict[int, bytes] = {}  # what was written into each block last
         self.count = 0

@@ -100,7 +100,7 @@ class AgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.model = Model()
         share = (MAX_RETAINED + 0.5) / NUM_BLOCKS
-        self.blocks = BlockManager(NUM_BLOCKS, 1, max_retained_share=share, clock=lambda: self.model.now_s)
+        self.blocks = BlockManager(NUM_BLOCKS, 1, lambda: self.model.now_s, max_retained_share=share)
         self.chains: dict[Owner, list[bytes]] = {}
         self.known: set[bytes] = set()
         self.count = 0

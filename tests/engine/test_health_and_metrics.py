@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -17,17 +16,17 @@ from kvrelay.engine.metrics import EngineMetrics
 @dataclass
 class Ticking:
     is_alive: bool
-    last_tick_s: float
+    silent_s: float
 
 
 def ticked(seconds_ago: float, *, is_alive: bool = True) -> Ticking:
-    return Ticking(is_alive, time.monotonic() - seconds_ago)
+    return Ticking(is_alive, seconds_ago)
 
 
 @pytest.fixture
 def blocks() -> BlockManager:
     """10 blocks: 3 running (one of them shared), 2 leased, 1 cached, 4 free."""
-    blocks = BlockManager(10, 4)
+    blocks = BlockManager(10, 4, lambda: 0.0)
     gone, first, second = (Owner(OwnerKind.SEQUENCE, name) for name in ("gone/1", "a/1", "b/1"))
     blocks.allocate(gone, 1)
     blocks.publish(gone, 0, b"g" * 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -72,7 +73,7 @@ def worker() -> Scripted:
 
 @pytest.fixture
 def loop(worker: Scripted) -> Iterator[ModelLoop[int]]:
-    made = ModelLoop[int](worker, "model")
+    made = ModelLoop[int](worker, "model", lambda: 0.0)
     yield made
     worker.may_step.set()
     assert made.stop()
@@ -132,29 +133,26 @@ def test_a_step_that_fails_is_told_and_logged_and_the_loop_goes_on(
 
 def test_an_idle_loop_shows_that_it_is_alive(worker: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "_IDLE_TICK_S", 0.001)
-    times, enough = iter(range(1000)), threading.Event()
+    now_s, looks, looked = 0.0, itertools.count(), threading.Event()
 
     def clock() -> float:
-        now = next(times)
-        if now >= 5:
-            enough.set()
-            stopped.wait(WAIT_S)
-        return float(now)
+        if next(looks) >= 8:
+            looked.set()
+        return now_s
 
-    stopped = threading.Event()
     loop = ModelLoop[int](worker, "model", clock)
-    assert loop.last_tick_s == 0.0
+    now_s = 50.0
+    assert loop.silent_s == 50.0
     loop.start()
-    assert enough.wait(WAIT_S)
-    assert loop.last_tick_s == 4.0
-    stopped.set()
+    assert looked.wait(WAIT_S)
+    assert loop.silent_s == 0.0
     assert loop.stop()
     assert not loop.is_alive
 
 
 def test_stop_ends_behind_the_running_step(worker: Scripted) -> None:
     worker.may_step.clear()
-    loop = ModelLoop[int](worker, "model")
+    loop = ModelLoop[int](worker, "model", lambda: 0.0)
     loop.post(5)
     loop.start()
     worker.expect("handle 5", "step")
@@ -167,7 +165,7 @@ def test_stop_ends_behind_the_running_step(worker: Scripted) -> None:
 
 
 def test_a_loop_that_never_started_can_be_stopped(worker: Scripted) -> None:
-    assert ModelLoop[int](worker, "model").stop()
+    assert ModelLoop[int](worker, "model", lambda: 0.0).stop()
 
 
 def test_a_command_that_fails_is_told_and_logged_and_the_loop_goes_on(
@@ -184,7 +182,7 @@ def test_a_command_that_fails_is_told_and_logged_and_the_loop_goes_on(
 def test_a_worker_that_does_not_trust_itself_any_more_ends_the_loop(
     worker: Scripted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop = ModelLoop[int](worker, "model")
+    loop = ModelLoop[int](worker, "model", lambda: 0.0)
     loop.post(BROKEN)
     loop.post(1)
     loop.start()
@@ -199,7 +197,7 @@ def test_a_worker_that_does_not_trust_itself_any_more_ends_the_loop(
 def test_steps_that_fail_one_after_the_other_end_the_loop(worker: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that answers everything with the same error: a worker that fails fast draws all requests."""
     monkeypatch.setattr(loop_module, "_MAX_FAILED_STEPS", 3)
-    loop = ModelLoop[int](worker, "model")
+    loop = ModelLoop[int](worker, "model", lambda: 0.0)
     worker.error = worker.next_error = RuntimeError("illegal access")
     failure = ("handle 1", "step", "failed illegal access")
     loop.start()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import zmq
 from starlette.types import ASGIApp, Message
 
 from kvrelay.common.model_card import ModelCard
@@ -21,6 +20,7 @@ from kvrelay.gateway.app import create_app
 from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.wire.messages import Role, Submit, Timings
+from kvrelay.wire.network import Network
 
 from .players import LINKS, Player, Script
 
@@ -64,8 +64,8 @@ async def app_for(
     directory: Path, script: Script, *, num_blocks: int = 128, card: ModelCard | None = None, **settings: Any
 ) -> AsyncIterator[App]:
     """The app in front of one decode player, whose pool has blocks of four tokens; connected."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    player = Player(Role.DECODE, script, context, card or fake_card(vocab_size=300, num_blocks=num_blocks))
+    network = Network.open()
+    player = Player(Role.DECODE, script, network, card or fake_card(vocab_size=300, num_blocks=num_blocks))
     player.address = await player.server.start()
     relay = RelaySettings(**{"room_timeout_s": 0.2, **settings.pop("relay", {})})
     chosen = GatewaySettings(
@@ -85,7 +85,7 @@ async def app_for(
             yield App(app, client, player, Tokenizer.load(directory))
     finally:
         await player.server.stop()
-        await asyncio.to_thread(context.term)
+        await asyncio.to_thread(network.close)
 
 
 @asynccontextmanager

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.model_card import ModelCard
@@ -16,6 +15,7 @@ from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.messages import (
@@ -36,6 +36,7 @@ from kvrelay.wire.messages import (
     WorkerState,
 )
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
 LINKS = LinkSettings(ping_interval_s=0.05, peer_timeout_s=5.0)
@@ -51,7 +52,7 @@ class Player:
         self,
         role: Role,
         script: Script,
-        context: zmq.Context[zmq.Socket[bytes]],
+        network: Network,
         card: ModelCard | None = None,
     ) -> None:
         self.role = role
@@ -63,7 +64,7 @@ class Player:
         self.state = WorkerState.READY
         self.gateway_id = ""
         metrics = WireMetrics(CollectorRegistry())
-        self.server = ControlServer("tcp://127.0.0.1:*", self, LINKS, metrics=metrics, context=context)
+        self.server = ControlServer("tcp://127.0.0.1:*", self, LINKS, metrics=metrics, network=network)
         self.address = ""
 
     def welcome(self, hello: Hello) -> Welcome | HelloRefused:
@@ -151,7 +152,7 @@ class Stage:
             return True
 
         async with asyncio.timeout(20):
-            await self.relay.run(GenerationRequest(request_id, PROMPT, sampling), take)
+            await self.relay.run(GenerationRequest(request_id, PROMPT, sampling, RequestTimings(0.0)), take)
         return output, reason
 
     async def deltas(self, request: GenerationRequest) -> list[OutputDelta]:
@@ -175,28 +176,28 @@ async def stage(
     **settings: float,
 ) -> AsyncIterator[Stage]:
     """One decode player per script, and the prefill players there are in front of them; all connected."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    network = Network.open()
     prefill_scripts = [prefill] if callable(prefill) else prefill
-    prefills = [Player(Role.PREFILL, script, context) for script in prefill_scripts]
-    decodes = [Player(Role.DECODE, script, context) for script in scripts]
+    prefills = [Player(Role.PREFILL, script, network) for script in prefill_scripts]
+    decodes = [Player(Role.DECODE, script, network) for script in scripts]
     players = [*prefills, *decodes]
     for player in players:
         player.address = await player.server.start()
     metrics = GatewayMetrics(CollectorRegistry())
     addresses = [[player.address for player in group] for group in (prefills, decodes)]
-    pool = WorkerPool("gateway", metrics, LINKS, needs_prefill_workers=needs_prefill_workers)
+    pool = WorkerPool("gateway", metrics, LINKS, Network.open(), needs_prefill_workers=needs_prefill_workers)
     pool.update(static_workers(*addresses))
     try:
         while not all(worker.is_usable for worker in pool.workers):
             pool.changed.clear()
             await pool.changed.wait()
         chosen = RelaySettings(local_prefill_max_tokens=0, **settings)  # type: ignore[arg-type]
-        yield Stage(Relay(pool, chosen, metrics), pool, players, metrics)
+        yield Stage(Relay(pool, chosen, metrics, network.clock), pool, players, metrics)
     finally:
         await pool.stop()
         for player in players:
             await player.server.stop()
-        await asyncio.to_thread(context.term)
+        await asyncio.to_thread(network.close)
 
 
 def good(player: Player, submit: Submit) -> None:

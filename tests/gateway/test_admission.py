@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Coroutine, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrelay.gateway import admission as module
 from kvrelay.gateway.admission import Admission
 from kvrelay.gateway.errors import ApiError, RequestTimeoutError, UnavailableError
 from kvrelay.gateway.metrics import GatewayMetrics
@@ -26,7 +24,7 @@ class Office:
         self.loop = loop
         self.changed = asyncio.Event()
         self.metrics = GatewayMetrics(CollectorRegistry())
-        self.admission = Admission(max_queued, room_timeout_s, self.changed, self.metrics)
+        self.admission = Admission(max_queued, room_timeout_s, self.changed, self.metrics, loop.time)
         self.num_places = num_places
         self.served: list[str] = []
 
@@ -54,9 +52,8 @@ class Office:
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimLoop]:
+def loop() -> Iterator[SimLoop]:
     sim = SimLoop(0)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=sim.time))
     yield sim
     sim.close()
 

@@ -21,6 +21,7 @@ from kvrelay.gateway.generation import Generation, Generator, Usage
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.sse import ClientLeftError, EndAtDisconnect, EventStream
+from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool
 from kvrelay.wire.messages import FailureCode, Submit
@@ -276,8 +277,10 @@ async def test_the_first_error_of_several_choices_ends_all(model_directory: Path
                 was_given_up.set()
 
     relay: Any = TwoWays()
-    generator = Generator(relay, Tokenizer.load(model_directory), GatewayMetrics(CollectorRegistry()))
-    generations = [Generation(name, [1], SamplingParams(max_tokens=9)) for name in ("endless", "broken")]
+    generator = Generator(relay, Tokenizer.load(model_directory), GatewayMetrics(CollectorRegistry()), lambda: 0.0)
+    generations = [
+        Generation(name, [1], SamplingParams(max_tokens=9), RequestTimings(0.0)) for name in ("endless", "broken")
+    ]
     taken: list[int] = []
     with pytest.raises(ApiError, match="broken"):
         await generator.run_all(generations, [Usage(1), Usage(1)], lambda index, delta: taken.append(index))

@@ -14,6 +14,7 @@ from kvrelay.gateway.attempt import Take
 from kvrelay.gateway.generation import Generation, Generator, TextDelta, Usage
 from kvrelay.gateway.metrics import GatewayMetrics, TokenMeter
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
+from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.wire.messages import Timings
 
@@ -55,8 +56,8 @@ async def test_a_first_token_is_written_before_it_is_counted(model_directory: Pa
     def take(_: TextDelta) -> None:
         counted_at_write.append(counted())
 
-    generator = Generator(relay, Tokenizer.load(model_directory), GatewayMetrics(registry))
-    await generator.run(Generation("r", [1], SamplingParams(max_tokens=2)), Usage(1), take)
+    generator = Generator(relay, Tokenizer.load(model_directory), GatewayMetrics(registry), lambda: 0.0)
+    await generator.run(Generation("r", [1], SamplingParams(max_tokens=2), RequestTimings(0.0)), Usage(1), take)
     assert counted_at_write == [(0.0, None)] * 2
     await asyncio.sleep(0)  # what is due on the loop
     assert counted() == (1.0, 1.0)

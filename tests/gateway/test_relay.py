@@ -17,6 +17,7 @@ from kvrelay.gateway.errors import (
     UnavailableError,
 )
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
+from kvrelay.gateway.timings import RequestTimings
 from kvrelay.wire.messages import (
     Cancelled,
     FailureCode,
@@ -121,7 +122,7 @@ async def test_a_request_has_its_time() -> None:
 
 async def test_the_clients_own_time_counts_and_travels_with_the_request() -> None:
     async with stage(lambda player, submit: player.tokens(submit, 0, [100]), request_timeout_s=60.0) as s:
-        request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4), timeout_s=0.2)
+        request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4), RequestTimings(0.0), timeout_s=0.2)
         with pytest.raises(RequestTimeoutError, match=r"0\.2 s"):
             await s.deltas(request)
         [submit] = s.players[0].submits
@@ -132,7 +133,7 @@ async def test_the_clients_own_time_counts_and_travels_with_the_request() -> Non
 
 async def test_a_client_cannot_ask_for_more_time_than_there_is() -> None:
     async with stage(good, request_timeout_s=60.0) as s:
-        request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4), timeout_s=1e6)
+        request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4), RequestTimings(0.0), timeout_s=1e6)
         await s.deltas(request)
         timeout_s = s.players[0].submits[0].timeout_s
         assert timeout_s is not None
@@ -162,7 +163,7 @@ async def test_a_request_that_is_given_up_is_cancelled_on_both_workers() -> None
             first.set_result(delta)
             return True
 
-        running = asyncio.create_task(s.relay.run(GenerationRequest("r", PROMPT, sampling), take))
+        running = asyncio.create_task(s.relay.run(GenerationRequest("r", PROMPT, sampling, RequestTimings(0.0)), take))
         assert (await first).timings == Timings(queue_s=0.1, prefill_s=0.2)
         running.cancel()
         for player in s.players:
@@ -224,7 +225,7 @@ async def test_a_late_failure_of_a_prefill_worker_does_not_end_a_healthy_stream(
 
     async with stage(good, prefill=prefill) as s:
         sampling = SamplingParams(max_tokens=4, temperature=0.0)
-        outcome = asyncio.create_task(s.relay.run(GenerationRequest("r", PROMPT, sampling), take))
+        outcome = asyncio.create_task(s.relay.run(GenerationRequest("r", PROMPT, sampling, RequestTimings(0.0)), take))
         await taken.wait()
         player, submit = running[0]
         if is_known_by == "tokens":
@@ -338,7 +339,7 @@ async def test_what_an_earlier_attempt_computed_was_computed() -> None:
             player.fail(submit, FailureCode.INTERNAL)
 
     async with stage(script) as s:
-        request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4, temperature=0.0))
+        request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4, temperature=0.0), RequestTimings(0.0))
         seen = [delta.num_cached_tokens for delta in await s.deltas(request)]
         assert seen == [1, 1, None]
 
@@ -347,5 +348,5 @@ async def test_a_request_s_retention_travels_with_every_attempt() -> None:
     async with stage(failing(FailureCode.INTERNAL, times=1)) as s:
         wish = Retention(priority=80, ttl_s=60.0)
         sampling = SamplingParams(max_tokens=4, temperature=0.0)
-        assert await s.deltas(GenerationRequest("r", PROMPT, sampling, retention=wish))
+        assert await s.deltas(GenerationRequest("r", PROMPT, sampling, RequestTimings(0.0), retention=wish))
         assert [submit.retention for submit in s.players[0].submits] == [wish, wish]

@@ -9,6 +9,7 @@ import pytest
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.gateway.errors import AttemptsFailedError
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
+from kvrelay.gateway.timings import RequestTimings
 from kvrelay.wire.messages import FailureCode, Submit, Timings, TokenDelta, Tokens
 
 from .players import PROMPT, Player, Stage, good, stage
@@ -31,7 +32,7 @@ def first_token(player: Player, submit: Submit) -> None:
 
 async def deltas_of(s: Stage) -> list[OutputDelta]:
     sampling = SamplingParams(max_tokens=3, temperature=0.0, num_prompt_logprobs=0)
-    return await s.deltas(GenerationRequest("r", PROMPT, sampling))
+    return await s.deltas(GenerationRequest("r", PROMPT, sampling, RequestTimings(0.0)))
 
 
 def tokens_of(deltas: list[OutputDelta]) -> list[int]:

@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.wire.messages import Timings
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock; tests move it."""
-    moment = [100.0]
-    monkeypatch.setattr("kvrelay.gateway.timings.time.monotonic", lambda: moment[0])
-    return moment
-
-
 def test_a_request_that_nothing_happened_to() -> None:
-    body = RequestTimings().body()
+    body = RequestTimings(100.0).body()
     assert body.pop("attempts") == 0
     assert set(body.values()) == {None}
 
 
-def test_times_are_since_the_request_came(now: list[float]) -> None:
+def test_times_are_since_the_request_came() -> None:
     timings = RequestTimings(received_s=100.0)
     for moment_s, event in ((101.0, timings.on_submit), (104.0, timings.on_tokens), (104.5, timings.on_tokens)):
-        now[0] = moment_s
-        event()
-    now[0] = 110.0
-    timings.on_tokens()  # the third changes nothing
+        event(moment_s)
+    timings.on_tokens(110.0)  # the third changes nothing
     body = timings.body()
     assert (body["accept_s"], body["ttft_s"], body["second_token_s"]) == (1.0, 4.0, 4.5)
     assert timings.last_token_s == 110.0
 
 
-def test_the_first_attempt_counts_and_later_ones_are_told(now: list[float]) -> None:
+def test_the_first_attempt_counts_and_later_ones_are_told() -> None:
     timings = RequestTimings(received_s=100.0)
-    timings.on_submit()
+    timings.on_submit(100.0)
     assert timings.on_parts(Timings(queue_s=1.0, prefill_s=2.0)) == {"queue": 1.0, "prefill": 2.0}
-    now[0] = 150.0
-    timings.on_submit()
+    timings.on_submit(150.0)
     # A replay queues and prefills again; only what is new is told on.
     assert timings.on_parts(Timings(queue_s=7.0, transfer_s=0.5)) == {"transfer": 0.5}
     body = timings.body()

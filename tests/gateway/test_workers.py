@@ -12,9 +12,11 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.fake import fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
+from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.worker import first_tokens_first
 from kvrelay.gateway.workers import FoundWorker, WorkerPool
 from kvrelay.wire.messages import Role, Submit, TokenDelta
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
 from .players import ALL, PROMPT, Player, Stage, good, stage
@@ -73,7 +75,7 @@ async def test_what_runs_on_a_worker_that_is_gone_goes_on_elsewhere() -> None:
             return True
 
         async with asyncio.timeout(10):
-            await on.relay.run(GenerationRequest("r", PROMPT, sampling), take)
+            await on.relay.run(GenerationRequest("r", PROMPT, sampling, RequestTimings(0.0)), take)
         assert output == ALL[0]
         assert stays.submits[0].token_ids == [*PROMPT, 100]  # it went on behind what was there
 
@@ -161,7 +163,9 @@ async def test_workers_on_their_way_out_are_as_good_as_none() -> None:
 
 
 async def test_a_gateway_that_was_told_nothing_is_not_ready() -> None:
-    pool = WorkerPool("g", GatewayMetrics(CollectorRegistry()), LinkSettings(), needs_prefill_workers=False)
+    pool = WorkerPool(
+        "g", GatewayMetrics(CollectorRegistry()), LinkSettings(), Network.open(), needs_prefill_workers=False
+    )
     assert pool.not_ready() == ["who the workers are is not known yet"]
     pool.update([])
     assert pool.not_ready() == []

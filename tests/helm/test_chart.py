@@ -187,7 +187,7 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
     registry = CollectorRegistry()
     GatewayMetrics(registry)
     WireMetrics(registry)
-    EngineMetrics(registry, BlockManager(4, 4), num_running=lambda: 0, num_waiting=lambda: 0)
+    EngineMetrics(registry, BlockManager(4, 4, lambda: 0.0), num_running=lambda: 0, num_waiting=lambda: 0)
     known = {sample.name for family in registry.collect() for sample in family.samples}
     known |= {
         name for family in registry.collect() for name in (family.name, f"{family.name}_total", f"{family.name}_sum")

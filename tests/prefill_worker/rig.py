@@ -20,14 +20,14 @@ class ModelRig:
 
     def __init__(self, engine: Engine, **settings: int) -> None:
         card = engine.card
-        self.blocks = BlockManager(card.num_blocks, card.layout.block_size)
+        self.blocks = BlockManager(card.num_blocks, card.layout.block_size, lambda: 0.0)
         self.scheduler = PrefillScheduler(PrefillSchedulerSettings(**settings), self.blocks, card.max_model_len)
         self.tokens: dict[str, int] = {}  # the first one of each prompt
         self.failed: list[str] = []
         self.reports: list[Report] = []
         self._root_hash = root_hash(card.layout.fingerprint())
         metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.worker = PrefillModelWorker(engine, self.scheduler, metrics, self._hear)
+        self.worker = PrefillModelWorker(engine, self.scheduler, metrics, self._hear, lambda: 0.0)
 
     def _hear(self, report: Report) -> None:
         self.reports.append(report)

@@ -61,7 +61,7 @@ def test_a_large_bound_is_approached_and_a_small_cost_not_believed(
 
 @pytest.mark.parametrize(("token_s", "reached"), [(2.5e-5, 2048), (1e-3, 256)])
 def test_a_gpus_steps_grow_to_what_the_budget_buys(token_s: float, reached: int) -> None:
-    blocks = BlockManager(8192, BLOCK)
+    blocks = BlockManager(8192, BLOCK, lambda: 0.0)
     scheduler = PrefillScheduler(PrefillSchedulerSettings(), blocks, 8192 * BLOCK, "cuda")
     prompt = Sequence("a", 1, list(range(100_000)), 100_000, SamplingParams(max_tokens=8), 0.0)
     prompt.block_hashes = chain_hashes(ROOT, prompt.token_ids, BLOCK)
@@ -81,7 +81,7 @@ def test_a_gpus_steps_grow_to_what_the_budget_buys(token_s: float, reached: int)
 
 def test_steps_of_short_prompts_do_not_buy_a_step_of_thousands() -> None:
     """They cost a GPU the same whatever their size, so each token seems to cost nothing."""
-    blocks = BlockManager(1024, BLOCK)
+    blocks = BlockManager(1024, BLOCK, lambda: 0.0)
     scheduler = PrefillScheduler(PrefillSchedulerSettings(), blocks, 1024 * BLOCK, "cuda")
     for num_tokens in (8, 64, 12, 100):
         scheduler.observe(num_tokens, 0.02 + 1e-6 * num_tokens)
@@ -160,7 +160,7 @@ def serve(
 ) -> Served:
     """Run a worker's scheduler over ``arrivals`` in virtual time. Blocks are released ``handoff_s`` after the first token."""
     chance = random.Random(seed)
-    blocks = BlockManager(num_blocks, BLOCK)
+    blocks = BlockManager(num_blocks, BLOCK, lambda: 0.0)
     settings = PrefillSchedulerSettings(max_num_seqs=32, ttft_budget_ms=ttft_budget_ms)
     scheduler = PrefillScheduler(settings, blocks, num_blocks * BLOCK)
     served, now_s, coming = Served(), 0.0, sorted(arrivals, key=lambda arrival: arrival.at_s)

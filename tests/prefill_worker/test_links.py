@@ -28,6 +28,7 @@ from kvrelay.wire.messages import (
     WorkerState,
 )
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import DecodeLink
 from tests.reliability.fleet import Cable
@@ -80,9 +81,9 @@ class Silent:
 
 
 async def test_a_worker_that_is_gone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    network = Network.open()
     identity = LinkIdentity("p", fake_card(), LinkSettings(hello_timeout_s=0.05, ping_interval_s=0.05))
-    made = DecodeLinks(identity, Silent(), WireMetrics(CollectorRegistry()), context)
+    made = DecodeLinks(identity, Silent(), WireMetrics(CollectorRegistry()), network)
     assert made.link_to("tcp://127.0.0.1:1") is None
     made.sweep()
     assert len(made._peers) == 1
@@ -90,7 +91,7 @@ async def test_a_worker_that_is_gone_is_forgotten(monkeypatch: pytest.MonkeyPatc
     made.sweep()
     assert not made._peers
     await made.stop()
-    await asyncio.to_thread(context.term)  # returns only if every socket is closed
+    await asyncio.to_thread(network.close)  # returns only if every socket is closed
 
 
 class DecodePort:
@@ -148,18 +149,18 @@ class Heard:
 @asynccontextmanager
 async def decode_port() -> AsyncIterator[tuple[DecodePort, ControlServer, str, DecodeLinks, Heard]]:
     """A decode worker's control socket, and the links of a prefill worker to it."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    network = Network.open()
     metrics, settings = WireMetrics(CollectorRegistry()), LinkSettings()
     port, heard = DecodePort(), Heard()
-    server = ControlServer("tcp://127.0.0.1:*", port, settings, metrics=metrics, context=context)
+    server = ControlServer("tcp://127.0.0.1:*", port, settings, metrics=metrics, network=network)
     address = await server.start()
-    made = DecodeLinks(LinkIdentity("p", fake_card(), settings), heard, metrics, context)
+    made = DecodeLinks(LinkIdentity("p", fake_card(), settings), heard, metrics, network)
     try:
         yield port, server, address, made, heard
     finally:
         await made.stop()
         await server.stop()
-        await asyncio.to_thread(context.term)  # returns only if every socket is closed
+        await asyncio.to_thread(network.close)  # returns only if every socket is closed
 
 
 async def test_a_second_welcome_voids_what_went_over_the_first_link() -> None:
@@ -232,7 +233,7 @@ async def test_a_link_that_is_reset_comes_up_anew_when_it_is_asked_for() -> None
 async def test_a_data_connection_that_the_network_breaks_ends_the_link_at_once() -> None:
     """Between two workers that live, and talk. Nobody looks at the link, and no block is sent afterwards."""
     async with decode_port() as (port, _, address, made, heard):
-        with made._context.socket(zmq.ROUTER) as blocks:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as blocks:
             blocks.linger = 0
             cable = Cable(blocks.bind_to_random_port("tcp://127.0.0.1"))
             await cable.start()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
@@ -27,7 +24,7 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 50.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now_s
 
 
@@ -43,15 +40,14 @@ class TimedEngine(FakeEngine):
         return super().step(rows)
 
 
-def test_the_next_step_follows_from_what_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_follows_from_what_steps_took() -> None:
     clock = Clock()
-    monkeypatch.setattr("kvrelay.prefill_worker.model_worker.time", SimpleNamespace(monotonic=clock.monotonic))
-    blocks = BlockManager(CARD.num_blocks, CARD.layout.block_size)
+    blocks = BlockManager(CARD.num_blocks, CARD.layout.block_size, lambda: 0.0)
     settings = PrefillSchedulerSettings(max_batched_tokens=256, ttft_budget_ms=1000)
     scheduler = PrefillScheduler(settings, blocks, CARD.max_model_len)
     metrics = EngineMetrics(CollectorRegistry(), blocks, num_running=lambda: 0, num_waiting=lambda: 0)
     reports: list[Report] = []
-    worker = PrefillModelWorker(TimedEngine(clock), scheduler, metrics, reports.append)
+    worker = PrefillModelWorker(TimedEngine(clock), scheduler, metrics, reports.append, clock)
 
     def add(name: str, length: int) -> None:
         tokens = [len(name), *range(1, length)]

@@ -25,7 +25,7 @@ class Rig:
     """A scheduler over a pool of ``num_blocks``; ``step`` pretends to compute."""
 
     def __init__(self, num_blocks: int = 64, **settings: int) -> None:
-        self.blocks = BlockManager(num_blocks, BLOCK)
+        self.blocks = BlockManager(num_blocks, BLOCK, lambda: 0.0)
         self.scheduler = PrefillScheduler(PrefillSchedulerSettings(**settings), self.blocks, num_blocks * BLOCK)
 
     def learn(self, token_s: float) -> None:
@@ -202,7 +202,7 @@ def test_without_a_budget_steps_are_full_and_nobody_overtakes() -> None:
 
 def test_a_block_as_large_as_a_step_is_computed_in_pieces() -> None:
     rig = Rig(max_batched_tokens=16)
-    rig.blocks = BlockManager(64, 64)
+    rig.blocks = BlockManager(64, 64, lambda: 0.0)
     rig.scheduler = PrefillScheduler(PrefillSchedulerSettings(max_batched_tokens=16), rig.blocks, 4096)
     made = sequence("a", [1] * 40)
     made.block_hashes = chain_hashes(ROOT, made.token_ids, 64)

@@ -104,10 +104,12 @@ class Rig:
         self.now_s = 1000.0
         self.transfers = PlayedTransfers()
         self.links = PlayedLinks()
-        self.blocks = BlockManager(CARD.num_blocks, CARD.layout.block_size)
+        self.blocks = BlockManager(CARD.num_blocks, CARD.layout.block_size, lambda: 0.0)
         self.scheduler = PrefillScheduler(PrefillSchedulerSettings(), self.blocks, CARD.max_model_len)
         metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.model = PrefillModelWorker(FakeEngine(CARD), self.scheduler, metrics, self.reports.append)
+        self.model = PrefillModelWorker(
+            FakeEngine(CARD), self.scheduler, metrics, self.reports.append, lambda: self.now_s
+        )
         self.service = PrefillService(WorkerIdentity("prefill", 7, CARD, 512), self.blocks, lambda: self.now_s)
         self.service.attach(
             Ports(

@@ -10,16 +10,27 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.fake import FakeEngine, fake_card
+from kvrelay.engine.loop import ModelLoop
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.messages import DecodeTarget, Role, Submit
+from kvrelay.wire.network import Network
+
+
+def prefill_worker(
+    engine: FakeEngine, settings: PrefillSchedulerSettings, registry: CollectorRegistry
+) -> PrefillWorker:
+    address = "tcp://127.0.0.1:*"
+    return PrefillWorker(
+        engine, settings, address, "prefill", registry, network=Network.open(), model_loop=ModelLoop, epoch=1
+    )
 
 
 async def test_what_waits_is_told_in_tokens_and_seconds() -> None:
     registry, may_step = CollectorRegistry(), threading.Event()
     engine = FakeEngine(fake_card(), lambda rows: assert_is_set(may_step))
     settings = PrefillSchedulerSettings(max_num_seqs=1)  # the second prompt does not begin before the first has ended
-    worker = PrefillWorker(engine, settings, "tcp://127.0.0.1:*", "prefill", registry)
+    worker = prefill_worker(engine, settings, registry)
 
     def waiting() -> float | None:
         return registry.get_sample_value("kvrelay_waiting_prompt_tokens")
@@ -57,7 +68,7 @@ async def test_the_largest_step_is_what_suits_the_device(device_type: str, num_s
     card = msgspec.structs.replace(fake_card(num_blocks=512), device_type=device_type)
     engine = FakeEngine(card, lambda rows: sizes.append(sum(row.num_tokens for row in rows)))
     settings = PrefillSchedulerSettings(ttft_budget_ms=0)
-    worker = PrefillWorker(engine, settings, "tcp://127.0.0.1:*", "prefill", CollectorRegistry())
+    worker = prefill_worker(engine, settings, CollectorRegistry())
     await worker.start()
     try:
         submit = Submit(

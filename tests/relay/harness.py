@@ -17,6 +17,7 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake import FakeEngine, fake_card
 from kvrelay.engine.interface import StepRow
+from kvrelay.engine.loop import ModelLoop
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.control_client import ControlClient
@@ -35,6 +36,7 @@ from kvrelay.wire.messages import (
     Welcome,
 )
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
 TIMEOUT_S = 30.0
@@ -43,7 +45,7 @@ TIMEOUT_S = 30.0
 class Link:
     """A gateway's link to one worker: everything it says lands in ``inbox``."""
 
-    def __init__(self, address: str, peer_id: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, address: str, peer_id: str, network: Network) -> None:
         self.inbox: asyncio.Queue[Message] = asyncio.Queue()
         self.up = asyncio.Event()
         self.lost = asyncio.Event()
@@ -54,7 +56,7 @@ class Link:
             self,
             LinkSettings(ping_interval_s=0.2),
             metrics=WireMetrics(CollectorRegistry()),
-            context=context,
+            network=network,
         )
 
     def on_welcome(self, welcome: Welcome) -> None:
@@ -170,6 +172,9 @@ async def relay(
         "tcp://127.0.0.1:*",
         "decode",
         decode_registry,
+        network=Network.open(),
+        model_loop=ModelLoop,
+        epoch=1,
         link_settings=links,
     )
     prefill = PrefillWorker(
@@ -178,21 +183,24 @@ async def relay(
         "tcp://127.0.0.1:*",
         "prefill",
         prefill_registry,
+        network=Network.open(),
+        model_loop=ModelLoop,
+        epoch=1,
         link_settings=links,
     )
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    network = Network.open()
     await decode.start()
     await prefill.start()
-    to_prefill = Link(prefill.address, "gateway", context)
-    to_decode = Link(decode.address, "gateway", context)
+    to_prefill = Link(prefill.address, "gateway", network)
+    to_decode = Link(decode.address, "gateway", network)
     try:
         for link in (to_prefill, to_decode):
             link.client.start()
             await asyncio.wait_for(link.up.wait(), TIMEOUT_S)
-        yield Relay(prefill, decode, prefill_registry, decode_registry, to_prefill, to_decode, context)
+        yield Relay(prefill, decode, prefill_registry, decode_registry, to_prefill, to_decode, network)
     finally:
         for link in (to_prefill, to_decode):
             await link.client.stop()
         await prefill.stop()
         await decode.stop()
-        await asyncio.to_thread(context.term)
+        await asyncio.to_thread(network.close)

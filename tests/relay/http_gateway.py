@@ -23,6 +23,7 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake import FakeEngine, fake_card
 from kvrelay.engine.interface import StepRow
+from kvrelay.engine.loop import ModelLoop
 from kvrelay.gateway.app import create_app
 from kvrelay.gateway.http_server import make_http_server
 from kvrelay.gateway.metrics import GatewayMetrics
@@ -30,6 +31,7 @@ from kvrelay.gateway.refusals import Refusals
 from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, HttpLimits, RelaySettings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
 OnStep = Callable[[Sequence[StepRow]], None]
@@ -106,6 +108,9 @@ async def deployment(
         "tcp://127.0.0.1:*",
         "decode",
         CollectorRegistry(),
+        network=Network.open(),
+        model_loop=ModelLoop,
+        epoch=1,
         link_settings=LINKS,
     )
     prefill = PrefillWorker(
@@ -114,6 +119,9 @@ async def deployment(
         "tcp://127.0.0.1:*",
         "prefill",
         CollectorRegistry(),
+        network=Network.open(),
+        model_loop=ModelLoop,
+        epoch=1,
         link_settings=LINKS,
     )
     workers: Sequence[PrefillWorker | DecodeWorker] = [decode, prefill]

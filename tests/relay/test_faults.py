@@ -6,6 +6,7 @@ Real workers on fake engines (which check every byte of K/V before they sample),
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -20,15 +21,18 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
+from kvrelay.engine.loop import ModelLoop
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.block_sender import BlockSender
+from kvrelay.wire.network import Network
 from kvrelay.wire.send_job import SendTicket
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.shared_place import SharedPlace
@@ -38,6 +42,7 @@ from .gate import Gate
 from .lies import LIES, SEALED_LIES, Liar, Sealer
 
 VOCAB = 1000
+EPOCHS = itertools.count(1)
 LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=5.0)
 
 
@@ -50,6 +55,9 @@ def prefill_worker(
         "tcp://127.0.0.1:*",
         "prefill",
         registry,
+        network=Network.open(data_sockets),
+        model_loop=ModelLoop,
+        epoch=next(EPOCHS),
         link_settings=LINKS,
         transfer_settings=TransferSettings(verify_timeout_s=0.5),
         seal_kv=seal_kv,
@@ -74,6 +82,9 @@ def decode_worker(
         "tcp://127.0.0.1:*",
         "decode",
         registry,
+        network=Network.open(data_sockets),
+        model_loop=ModelLoop,
+        epoch=next(EPOCHS),
         link_settings=LINKS,
         seal_kv=seal_kv,
         shared_memory=place,
@@ -89,13 +100,14 @@ async def gateway(
     workers = [*decodes, *prefills]
     for worker in workers:
         await worker.start()
-    pool = WorkerPool("gateway", GatewayMetrics(CollectorRegistry()), LINKS, needs_prefill_workers=False)
+    network = Network.open()
+    pool = WorkerPool("gateway", GatewayMetrics(CollectorRegistry()), LINKS, network, needs_prefill_workers=False)
     pool.update(static_workers([worker.address for worker in prefills], [worker.address for worker in decodes]))
     try:
         while not all(worker.is_usable or worker.misfit for worker in pool.workers):
             pool.changed.clear()
             await pool.changed.wait()
-        yield Relay(pool, RelaySettings(local_prefill_max_tokens=0), GatewayMetrics(CollectorRegistry()))
+        yield Relay(pool, RelaySettings(local_prefill_max_tokens=0), GatewayMetrics(CollectorRegistry()), network.clock)
     finally:
         await pool.stop()
         for worker in [worker for worker in reversed(workers) if worker not in dead]:
@@ -113,7 +125,9 @@ def four_prompts(seed: int) -> dict[str, list[int]]:
 
 
 async def generate(relay: Relay, name: str, tokens: list[int], max_tokens: int) -> list[int]:
-    request = GenerationRequest(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0))
+    request = GenerationRequest(
+        name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0), RequestTimings(0.0)
+    )
     output: list[int] = []
 
     def take(delta: OutputDelta) -> bool:
@@ -253,7 +267,7 @@ async def test_a_decode_worker_that_dies_is_replaced_without_a_seam() -> None:
     decodes = [decode_worker(registry, gate=gate) for registry in registries[:2]]
     dead: list[DecodeWorker] = []
     async with gateway([prefill_worker(registries[2])], decodes, dead) as relay:
-        request = GenerationRequest("a", prompt, SamplingParams(max_tokens=100, temperature=0.0))
+        request = GenerationRequest("a", prompt, SamplingParams(max_tokens=100, temperature=0.0), RequestTimings(0.0))
         output: list[int] = []
         is_under_way = asyncio.Event()
 

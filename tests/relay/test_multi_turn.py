@@ -21,13 +21,16 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.block_manager import Owner, OwnerKind
 from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
+from kvrelay.engine.loop import ModelLoop
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
 VOCAB = 1000
@@ -55,7 +58,9 @@ class Cluster:
     ) -> tuple[list[int], int]:
         """Greedy output, checked, and how much of the prompt nobody computed."""
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        request = GenerationRequest(name, prompt, sampling, retention=retention, cache_salt=cache_salt)
+        request = GenerationRequest(
+            name, prompt, sampling, RequestTimings(0.0), retention=retention, cache_salt=cache_salt
+        )
         output: list[int] = []
         num_cached: set[int] = set()
 
@@ -92,6 +97,9 @@ async def cluster(num_prefills: int, num_decodes: int, settings: RelaySettings) 
             "tcp://127.0.0.1:*",
             f"prefill-{index}",
             registries[index],
+            network=Network.open(),
+            model_loop=ModelLoop,
+            epoch=1,
             link_settings=LINKS,
         )
         for index in range(num_prefills)
@@ -104,6 +112,9 @@ async def cluster(num_prefills: int, num_decodes: int, settings: RelaySettings) 
             "tcp://127.0.0.1:*",
             f"decode-{index}",
             registries[num_prefills + index],
+            network=Network.open(),
+            model_loop=ModelLoop,
+            epoch=1,
             link_settings=LINKS,
         )
         for index in range(num_decodes)
@@ -112,13 +123,14 @@ async def cluster(num_prefills: int, num_decodes: int, settings: RelaySettings) 
     for worker in workers:
         await worker.start()
     metrics = GatewayMetrics(CollectorRegistry())
-    pool = WorkerPool("gateway", metrics, LINKS, needs_prefill_workers=False)
+    network = Network.open()
+    pool = WorkerPool("gateway", metrics, LINKS, network, needs_prefill_workers=False)
     pool.update(static_workers([worker.address for worker in prefills], [worker.address for worker in decodes]))
     try:
         while not all(worker.is_usable for worker in pool.workers):
             pool.changed.clear()
             await pool.changed.wait()
-        yield Cluster(prefills, decodes, registries, Relay(pool, settings, metrics), metrics)
+        yield Cluster(prefills, decodes, registries, Relay(pool, settings, metrics, network.clock), metrics)
     finally:
         await pool.stop()
         for worker in reversed(workers):

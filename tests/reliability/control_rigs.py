@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, cast
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
@@ -36,6 +35,7 @@ from kvrelay.wire.lease import LeaseSettings
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.messages import FailureCode, Message, Offer
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.send_job import SendTicket
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.submit import WorkerIdentity
@@ -72,9 +72,9 @@ def kv_blocks(token_ids: list[int]) -> list[bytes]:
 class _Server(ControlServer):
     """A control server whose answers are kept instead of sent, once they are found to fit into a frame."""
 
-    def __init__(self, handler: Any, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, handler: Any, network: Network) -> None:
         metrics = WireMetrics(CollectorRegistry())
-        super().__init__("inproc://nobody", handler, LinkSettings(), metrics=metrics, context=context)
+        super().__init__("inproc://nobody", handler, LinkSettings(), metrics=metrics, network=network)
         self.sent: deque[tuple[str, Message]] = deque(maxlen=MAX_SENT)
         self._encoder = Codec()
 
@@ -89,11 +89,11 @@ class _Rig:
     """What both have."""
 
     def __init__(self) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.network = Network.open()
         self.commands: deque[Any] = deque()
         self.reports: deque[Any] = deque()
         self.now_s = 1000.0
-        self.blocks = BlockManager(CARD.num_blocks, BLOCK_SIZE)
+        self.blocks = BlockManager(CARD.num_blocks, BLOCK_SIZE, self.clock)
         self.engine = FakeEngine(CARD)
         self.identity = WorkerIdentity("worker", EPOCH, CARD, max_waiting=64, max_running=64)
         self.metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
@@ -138,7 +138,7 @@ class _Rig:
     def close(self) -> None:
         """The only socket that there is."""
         self.server._router.close(linger=0)
-        self.context.term()
+        self.network.close()
 
 
 class DecodeRig(_Rig):
@@ -147,7 +147,7 @@ class DecodeRig(_Rig):
     def __init__(self) -> None:
         super().__init__()
         scheduler = DecodeScheduler(DecodeSchedulerSettings(), self.blocks, root_hash(FINGERPRINT), CARD.max_model_len)
-        self.model = DecodeModelWorker(self.engine, scheduler, self.metrics, self.reports.append)
+        self.model = DecodeModelWorker(self.engine, scheduler, self.metrics, self.reports.append, self.clock)
         self.service: DecodeService = DecodeService(self.identity, self.blocks, self.clock)
         self.leases = LeaseTable(
             LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, 30.0),
@@ -157,7 +157,7 @@ class DecodeRig(_Rig):
             WireMetrics(CollectorRegistry()),
             self.clock,
         )
-        self.server = _Server(self.service, self.context)
+        self.server = _Server(self.service, self.network)
         self.service.attach(DecodePorts(self.server.send, cast("Any", self), self.leases, DataPorts("tcp://nowhere:1")))
 
     def land(self, lease_id: int, offer: Offer, index: int, block: bytes) -> None:
@@ -205,12 +205,12 @@ class PrefillRig(_Rig):
         super().__init__()
         self.honest_link, self.fuzz_link = PlayedLink(), PlayedLink()
         scheduler = PrefillScheduler(PrefillSchedulerSettings(), self.blocks, CARD.max_model_len)
-        self.model = PrefillModelWorker(self.engine, scheduler, self.metrics, self.reports.append)
+        self.model = PrefillModelWorker(self.engine, scheduler, self.metrics, self.reports.append, self.clock)
         self.service: PrefillService = PrefillService(self.identity, self.blocks, self.clock)
         transfers = TransferTable(
             self.engine.store, self.service, TransferSettings(), WireMetrics(CollectorRegistry()), self.clock
         )
-        self.server = _Server(self.service, self.context)
+        self.server = _Server(self.service, self.network)
         self.service.attach(PrefillPorts(self.server.send, cast("Any", self), cast("DecodeLinks", self), transfers))
 
     def link_to(self, address: str) -> DecodeLink | None:

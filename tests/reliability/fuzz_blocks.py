@@ -67,7 +67,7 @@ class BlockFuzz:
         self._is_sealed = is_sealed
         self._mutator = Mutator(rng)
         self.findings = Findings()
-        self._manager = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+        self._manager = BlockManager(NUM_BLOCKS, BLOCK_SIZE, lambda: 0.0)
         self._store = MemoryStore(NUM_BLOCKS, BLOCK_NBYTES)
         self._leased = _LeasedBlocks(self._manager)
         settings = LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, 30.0, seals_kv=is_sealed)

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import SamplingParams
@@ -31,6 +30,7 @@ from kvrelay.wire.messages import (
     Welcome,
 )
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
 from .worker_processes import VOCAB, Workers
@@ -119,7 +119,7 @@ class Neighbour:
 @asynccontextmanager
 async def neighbour_of(up: Workers) -> AsyncIterator[Neighbour]:
     """Connected to both workers, with the gateway's key if they have keys; no link may break before the end."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    network = Network.open()
     inbox: asyncio.Queue[Message] = asyncio.Queue()
     metrics = WireMetrics(CollectorRegistry())
     links, clients = {}, {}
@@ -131,7 +131,7 @@ async def neighbour_of(up: Workers) -> AsyncIterator[Neighbour]:
             links[role],
             LinkSettings(),
             metrics=metrics,
-            context=context,
+            network=network,
             proof=None if up.keys is None else ClientProof(WireKeys.load(up.keys, Role.GATEWAY), role),
         )
         clients[role].start()
@@ -146,4 +146,4 @@ async def neighbour_of(up: Workers) -> AsyncIterator[Neighbour]:
     finally:
         for client in clients.values():
             await client.stop()
-        await asyncio.to_thread(context.term)
+        await asyncio.to_thread(network.close)

@@ -7,16 +7,46 @@ context it was scheduled; what a killed process has scheduled is never run, what
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import enum
 import random
 import selectors
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 _THREAD_HOP_S = 0.002  # at most, from another thread to the loop's
+
+
+@contextlib.contextmanager
+def no_real_clock(problems: list[str]) -> Iterator[None]:
+    """Let whoever in kvrelay reads the real clock, or sleeps by it, fail. Others, as libraries, read it as ever.
+
+    ``problems`` gets it as well, as the worker may take the failure for one of a step.
+    """
+
+    def guarded(name: str) -> Callable[..., Any]:
+        real = getattr(time, name)
+
+        def read(*args: float) -> Any:
+            reader = sys._getframe(1).f_globals["__name__"]
+            if reader.startswith("kvrelay."):
+                problems.append(f"{reader} calls time.{name}() in virtual time")
+                raise AssertionError(problems[-1])
+            return real(*args)
+
+        return read
+
+    names = ("monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns", "sleep")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(time, name, guarded(name)))
+        yield
 
 
 class ProcessState(enum.Enum):

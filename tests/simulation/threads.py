@@ -9,16 +9,24 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
+from kvrelay.common.clock import Clock
 from kvrelay.wire.block_frames import parse_header
 from kvrelay.wire.errors import BlockRefusedError, WireError
 from kvrelay.wire.leases import LeaseTable
+from kvrelay.wire.network import Network
 from kvrelay.wire.seal import TAG_NBYTES
 from kvrelay.wire.send_job import SendTicket
 
 from .clock import SimLoop, current_process
-from .wires import SimContext
+from .wires import SimContext, SimLoopSocket, Wires
 
 _KERNEL_BLOCKS = 2  # that leave although nothing gets through
+
+
+def sim_network(wires: Wires) -> Network:
+    """For :meth:`kvrelay.wire.network.Network.open`, in the process that runs."""
+    parts: Any = (SimContext(wires), SimLoopSocket, SimSender, SimReceiver)
+    return Network(wires.loop.time, *parts)
 
 
 class SimSender:
@@ -249,12 +257,11 @@ class SimReceiver:
 class SimModelLoop:
     """For :class:`kvrelay.engine.loop.ModelLoop`: steps take virtual time."""
 
-    def __init__(self, worker: Any, name: str) -> None:
+    def __init__(self, worker: Any, name: str, clock: Clock) -> None:
         self._worker = worker
         self._inbox: deque[Any] = deque()
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self.last_tick_s = 0.0
 
     def start(self) -> None:
         """Begin."""

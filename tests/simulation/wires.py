@@ -167,12 +167,10 @@ class Wires:
 
 
 class SimContext:
-    """For ``zmq.Context``: of the process that makes it."""
+    """For ``zmq.Context``: of the process that makes a socket."""
 
-    wires: Wires  # set by a world's subclass
-
-    def __init__(self, io_threads: int = 1) -> None:
-        """Whose threads nobody has."""
+    def __init__(self, wires: Wires) -> None:
+        self.wires = wires
 
     def socket(self, kind: int) -> SimSocket:
         """For ``Context.socket``."""

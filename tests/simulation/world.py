@@ -14,9 +14,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from prometheus_client import CollectorRegistry
 
@@ -29,14 +27,15 @@ from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.settings import LinkSettings
 
-from .clock import Process, ProcessState, SimLoop
-from .threads import SimModelLoop, SimReceiver, SimSender
-from .wires import SimContext, SimLoopSocket, Wires
+from .clock import Process, ProcessState, SimLoop, no_real_clock
+from .threads import SimModelLoop, sim_network
+from .wires import Wires
 
 VOCAB = 1000
 STOPS = tuple(range(0, VOCAB, 20))  # tokens that end an output
@@ -97,7 +96,6 @@ class World:
         self.ended: list[Member] = []  # workers of before: kept, so that nothing of theirs is collected in the midst
         self._seal_kv = seal_kv
         self._epochs = itertools.count(1)
-        self.context_class = type("Context", (SimContext,), {"wires": self.wires})
         self.prefill_names = [f"p{index}" for index in range(num_prefills)]
         self.decode_names = [f"d{index}" for index in range(num_decodes)]
         self.gateway_names = [f"g{index}" for index in range(num_gateways)]
@@ -109,15 +107,17 @@ class World:
         """A process begins, for the first time or anew."""
         if (before := self.members.get(name)) is not None:
             self.ended.append(before)
-        member = self.members[name] = Member(Process(f"{name}.{next(self._epochs)}", self.loop))
-        self.loop.call_soon(self._boot, name, member, context=member.process.context)
+        epoch = next(self._epochs)
+        member = self.members[name] = Member(Process(f"{name}.{epoch}", self.loop))
+        self.loop.call_soon(self._boot, name, member, epoch, context=member.process.context)
 
-    def _boot(self, name: str, member: Member) -> None:
+    def _boot(self, name: str, member: Member, epoch: int) -> None:
+        network = sim_network(self.wires)
         if name[0] == "g":
             metrics = GatewayMetrics(member.registry)
-            member.pool = WorkerPool(member.process.name, metrics, LINKS, needs_prefill_workers=False)
+            member.pool = WorkerPool(member.process.name, metrics, LINKS, network, needs_prefill_workers=False)
             settings = RelaySettings(local_prefill_max_tokens=4, request_timeout_s=60, room_timeout_s=20)
-            member.relay = Relay(member.pool, settings, metrics)
+            member.relay = Relay(member.pool, settings, metrics, network.clock)
             addresses = [[f"tcp://{one}:1" for one in names] for names in (self.prefill_names, self.decode_names)]
             member.pool.update(static_workers(*addresses))
             return
@@ -127,13 +127,14 @@ class World:
         if name[0] == "p":
             settings_p = PrefillSchedulerSettings(max_batched_tokens=16, max_num_seqs=3, max_waiting=8)
             worker = PrefillWorker(
-                engine, settings_p, f"tcp://{name}:1", name, member.registry, link_settings=LINKS, seal_kv=self._seal_kv
-            )
+                engine, settings_p, f"tcp://{name}:1", name, member.registry,
+                network=network, model_loop=SimModelLoop, epoch=epoch, link_settings=LINKS, seal_kv=self._seal_kv,
+            )  # fmt: skip
         else:
             settings_d = DecodeSchedulerSettings(max_num_seqs=3, max_batched_tokens=16, max_waiting=8, lease_ttl_s=5.0)
             worker = DecodeWorker(
                 engine, settings_d, f"tcp://{name}:1", f"tcp://{name}:2", name, member.registry,
-                link_settings=LINKS, seal_kv=self._seal_kv,
+                network=network, model_loop=SimModelLoop, epoch=epoch, link_settings=LINKS, seal_kv=self._seal_kv,
             )  # fmt: skip
         member.worker = worker
         asyncio.ensure_future(worker.start())  # noqa: RUF006 - the loop keeps it
@@ -215,7 +216,9 @@ class World:
             return True
 
         try:
-            await member.relay.run(GenerationRequest(request_id, client.prompt, sampling), take)
+            await member.relay.run(
+                GenerationRequest(request_id, client.prompt, sampling, RequestTimings(self.loop.now_s)), take
+            )
         except ApiError as error:
             client.outcome = error.code
             client.num_ends += 1
@@ -320,19 +323,7 @@ def running(
     with ExitStack() as stack:
         stack.callback(logging.disable, logging.NOTSET)
         world = World(seed, num_prefills, num_decodes, num_gateways, seal_kv=seal_kv)
-        loop = world.loop
-        epochs = itertools.count(1)
-        fakes: dict[str, Any] = {
-            "LoopSocket": SimLoopSocket,
-            "BlockSender": SimSender,
-            "BlockReceiver": SimReceiver,
-            "ModelLoop": SimModelLoop,
-            "zmq": SimpleNamespace(Context=world.context_class, ZMQError=OSError),
-            "time": SimpleNamespace(monotonic=loop.time, time_ns=lambda: next(epochs)),
-        }
-        for module, names in _REPLACED.items():
-            for name in names:
-                stack.enter_context(mock.patch(f"kvrelay.{module}.{name}", fakes[name]))
+        stack.enter_context(no_real_clock(world.problems))
         for name in (*world.decode_names, *world.prefill_names, *world.gateway_names):
             world.start(name)
         try:
@@ -340,22 +331,6 @@ def running(
             yield world
         finally:
             _end(world)
-
-
-_REPLACED: dict[str, tuple[str, ...]] = {
-    "wire.control_server": ("LoopSocket", "time"),
-    "wire.control_client": ("LoopSocket", "time"),
-    "prefill_worker.worker": ("ModelLoop", "zmq", "time"),
-    "prefill_worker.links": ("BlockSender", "time"),
-    "prefill_worker.model_worker": ("time",),
-    "decode_worker.worker": ("ModelLoop", "BlockReceiver", "zmq", "time"),
-    "decode_worker.model_worker": ("time",),
-    "gateway.workers": ("zmq",),
-    "gateway.worker": ("time",),
-    "gateway.relay": ("time",),
-    "gateway.admission": ("time",),
-    "gateway.timings": ("time",),
-}
 
 
 def _end(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import zmq
@@ -11,10 +12,14 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.engine.fake import fake_card
 from kvrelay.wire.authentication import ClientProof, PeerGate
+from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.control_client import ControlClient
 from kvrelay.wire.control_server import ControlServer
+from kvrelay.wire.data_plane import BlockReceiver
+from kvrelay.wire.loop_socket import LoopSocket
 from kvrelay.wire.messages import Hello, HelloRefused, Message, Role, Status, Welcome, WorkerState
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
 WAIT_S = 10.0
@@ -90,6 +95,7 @@ class Net:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.context = context
+        self.network = Network(time.monotonic, context, LoopSocket, BlockSender, BlockReceiver)
         self.registry = CollectorRegistry()
         self.metrics = WireMetrics(self.registry)
         self.to_stop: list[ControlServer | ControlClient] = []
@@ -101,7 +107,7 @@ class Net:
         settings: LinkSettings = FAST,
         gate: PeerGate | None = None,
     ) -> ControlServer:
-        server = ControlServer(address, worker, settings, metrics=self.metrics, context=self.context, gate=gate)
+        server = ControlServer(address, worker, settings, metrics=self.metrics, network=self.network, gate=gate)
         self.to_stop.append(server)
         return server
 
@@ -116,7 +122,7 @@ class Net:
     ) -> ControlClient:
         greeting = Hello(role=hello.pop("role", Role.PREFILL), peer_id=peer_id, **hello)
         client = ControlClient(
-            address, greeting, initiator, settings, metrics=self.metrics, context=self.context, proof=proof
+            address, greeting, initiator, settings, metrics=self.metrics, network=self.network, proof=proof
         )
         self.to_stop.append(client)
         client.start()

@@ -199,7 +199,7 @@ class Rig:
         self.decode_metrics = WireMetrics(self.registry)
         self.prefill_registry = CollectorRegistry()
         self.prefill_metrics = WireMetrics(self.prefill_registry)
-        self.manager = BlockManager(num_blocks, BLOCK_SIZE)
+        self.manager = BlockManager(num_blocks, BLOCK_SIZE, lambda: 0.0)
         self.store = CountingStore(num_blocks)
         self.lease_ends = LeaseEnds()
         self.leases = WatchedLeases(
@@ -223,7 +223,7 @@ class Rig:
             SharedPlace(), self.leases, BLOCK_NBYTES, self.decode_metrics, num_threads=num_sockets
         )
         self.shared.start()
-        self.source_manager = BlockManager(num_blocks, BLOCK_SIZE)
+        self.source_manager = BlockManager(num_blocks, BLOCK_SIZE, lambda: 0.0)
         self.source = CountingStore(num_blocks)
         self.transfer_ends = TransferEnds()
         self.transfers = TransferTable(

@@ -66,7 +66,7 @@ async def test_a_large_message_passes(net: Net) -> None:
 async def test_a_taken_port_is_a_clear_error(net: Net) -> None:
     _, server, _, _ = await net.linked()
     address = server._router.getsockopt_string(zmq.LAST_ENDPOINT)
-    other = ControlServer(address, Worker(), FAST, metrics=net.metrics, context=net.context)
+    other = ControlServer(address, Worker(), FAST, metrics=net.metrics, network=net.network)
     with pytest.raises(WireError, match="cannot listen on"):
         await other.start()
 
@@ -77,7 +77,7 @@ async def test_sending_to_nobody_says_so(net: Net) -> None:
     address = await server.start()
     assert not server.send(Role.PREFILL, "nobody", Ping())
     client = ControlClient(
-        address, Hello(role=Role.PREFILL, peer_id="p"), Initiator(), FAST, metrics=net.metrics, context=net.context
+        address, Hello(role=Role.PREFILL, peer_id="p"), Initiator(), FAST, metrics=net.metrics, network=net.network
     )
     assert not client.send(Ping())
     await client.stop()

@@ -63,7 +63,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.manager = BlockManager(12, BLOCK_SIZE)
+        self.manager = BlockManager(12, BLOCK_SIZE, lambda: 0.0)
         self.store = MemoryStore(12, BLOCK_NBYTES)
         self.offers: dict[int, Offer] = {}
         self.peers: dict[int, str] = {}

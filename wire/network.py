@@ -1,0 +1,41 @@
+"""What a process talks to others with: ZeroMQ's context, the sockets that are made of it, and the clock that links wait by.
+
+An entry point opens the real one, which the component closes. The simulation brings one of its own, in virtual time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from kvrelay.common.clock import Clock
+from kvrelay.wire.block_sender import BlockSender
+from kvrelay.wire.data_plane import BlockReceiver
+from kvrelay.wire.loop_socket import LoopSocket
+from kvrelay.wire.sockets import num_network_threads
+
+_MAX_SOCKETS = 16_384  # ZeroMQ's own bound, 1,023, is that of some 70 decode workers with four data sockets each
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """One process's. Its fields are what the real one has; a simulated one has their like."""
+
+    clock: Clock
+    context: zmq.Context[zmq.Socket[bytes]]
+    loop_socket: type[LoopSocket]
+    block_sender: type[BlockSender]
+    block_receiver: type[BlockReceiver]
+
+    @classmethod
+    def open(cls, data_sockets: int = 1) -> Network:
+        """The real one, with network threads for so many data sockets to or from one worker. ``close`` it once."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=num_network_threads(data_sockets))
+        context.max_sockets = _MAX_SOCKETS
+        return cls(time.monotonic, context, LoopSocket, BlockSender, BlockReceiver)
+
+    def close(self) -> None:
+        """Wait for what is queued, and end the network threads. All sockets must be closed already; may take a moment."""
+        self.context.term()
