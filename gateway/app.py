@@ -62,7 +62,7 @@ def create_app(
         metrics,
         link_settings or LinkSettings(),
         network,
-        needs_prefill_workers=is_discovered and not workers.local_prefill_fallback,
+        needs_prefill_workers=not workers.local_prefill_fallback and (is_discovered or bool(workers.prefill_workers)),
         keys=None if settings.keys is None else WireKeys.load(Path(settings.keys), Role.GATEWAY),
     )
     pods = KubernetesPods.connect(workers.namespace, workers.worker_selector) if is_discovered else None

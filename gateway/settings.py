@@ -72,7 +72,7 @@ class DiscoverySettings:
     )
     local_prefill_fallback: bool = setting(
         True,
-        "while Kubernetes has no prefill worker that is ready, decode workers compute all prompts; false: 503 until then",
+        "while no prefill worker is up, decode workers compute all prompts; false: 503 until then",
     )
 
     def __post_init__(self) -> None:

@@ -53,7 +53,8 @@ class WorkerPool:
     ) -> None:
         """``network`` is closed with the pool.
 
-        ``needs_prefill_workers``: without any there is no service; else decode workers compute prompts while there is none.
+        ``needs_prefill_workers``: while none is up there is no service; else decode workers compute prompts meanwhile, once
+        the first of them was up.
         """
         self._metrics = metrics
         self._network = network
@@ -67,7 +68,7 @@ class WorkerPool:
         self._cards: list[ModelCard] = []
         self.limits: SharedLimits | None = None  # what all workers that are up can do; None while none is
         self.absent = self._missing_roles()  # why no gateway can serve; empty if somebody has each role
-        self.is_local_only = not needs_prefill_workers  # decode workers compute all prompts
+        self._had_prefill_worker = False  # up; before that those that are listed are starting, and worth waiting for
         self._listeners: dict[Key, Listener] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self.changed = asyncio.Event()  # set when a worker came, went or reported; waiters clear it
@@ -159,12 +160,19 @@ class WorkerPool:
         """A worker may have room now."""
         self.changed.set()
 
+    @property
+    def is_local_only(self) -> bool:
+        """Whether decode workers compute all prompts. Not to hide a prefill worker whose KV is another: that is a mistake."""
+        if self._needs_prefill_workers or any(one.is_usable or one.misfit for one in self.prefills.values()):
+            return False
+        return self._had_prefill_worker or not self._staying(Role.PREFILL)
+
     def not_ready(self) -> list[str]:
         """Why requests should be sent to another gateway; empty if they can be served, or if no gateway could (see ``absent``)."""
         if not self._is_told:
             return ["who the workers are is not known yet"]
         reasons: list[str] = []
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in (Role.DECODE,) if self.is_local_only else (Role.PREFILL, Role.DECODE):
             workers = self._staying(role)
             if workers and not any(worker.is_usable for worker in workers):
                 problems = "; ".join(sorted({worker.misfit or worker.problem for worker in workers}))
@@ -216,7 +224,7 @@ class WorkerPool:
         self._cards = [worker.welcome.card for worker in up if worker.welcome is not None and not worker.misfit]
         self.limits = SharedLimits.of(self._cards) if self._cards else None
         self.absent = self._missing_roles()
-        self.is_local_only = not self._needs_prefill_workers and not self._staying(Role.PREFILL)
+        self._had_prefill_worker = self._had_prefill_worker or any(worker.role is Role.PREFILL for worker in up)
         self.changed.set()
 
 

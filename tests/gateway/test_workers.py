@@ -149,6 +149,30 @@ async def test_without_prefill_workers_there_may_be_no_service() -> None:
             await on.run()
 
 
+@pytest.mark.parametrize("needs_prefill_workers", [False, True])
+async def test_while_the_only_prefill_worker_is_lost_decode_workers_compute_prompts(
+    needs_prefill_workers: bool,
+) -> None:
+    """Its pod, or its place in a list, is still there."""
+    async with stage(good, prefill=good, needs_prefill_workers=needs_prefill_workers, room_timeout_s=0.0) as on:
+        (worker,) = on.pool.prefills.values()
+        assert not on.pool.is_local_only
+        worker.on_lost("the connection broke")
+        if needs_prefill_workers:
+            assert on.pool.not_ready() == ["no prefill worker is up (the connection broke)"]
+            return
+        assert on.pool.not_ready() == []
+        assert await on.run() == ALL
+        assert on.players[1].submits[0].decode is None
+
+
+async def test_prefill_workers_that_were_never_up_are_waited_for() -> None:
+    async with stage(good) as on:
+        on.pool.update([*found(on.players[0]), FoundWorker(Role.PREFILL, "tcp://127.0.0.1:9")])
+        assert not on.pool.is_local_only
+        assert on.pool.not_ready()
+
+
 async def test_workers_on_their_way_out_are_as_good_as_none() -> None:
     """Scaled to none: they finish what they have, and new requests learn at once that nobody is there."""
     async with stage(good, prefill=good) as on:
