@@ -36,7 +36,7 @@ from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.chats import ChatReader
 from kvrelay.gateway.dialect import Dialect
 from kvrelay.gateway.generation import Generation, Generator, TextDelta, Usage
-from kvrelay.gateway.intake import Arrival, Intake
+from kvrelay.gateway.intake import Arrival, Intake, aside
 from kvrelay.gateway.jobs import choose
 from kvrelay.gateway.logprob_bodies import finite
 from kvrelay.gateway.metrics import GatewayMetrics
@@ -226,10 +226,17 @@ class LocalBackend:
         params = request.sampling_params
         match request.prompt:
             case str(text):
-                return await intake.encode(text, "prompt", add_special_tokens=params.add_special_tokens)
+                adds_special_tokens = params.add_special_tokens
+                return await aside(
+                    lambda: intake.encode(text, "prompt", add_special_tokens=adds_special_tokens), len(text)
+                )
             case Chat() as chat:
-                text = self._chats.read(parse_body(ChatBody, None, encode_body(chat.body())).chat()).prompt
-                return await intake.encode(text, "messages", add_special_tokens=False)
+                body = encode_body(chat.body())
+                read = parse_body(ChatBody, None, body).chat()
+                return await aside(
+                    lambda: intake.encode(self._chats.read(read).prompt, "messages", add_special_tokens=False),
+                    len(body),
+                )
             case token_ids:
                 intake.check_token_ids(token_ids, "prompt")
                 return list(token_ids)

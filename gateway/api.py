@@ -22,11 +22,11 @@ from kvrelay.gateway.api_docs import (
 from kvrelay.gateway.api_request import ApiRequest, Endpoint
 from kvrelay.gateway.bodies import read_body
 from kvrelay.gateway.chat_format import ChatFormat
-from kvrelay.gateway.chats import ChatReader
+from kvrelay.gateway.chats import Chat, ChatReader
 from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError
 from kvrelay.gateway.formats import AnswerHead, CompletionFormat, Shown
 from kvrelay.gateway.generation import Generation
-from kvrelay.gateway.intake import Intake, arrival_of
+from kvrelay.gateway.intake import Intake, arrival_of, aside
 from kvrelay.gateway.jobs import Format, Job
 from kvrelay.gateway.openai_schema import ChatBody, CompletionBody
 from kvrelay.gateway.sampling_schema import SamplingBody
@@ -94,12 +94,18 @@ class OpenAIRoutes:
         self._intake.check(body.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
-        chat = self._chats.read(body.chat())
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        spec = chat.guided(body.spec(max_tokens=max_tokens, num_logprobs=num_logprobs, max_tokens_param=name))
-        prompt = await self._intake.encode(chat.prompt, "messages", add_special_tokens=bool(body.add_special_tokens))
+
+        def prepare() -> tuple[Chat, GenerationSpec, list[int]]:
+            spec = body.spec(max_tokens=max_tokens, num_logprobs=num_logprobs, max_tokens_param=name)
+            chat = self._chats.read(body.chat())
+            adds_special_tokens = bool(body.add_special_tokens)
+            prompt = self._intake.encode(chat.prompt, "messages", add_special_tokens=adds_special_tokens)
+            return chat, chat.guided(spec), prompt
+
+        chat, spec, prompt = await aside(prepare, len(request.whole_body))
         generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="messages")
 
         def make_format() -> Format:
@@ -121,7 +127,7 @@ class OpenAIRoutes:
         spec = body.spec(max_tokens=max_tokens, num_logprobs=body.logprobs)
         if body.echo and body.logprobs is not None and spec.num_prompt_logprobs is None:
             spec = msgspec.structs.replace(spec, num_prompt_logprobs=body.logprobs)
-        prompts = await self._prompts(body)
+        prompts = await aside(lambda: self._prompts(body), len(request.whole_body))
         generations = self._intake.generations(arrival_of(request), prompts, spec, prompt_param="prompt")
 
         def make_format() -> Format:
@@ -137,7 +143,7 @@ class OpenAIRoutes:
 
         return await self._respond(request, body, spec, generations, make_format)
 
-    async def _prompts(self, body: CompletionBody) -> list[list[int]]:
+    def _prompts(self, body: CompletionBody) -> list[list[int]]:
         """The prompts as token ids, whichever of the four forms they came in."""
         prompts: list[list[int]] = []
         given = body.prompt
@@ -145,7 +151,7 @@ class OpenAIRoutes:
         adds_special_tokens = body.add_special_tokens is not False
         for item in texts_or_ids:
             if isinstance(item, str):
-                prompts.append(await self._intake.encode(item, "prompt", add_special_tokens=adds_special_tokens))
+                prompts.append(self._intake.encode(item, "prompt", add_special_tokens=adds_special_tokens))
             else:
                 self._intake.check_token_ids(item, "prompt")
                 prompts.append(item)

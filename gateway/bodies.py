@@ -59,7 +59,7 @@ def _complaint(complaints: Sequence[ErrorDetails]) -> InvalidRequestError:
     messages = " or ".join(
         dict.fromkeys(complaint["msg"] for complaint in chosen[:4] if complaint["loc"][:-1] == chosen[0]["loc"][:-1])
     )
-    shown = "" if isinstance(value, dict) or chosen[0]["type"] == "missing" else f", not {str(value)[:80]!r}"
+    shown = "" if isinstance(value, dict | list) or chosen[0]["type"] == "missing" else f", not {str(value)[:80]!r}"
     return InvalidRequestError(f"{'.'.join(names) or 'body'}: {messages}{shown}", param=names[0] if names else "body")
 
 

@@ -19,7 +19,7 @@ from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
 from kvrelay.gateway.generation import Generation
 from kvrelay.gateway.output_text import TextOptions
-from kvrelay.gateway.params import check_token_ids, sampling_params
+from kvrelay.gateway.params import check_token_ids, sampling_params, word_ids
 from kvrelay.gateway.prompt_share import PromptShare
 from kvrelay.gateway.spec import GenerationSpec
 from kvrelay.gateway.timings import RequestTimings
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _SECONDS = re.compile(SECONDS)
 _TIMEOUT = TIMEOUT_HEADER.encode()
-_LONG_TEXT = 4_000  # characters (about 1 ms) from which encoding goes to a thread, so that no stream waits for it
+_LONG = 4_000  # bytes of text, which take about 1 ms
 _NO_NAMES = ("tgi", "dummy")  # what Hugging Face's clients send when nobody named a model
 
 
@@ -98,25 +98,14 @@ class Intake:
         fingerprint = self._pool.fingerprint
         return None if fingerprint is None else f"fp_{fingerprint.hex()[:12]}"
 
-    async def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-        """The tokens of a client's ``text``, at least one. Raises InvalidRequestError naming ``param``."""
-        ids = await self.encode_any(text, param, add_special_tokens=add_special_tokens)
+    def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """The tokens of a client's ``text``, at least one. Raises InvalidRequestError naming ``param``. Belongs :func:`aside`."""
+        check_text(text, param)
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         # A model cannot continue nothing; like other servers we let it continue an end of text.
         if not ids and not self.tokenizer.eos_ids:
             raise InvalidRequestError(f"{param} is empty: give at least one character", param=param)
         return ids or list(self.tokenizer.eos_ids[:1])
-
-    async def encode_any(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-        """The tokens of a client's ``text``, maybe none. Raises InvalidRequestError naming ``param``."""
-        return await self.with_text(
-            lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens), text, param
-        )
-
-    async def with_text(self, work: Callable[[], T], text: str, param: str) -> T:
-        """What ``work`` makes of a client's ``text``, on a thread if it is long. Raises InvalidRequestError naming ``param``."""
-        if not text.isascii():
-            _check_text(text, param)
-        return work() if len(text) < _LONG_TEXT else await asyncio.to_thread(work)
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raises InvalidRequestError on an id that the model does not have."""
@@ -133,13 +122,15 @@ class Intake:
         text = TextOptions(spec.stops, spec.includes_stop, spec.keeps_special, frozenset(kept))
         generations: list[Generation] = []
         limits = self.limits()
+        bad_words = word_ids(spec.bad_words, self.tokenizer)
         for given in prompts:
             prompt = list(given if spec.truncate is None else given[-spec.truncate :])
             sampling = sampling_params(
                 spec,
                 num_prompt_tokens=len(prompt),
                 limits=limits,
-                tokenizer=self.tokenizer,
+                eos_ids=self.tokenizer.eos_ids,
+                bad_words=bad_words,
                 prompt_param=prompt_param,
             )
             share = PromptShare() if len(sampling) > 1 else None
@@ -195,7 +186,7 @@ def _timeout_s(given: str) -> float:
     return float(given)
 
 
-def _check_text(text: str, param: str) -> None:
+def check_text(text: str, param: str) -> None:
     """Raises InvalidRequestError on text that is no text: JSON escapes can spell half of a surrogate pair."""
     try:
         text.encode()
@@ -203,3 +194,8 @@ def _check_text(text: str, param: str) -> None:
         raise InvalidRequestError(
             f"{param} holds half of a surrogate pair (character {error.start}): not valid Unicode", param=param
         ) from error
+
+
+async def aside(work: Callable[[], T], size: int) -> T:
+    """What ``work`` makes of ``size`` bytes of a client's: on a thread if they are many, so that no stream waits for it."""
+    return work() if size < _LONG else await asyncio.to_thread(work)

@@ -28,10 +28,13 @@ def sampling_params(
     *,
     num_prompt_tokens: int,
     limits: SharedLimits,
-    tokenizer: Tokenizer,
+    eos_ids: tuple[int, ...],
+    bad_words: tuple[tuple[int, ...], ...],
     prompt_param: str,
 ) -> list[SamplingParams]:
-    """The parameters of every choice of one prompt. ``prompt_param``: where the prompt came from.
+    """The parameters of every choice of one prompt. ``eos_ids``: the model's own ends; ``bad_words``: as :func:`word_ids` has them.
+
+    ``prompt_param``: where the prompt came from.
 
     Raises ContextLengthError naming tokens and limit if prompt and output cannot fit, InvalidRequestError on what the model
     cannot do, or on fields that contradict each other.
@@ -76,13 +79,13 @@ def sampling_params(
         presence_penalty=spec.presence_penalty,
         frequency_penalty=spec.frequency_penalty,
         seed=drawn if spec.seed is None else spec.seed % 2**64,
-        stop_token_ids=_unique((() if spec.ignore_eos else tokenizer.eos_ids) + spec.stop_token_ids),
+        stop_token_ids=_unique((() if spec.ignore_eos else eos_ids) + spec.stop_token_ids),
         num_logprobs=0 if needs_logprobs and spec.num_logprobs is None else spec.num_logprobs,
         typical_p=spec.typical_p,
         min_tokens=spec.min_tokens,
         logit_bias=spec.logit_bias,
         allowed_token_ids=spec.allowed_token_ids,
-        bad_words=_word_ids(spec.bad_words, tokenizer) if spec.bad_words else (),
+        bad_words=bad_words,
         num_prompt_logprobs=spec.num_prompt_logprobs,
         guide=spec.guide,
         watermark=Watermark() if spec.has_watermark else None,
@@ -152,7 +155,7 @@ def _unique(token_ids: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token_ids))
 
 
-def _word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """The token sequences that spell ``words``, at the beginning of a text and behind a space."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:

@@ -13,14 +13,15 @@ from kvrelay.common.sampling import FinishReason
 from kvrelay.gateway.api import reading
 from kvrelay.gateway.api_docs import REQUEST_HEADERS, ResponseAnswer, answers
 from kvrelay.gateway.api_request import ApiRequest, Endpoint
-from kvrelay.gateway.chats import ChatReader
+from kvrelay.gateway.chats import Chat, ChatReader
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import TextDelta, Usage
-from kvrelay.gateway.intake import Intake, arrival_of
+from kvrelay.gateway.intake import Intake, arrival_of, aside
 from kvrelay.gateway.jobs import Choice, Format, Job
 from kvrelay.gateway.logprob_bodies import chat_logprobs
 from kvrelay.gateway.response_items import ResponseItems
 from kvrelay.gateway.responses_schema import ResponseBody
+from kvrelay.gateway.spec import GenerationSpec
 from kvrelay.gateway.streaming import Responder
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.tools.calls import OutputParser, ParsedDelta
@@ -131,9 +132,14 @@ class ResponsesRoutes:
     async def respond(self, body: ResponseBody, request: ApiRequest) -> ASGIApp:
         """Answer a conversation."""
         self._intake.check(body.model)
-        chat = self._chats.read(body.chat())
-        spec = chat.guided(body.spec())
-        prompt = await self._intake.encode(chat.prompt, "input", add_special_tokens=False)
+
+        def prepare() -> tuple[Chat, GenerationSpec, list[int]]:
+            spec = body.spec()
+            chat = self._chats.read(body.chat())
+            prompt = self._intake.encode(chat.prompt, "input", add_special_tokens=False)
+            return chat, chat.guided(spec), prompt
+
+        chat, spec, prompt = await aside(prepare, len(request.whole_body))
         generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="input")
 
         def make_format() -> Format:

@@ -24,6 +24,7 @@ MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 _MAX_WORDS = 256
+_MAX_BAD_CHARS = 8192  # tokenized twice, with and without a space
 _RAISED_PRIORITY = 80  # of who says only for how long
 _TIER_PRIORITY = {"priority": -10, "flex": 10}  # others: 0
 
@@ -155,6 +156,7 @@ class SamplingBody(RequestBody):
         """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused, or contradicted."""
         extra = self.model_extra or {}
         _refuse_unsupported(extra)
+        self._check_bad_words()
         is_stream, num_choices = bool(self.stream), self.n or 1
         best_of = self.best_of if self.best_of is not None else num_choices
         beams = self._beam_search(num_choices)
@@ -226,6 +228,13 @@ class SamplingBody(RequestBody):
             length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
             early_stopping=None if self.early_stopping == "never" else bool(self.early_stopping),
         )
+
+    def _check_bad_words(self) -> None:
+        num_chars = sum(map(len, self.bad_words or ()))
+        if num_chars > _MAX_BAD_CHARS:
+            raise InvalidRequestError(
+                f"bad_words have {num_chars} characters in all; at most {_MAX_BAD_CHARS} are allowed", param="bad_words"
+            )
 
     def _retention(self) -> Retention | None:
         if self.cache_priority is None and self.cache_ttl is None:

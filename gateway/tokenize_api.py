@@ -6,19 +6,19 @@ answered, and refused, as the server does that it was meant for. No worker is ne
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from kvrelay.common.model_card import SharedLimits
 from kvrelay.gateway.api import reading
 from kvrelay.gateway.api_request import ApiRequest, Endpoint
 from kvrelay.gateway.chats import ChatReader
 from kvrelay.gateway.errors import ApiError, InvalidRequestError
 from kvrelay.gateway.http import error_response
-from kvrelay.gateway.intake import Intake
+from kvrelay.gateway.intake import Intake, aside, check_text
 from kvrelay.gateway.openai_schema import ChatBody, DetokenizeBody, TokenizeBody
 from kvrelay.gateway.params import check_token_ids
 from kvrelay.gateway.tgi.docs import (
@@ -29,10 +29,8 @@ from kvrelay.gateway.tgi.docs import (
     SpanToken,
     tgi_answers,
 )
-from kvrelay.gateway.tokenizer import Tokenizer
 
 _CHUNK_TOKENS = 2_000  # that are written without a pause: on a thread, streams go on in between
-_MANY_TOKENS = 2_000  # from which the work goes to a thread
 
 
 class AnyTokenizeBody(TokenizeBody):
@@ -74,23 +72,25 @@ class TokenizeRoutes:
                 f"the body has {' and '.join(given) or 'none of inputs, prompt and messages'}; it must have exactly one "
                 "of inputs, prompt and messages"
             )
+        size, limits = len(request.whole_body), self._intake.known_limits()
         if body.inputs is not None:
-            return await self._spans(body.inputs, "inputs", adds_special_tokens=body.add_special_tokens is not False)
+            text, adds_special_tokens = body.inputs, body.add_special_tokens is not False
+            return _json(await aside(lambda: self._spans(text, "inputs", adds_special_tokens), size))
         try:
-            return await self._ids(body)
+            self._intake.check_name(body.model)
+            return _json(await aside(lambda: self._ids(body, limits), size))
         except ApiError as error:
             return error_response(error)  # in vLLM's shape, which is OpenAI's
 
     async def chat_tokenize(self, body: ChatBody, request: ApiRequest) -> Response:
         """A chat as text, and its tokens."""
-        text = self._chats.read(body.chat()).prompt
-        return await self._spans(
-            text,
-            "messages",
-            adds_special_tokens=bool(body.add_special_tokens),
-            head=b'{"tokenize_response":',
-            tail=b',"templated_text":' + msgspec.json.encode(text) + b"}",
-        )
+
+        def work() -> bytes:
+            text = self._chats.read(body.chat()).prompt
+            tokens = self._spans(text, "messages", bool(body.add_special_tokens))
+            return b'{"tokenize_response":' + tokens + b',"templated_text":' + msgspec.json.encode(text) + b"}"
+
+        return _json(await aside(work, len(request.whole_body)))
 
     async def detokenize(self, body: DetokenizeBody, request: ApiRequest) -> Response:
         """The text of tokens, special ones included."""
@@ -102,10 +102,10 @@ class TokenizeRoutes:
         def work() -> bytes:
             return msgspec.json.encode({"prompt": tokenizer.decode_all(body.tokens)})
 
-        return _json(work() if len(body.tokens) < _MANY_TOKENS else await asyncio.to_thread(work))
+        return _json(await aside(work, len(request.whole_body)))
 
-    async def _ids(self, body: TokenizeBody) -> Response:
-        self._intake.check_name(body.model)
+    def _ids(self, body: TokenizeBody, limits: SharedLimits | None) -> bytes:
+        """vLLM's answer."""
         if body.prompt is not None:
             text, param = body.prompt, "prompt"
             adds_special_tokens = body.add_special_tokens is not False
@@ -120,36 +120,22 @@ class TokenizeRoutes:
             )
             text, param = self._chats.read(chat.chat()).prompt, "messages"
             adds_special_tokens = bool(body.add_special_tokens)
-        tokenizer, limits = self._intake.tokenizer, self._intake.known_limits()
-
-        def work() -> bytes:
-            ids = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
-            answer = {
-                "count": len(ids),
-                "max_model_len": None if limits is None else limits.max_model_len,
-                "tokens": ids,
-                "token_strs": [tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None,
-            }
-            return msgspec.json.encode(answer)
-
-        return _json(await self._intake.with_text(work, text, param))
-
-    async def _spans(
-        self, text: str, param: str, *, adds_special_tokens: bool, head: bytes = b"", tail: bytes = b""
-    ) -> Response:
-        """TGI's list of tokens, between ``head`` and ``tail``."""
         tokenizer = self._intake.tokenizer
-        return _json(
-            head + await self._intake.with_text(_span_work(tokenizer, text, adds_special_tokens), text, param) + tail
-        )
+        check_text(text, param)
+        ids = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+        answer = {
+            "count": len(ids),
+            "max_model_len": None if limits is None else limits.max_model_len,
+            "tokens": ids,
+            "token_strs": [tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None,
+        }
+        return msgspec.json.encode(answer)
 
-
-def _span_work(tokenizer: Tokenizer, text: str, adds_special_tokens: bool) -> Callable[[], bytes]:
-    def work() -> bytes:
-        spans = tokenizer.spans(text, add_special_tokens=adds_special_tokens)
+    def _spans(self, text: str, param: str, adds_special_tokens: bool) -> bytes:
+        """TGI's list of tokens."""
+        check_text(text, param)
+        spans = self._intake.tokenizer.spans(text, add_special_tokens=adds_special_tokens)
         return b"[" + b",".join(_written(text, spans)) + b"]"
-
-    return work
 
 
 def _written(text: str, spans: Sequence[tuple[int, int, int]]) -> Iterator[bytes]:

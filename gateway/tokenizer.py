@@ -63,13 +63,17 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of ``text``. Releases the GIL; long texts belong on a thread."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of ``text``. Long texts belong on a thread: the interpreter's lock is free while it works."""
+        # ``encode`` of the library would keep the lock for as long as it works.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def spans(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, int, int]]:
         """As ``encode``: of each token its id, and where in ``text`` it begins and ends (in characters)."""
-        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        return [(token_id, *span) for token_id, span in zip(encoding.ids, encoding.offsets, strict=True)]
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        # One by one: all offsets at a time are made without a pause for others.
+        places = (encoding.token_to_chars(index) or (0, 0) for index in range(len(encoding)))
+        return [(token_id, *place) for token_id, place in zip(encoding.ids, places, strict=True)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids``, special tokens left out."""
@@ -79,7 +83,8 @@ class Tokenizer:
         """The text of ``token_ids``, special tokens included."""
         if len(token_ids) == 1:
             return self.token_text(token_ids[0])
-        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+        text: str = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
+        return text
 
     def detokenizer(self, silent_ids: Collection[int] = ()) -> Detokenizer:
         """For one sequence's output, special tokens included, but for ``silent_ids``."""

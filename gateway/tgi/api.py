@@ -20,7 +20,7 @@ from kvrelay.gateway.api_docs import ChatAnswer, TextAnswer
 from kvrelay.gateway.api_request import ApiRequest, Endpoint
 from kvrelay.gateway.bodies import RequestBody
 from kvrelay.gateway.errors import InvalidRequestError
-from kvrelay.gateway.intake import Intake, arrival_of
+from kvrelay.gateway.intake import Intake, arrival_of, aside
 from kvrelay.gateway.jobs import Job
 from kvrelay.gateway.sampling_schema import MAX_CHOICES, MAX_STOPS
 from kvrelay.gateway.streaming import Responder
@@ -148,8 +148,10 @@ class TgiRoutes:
         self._intake.check(None)
         parameters = body.wanted
         spec = parameters.spec(is_stream=is_stream)
-        prompt = await self._intake.encode(
-            body.inputs, "inputs", add_special_tokens=body.add_special_tokens is not False
+        adds_special_tokens = body.add_special_tokens is not False
+        prompt = await aside(
+            lambda: self._intake.encode(body.inputs, "inputs", add_special_tokens=adds_special_tokens),
+            len(request.whole_body),
         )
         generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="inputs")
         is_full = is_compat if parameters.return_full_text is None else parameters.return_full_text

@@ -1,0 +1,67 @@
+"""Bodies that are a lot of work, and the streams beside them: none waits for the work."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .http_app import CHAT, TEXT, app_for
+from .players import good
+
+WORDS = "one relay hands the baton to the next one "
+USER = {"role": "user", "content": "x"}
+
+BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "a long prompt": (TEXT, {"prompt": WORDS * 50_000}, 400),
+    "many prompts": (TEXT, {"prompt": [WORDS * 90] * 128}, 400),
+    "many messages": (CHAT, {"messages": [USER] * 100_000}, 400),
+    "many parts": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 100_000}]}, 400),
+    "a long text to tokenize": ("/tokenize", {"inputs": WORDS * 10_000}, 200),
+    "a long text of token ids": ("/detokenize", {"tokens": [290] * 500_000}, 200),
+}
+
+
+class Gaps:
+    """The longest time for which nothing else could run on the loop."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        last_s = time.perf_counter()
+        while True:
+            await asyncio.sleep(0)  # a turn of the loop
+            now_s = time.perf_counter()
+            self.longest_s, last_s = max(self.longest_s, now_s - last_s), now_s
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_body_that_is_much_work_does_not_stop_the_others(model_directory: Path, name: str) -> None:
+    """Far below the time that the work takes, or (a loaded machine's) tenth of a second."""
+    path, body, status = BODIES[name]
+    async with app_for(model_directory, good, max_body_bytes=2**23) as app:
+        request = app.client.build_request("POST", path, json=body)
+        gaps = Gaps()
+        watching = asyncio.create_task(gaps.watch())
+        await asyncio.sleep(0)
+        begun_s = time.perf_counter()
+        response = await app.client.send(request)
+        await asyncio.sleep(0)
+        watching.cancel()
+        took_s = time.perf_counter() - begun_s
+        assert response.status_code == status, response.text[:300]
+        assert gaps.longest_s <= max(0.1, took_s / 3), f"{took_s:.3f} s of work, a gap of {gaps.longest_s:.3f} s"
+
+
+async def test_bad_words_have_a_bound_in_all(model_directory: Path) -> None:
+    async with app_for(model_directory, good) as app:
+        error = (await app.post(TEXT, 400, prompt="x", bad_words=["x" * 4096] * 200))["error"]
+        assert error["param"] == "bad_words"
+        assert "819200 characters in all; at most 8192" in error["message"]
+        await app.post(TEXT, prompt="x", bad_words=["x" * 4096] * 2)
