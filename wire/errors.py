@@ -3,8 +3,6 @@
 KvrelayError
 └── WireError
     ├── MalformedMessageError   a frame is not a message, or too large
-    ├── ProtocolError           a peer broke the order of messages, or speaks no common version
-    ├── LayoutMismatchError     two workers' KV blocks do not fit each other
     ├── PeerLostError           a peer stopped answering
     ├── KeysError               a file of keys is missing, or is not what it should be
     ├── NoSharedMemoryError     two workers have no memory in common; the text says why
@@ -21,14 +19,6 @@ class WireError(KvrelayError):
 
 class MalformedMessageError(WireError):
     """A frame is not a message, or exceeds a bound."""
-
-
-class ProtocolError(WireError):
-    """A peer broke the order of messages, or speaks no common protocol version."""
-
-
-class LayoutMismatchError(WireError):
-    """Two workers' KV blocks do not fit each other; the text names both sides."""
 
 
 class PeerLostError(WireError):

@@ -3,11 +3,10 @@
     OFFERED ──▶ GRANTED ──▶ SHIPPING ──▶ COMMITTED ──▶ VERIFIED
        │           │            │             │
        └───────────┴────────────┴─────────────┴──▶ ABORTING ──▶ ABORTED
-                                               └──────────────▶ ABORTED
 
 The receiver reaches COMMITTED when the commit message is there, whether or not the last blocks are; the sender when it has
 sent the commit. ABORTING means: over, but a write into (receiver) or a read from (sender) the blocks is still under way;
-they must not be reused before ABORTED. A hand-off whose blocks nobody touches goes to ABORTED at once.
+they must not be reused before ABORTED.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class HandoffState(enum.Enum):
         return self in (HandoffState.VERIFIED, HandoffState.ABORTING, HandoffState.ABORTED)
 
 
-_ABORT = frozenset({HandoffState.ABORTING, HandoffState.ABORTED})
+_ABORT = frozenset({HandoffState.ABORTING})
 
 TRANSITIONS: dict[HandoffState, frozenset[HandoffState]] = {
     HandoffState.OFFERED: frozenset({HandoffState.GRANTED}) | _ABORT,

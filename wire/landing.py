@@ -38,7 +38,8 @@ def land(
 
     ``is_one_of_several``: other threads do the same at the same time.
 
-    After a refusal ``view`` holds anything: nothing may be read from it.
+    After a refusal ``view`` holds anything, also bytes that somebody chose: nothing may be read from it until another ``land``
+    into it is not refused.
     """
     nbytes = 0 if payload is None else len(payload)
     expected_nbytes = header.payload_nbytes + (0 if opener is None else TAG_NBYTES)

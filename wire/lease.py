@@ -91,6 +91,7 @@ class Lease:
     writing: set[int] = field(default_factory=set)  # indices of the blocks that receivers are filling
     commit: Commit | None = None
     committed_s: float = 0.0
+    has_dropped: bool = False  # a frame that did not authenticate
     failure: tuple[FailureCode, str] | None = None
 
     @property
@@ -107,6 +108,11 @@ class Lease:
     def is_complete(self) -> bool:
         """Whether every block is here, received or cached."""
         return self.num_cached + len(self.received) == len(self.offer.block_hashes)
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether everything was sent, and something else came: blocks that are missing may be lost."""
+        return self.has_dropped and self.state is HandoffState.COMMITTED
 
     def advance(self, state: HandoffState) -> None:
         """Enter ``state``; see kvrelay.wire.handoff."""

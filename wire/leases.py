@@ -10,16 +10,23 @@ the blocks are the handler's from then on) or ``on_lease_rejected`` (its blocks 
     checksum     over the header and over what lies in *pool memory* after the write;
     or seal      with sealed blocks: decrypted into pool memory, header and payload are those that the lease's peer sealed
 
-A block that fails one of the last three on a live lease ends the lease, and what is in pool memory is never read. The others are
-dropped and counted: they speak of leases that are over, or come twice, and must not hurt what is.
+A frame of another epoch, of a lease that is over, or for a block that is proved already, is dropped and counted.
+
+*With* seals every other frame that does not hold is dropped and counted, too: anybody may have sent it, so it must not hurt the
+lease. It may have overwritten its block's memory. Nothing reads that memory until a frame for this block has authenticated, which
+is written over what lies there. A frame for a block that is being written waits for that verdict, for it may be the genuine one.
+A lease that is committed and had a frame dropped has a second left from its last genuine block: what is missing may never come.
+
+*Without* seals a frame that does not hold ends the lease: whoever reaches the port could also send one that does.
 
 Thread-safe. The network thread offers, commits, aborts and reaps; receiver threads, one or several for each way that blocks come
-by, open and close writes. A block has one writer at a time: what comes for it meanwhile is a duplicate. A lease ends when its last
-writer has left. The handler is called without the lock held, on any of these threads.
+by, open and close writes. A block has one writer at a time. A lease ends when its last writer has left. The handler is called
+without the lock held, on any of these threads.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +40,9 @@ from kvrelay.wire.lease import BlockReservations, Lease, LeaseHandler, LeaseSett
 from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Offer, Refuse, Renew
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import BlockOpener, new_key
+
+_LEASE_ID_BITS = 64  # random: who is not told an id sends no frame for its lease
+_DOUBT_S = 1.0  # left of a committed lease that had a frame dropped
 
 
 class LeaseTable:
@@ -54,10 +64,10 @@ class LeaseTable:
         self._metrics = metrics
         self._clock = clock
         self._root_hash = root_hash(settings.fingerprint)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._verdict = threading.Condition(self._lock)  # on a block that was being written
         self._leases: dict[int, Lease] = {}
         self._by_key: dict[tuple[str, int], Lease] = {}
-        self._next_id = 1
 
     @property
     def seals_kv(self) -> bool:
@@ -82,8 +92,7 @@ class LeaseTable:
         with self._lock:
             if key in self._by_key:
                 return refuse(FailureCode.INVALID, f"attempt {key[1]} of request {key[0]} is already leased")
-            lease_id = self._next_id
-            self._next_id += 1
+            lease_id = secrets.randbits(_LEASE_ID_BITS)
             reserved = self._blocks.reserve(str(lease_id), num_blocks, offer.block_hashes[:num_full])
             if reserved is None:
                 self._metrics.handoffs.labels("refused_no_room").inc()
@@ -111,9 +120,9 @@ class LeaseTable:
             lease = self._live(peer_id, commit.lease_id, commit.epoch)
             if lease is None or lease.commit is not None:
                 return
-            self._touch(lease)
             lease.commit, lease.committed_s = commit, self._clock()
             lease.advance(HandoffState.COMMITTED)
+            self._touch(lease)
             if commit.chain_hash != lease.offer.block_hashes[-1]:
                 self._doom(lease, FailureCode.INTEGRITY, "the commit's chain hash is not that of the offer")
         self._settle(lease)
@@ -137,7 +146,7 @@ class LeaseTable:
     def abort(self, peer_id: str, abort: Abort) -> None:
         """The sender gives up."""
         if abort.epoch != self._settings.epoch:
-            return  # meant for the process before; its lease ids are ours now
+            return  # meant for the process before
         self._end(
             lambda lease: lease.lease_id == abort.lease_id and lease.peer_id == peer_id,
             FailureCode.CANCELLED,
@@ -161,6 +170,11 @@ class LeaseTable:
     def reap(self) -> None:
         """End the leases whose time is up."""
         now_s = self._clock()
+        self._end(
+            lambda lease: lease.expires_s <= now_s and lease.is_doubted,
+            FailureCode.INTEGRITY,
+            "frames came that did not authenticate, and blocks are missing",
+        )
         detail = f"no traffic for {self._settings.ttl_s:g} s"
         self._end(lambda lease: lease.expires_s <= now_s, FailureCode.LEASE_EXPIRED, detail)
 
@@ -185,7 +199,10 @@ class LeaseTable:
     # -- the receiver threads --------------------------------------------------------------------------------------
 
     def begin_block(self, header: BlockHeader) -> None:
-        """Keep the pool's block for the payload of ``header``; ``finish_block`` must follow. Raises BlockRefusedError."""
+        """Keep the pool's block for the payload of ``header``; ``finish_block`` must follow. Raises BlockRefusedError.
+
+        On a lease with seals this waits while another thread writes the block.
+        """
         with self._lock:
             if header.epoch != self._settings.epoch:
                 raise self._refused("stale_epoch", f"epoch {header.epoch}; this process is {self._settings.epoch}")
@@ -194,17 +211,20 @@ class LeaseTable:
                 raise self._refused("unknown_lease", f"lease {header.lease_id} is not live")
             if header.block_index in lease.received or header.block_index < lease.num_cached:
                 raise self._refused("duplicate", f"block {header.block_index} of lease {header.lease_id} is there")
-            if header.block_index in lease.writing:
-                detail = f"block {header.block_index} of lease {header.lease_id} is being written"
-                raise self._refused("duplicate", detail)
-            refusal = misfit(
-                header, lease.offer.block_hashes, self._store.block_nbytes, is_sealed=lease.opener is not None
-            )
+            is_sealed = lease.opener is not None
+            refusal = misfit(header, lease.offer.block_hashes, self._store.block_nbytes, is_sealed=is_sealed)
             if refusal is None:
+                if is_sealed:
+                    self._verdict.wait_for(lambda: header.block_index not in lease.writing)
+                    if lease.state.is_over:
+                        raise self._refused("unknown_lease", f"lease {header.lease_id} is not live")
+                if header.block_index in lease.received or header.block_index in lease.writing:
+                    detail = f"block {header.block_index} of lease {header.lease_id} came already"
+                    raise self._refused("duplicate", detail)
                 lease.writing.add(header.block_index)
                 return
             self._counted(refusal)
-            self._doom(lease, FailureCode.INTEGRITY, str(refusal))
+            self._doubt(lease, refusal)
         self._settle(lease)
         raise refusal
 
@@ -215,17 +235,21 @@ class LeaseTable:
             block_id, is_begun = lease.block_ids[header.block_index], header.block_index in lease.writing
         assert is_begun, f"block {header.block_index} of lease {header.lease_id} is finished, but was not begun"
         # Outside of the lock: nobody else may touch this block now, and a view may have to be waited for.
-        view = self._store.open_write(block_id)
-        refusal = land(header, payload, view, lease.opener, is_one_of_several=self._settings.num_receivers > 1)
-        if refusal is not None:
-            self._counted(refusal)
-        self._store.close_write(block_id)
+        try:
+            view = self._store.open_write(block_id)
+            refusal = land(header, payload, view, lease.opener, is_one_of_several=self._settings.num_receivers > 1)
+            if refusal is not None:
+                self._counted(refusal)
+            self._store.close_write(block_id)
+        except BaseException:  # the pool fails and this thread dies: others must not wait for its verdict
+            self._leave(lease, header.block_index)
+            raise
         with self._lock:
-            lease.writing.remove(header.block_index)
+            self._leave(lease, header.block_index)
             if lease.state is HandoffState.ABORTING:
                 pass  # the lease ended during the write; it is settled below
             elif refusal is not None:
-                self._doom(lease, FailureCode.INTEGRITY, f"{refusal.cause_name}: {refusal}")
+                self._doubt(lease, refusal)
             else:
                 lease.received.add(header.block_index)
                 if lease.state is HandoffState.GRANTED:
@@ -276,7 +300,23 @@ class LeaseTable:
         return lease
 
     def _touch(self, lease: Lease) -> None:
-        lease.expires_s = self._clock() + self._settings.ttl_s
+        ttl_s = self._settings.ttl_s
+        lease.expires_s = self._clock() + (min(_DOUBT_S, ttl_s) if lease.is_doubted else ttl_s)
+
+    def _leave(self, lease: Lease, block_index: int) -> None:
+        """This block's writer is done."""
+        with self._lock:
+            lease.writing.remove(block_index)
+            self._verdict.notify_all()
+
+    def _doubt(self, lease: Lease, refusal: BlockRefusedError) -> None:
+        """A frame did not hold. Without seals that is the end; with seals it is forgotten, unless a block will be missing."""
+        if lease.opener is None:
+            self._doom(lease, FailureCode.INTEGRITY, f"{refusal.cause_name}: {refusal}")
+            return
+        lease.has_dropped = True
+        if lease.is_doubted:  # further frames give it no more time
+            lease.expires_s = min(lease.expires_s, self._clock() + _DOUBT_S)
 
     def _end(self, concerns: Callable[[Lease], bool], code: FailureCode, detail: str) -> None:
         with self._lock:

@@ -66,7 +66,7 @@ class BlockOpener:
     def open(self, header: BlockHeader, sealed: memoryview, target: memoryview) -> bool:
         """Decrypt into ``target`` (``TAG_NBYTES`` less than ``sealed``) and say whether header and payload are the sealer's.
 
-        If not, ``target`` holds bytes that somebody else may have chosen: nothing may be read from it.
+        If not, ``target`` holds bytes that somebody else may have chosen: nothing may be read before a block opens into it.
         """
         try:
             self._cipher.decrypt_into(_nonce(header), sealed, header.pack_sealed(), target)

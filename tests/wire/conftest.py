@@ -28,13 +28,18 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     assert left_open == []
 
 
-@pytest.fixture(params=[1, NUM_SOCKETS], ids=["1_socket", f"{NUM_SOCKETS}_sockets"])
+@pytest.fixture(
+    params=[1, pytest.param(NUM_SOCKETS, marks=pytest.mark.full)], ids=["1_socket", f"{NUM_SOCKETS}_sockets"]
+)
 def num_sockets(request: pytest.FixtureRequest) -> int:
     """Data sockets of a link, and receiving threads."""
     return int(request.param)
 
 
-@pytest.fixture(params=["tcp", "tcp_3_sockets", "shared_memory", "shared_memory_3_sockets"])
+_FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("tcp_3_sockets", "shared_memory_3_sockets")]
+
+
+@pytest.fixture(params=["tcp", "shared_memory", *_FULL])
 def way(request: pytest.FixtureRequest) -> dict[str, Any]:
     """How blocks go, as a rig's arguments."""
     path, several, _ = request.param.partition("_3_sockets")
@@ -44,6 +49,14 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture
 def rig(context: zmq.Context[zmq.Socket[bytes]], way: dict[str, Any]) -> Iterator[Rig]:
     rig = Rig(context, "tcp://127.0.0.1:0", **way)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def one_rig(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Rig]:
+    """For what no way of blocks makes a difference to."""
+    rig = Rig(context, "tcp://127.0.0.1:0")
     yield rig
     rig.close()
 

@@ -81,7 +81,7 @@ def test_every_open_state_can_abort_and_what_is_over_stays_over() -> None:
         if state.is_over:
             assert TRANSITIONS[state] <= {HandoffState.ABORTED}
         else:
-            assert {HandoffState.ABORTING, HandoffState.ABORTED} <= TRANSITIONS[state]
+            assert HandoffState.ABORTING in TRANSITIONS[state]
 
 
 def test_a_message_survives_the_wire_and_unknown_fields_are_ignored() -> None:

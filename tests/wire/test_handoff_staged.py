@@ -19,7 +19,7 @@ from kvrelay.wire.seal import TAG_NBYTES, BlockSealer
 from tests.engine.late_device import LateDevice
 
 from . import rig as rigs
-from .handoffs import commit_of
+from .handoffs import commit_of, send_raw
 from .rig import BLOCK_NBYTES, WAIT_S, Rig, assert_done_soon, content_of, until
 
 NUM_SLOTS = 4
@@ -90,6 +90,21 @@ def hold_all(rig: Any) -> tuple[Holder, list[int]]:
     for block_id in block_ids:
         assert rig.source.open_read(block_id).wait(holder, WAIT_S) is not None
     return holder, block_ids
+
+
+@pytest.mark.parametrize("staged_rig", [True], indirect=True, ids=["sealed"])
+def test_what_was_forged_is_overwritten_by_what_is_genuine(staged_rig: Any) -> None:
+    """A forged block is copied to its place; the genuine one is copied behind it."""
+    rig = staged_rig
+    key, grant = rig.granted(NUM_TOKENS)
+    for index in range(2 * NUM_SLOTS):
+        header = rig.header(grant, rig.offer_of(list(range(NUM_TOKENS))), index, is_sealed=True)
+        send_raw(rig, header.pack_sealed(), bytes(BLOCK_NBYTES + TAG_NBYTES))
+        assert rig.next_block() == "bad_seal"
+    rig.commit(key)
+    rig.pump()
+    assert_arrived(rig, rig.verdict())
+    rig.settle()
 
 
 def test_a_long_prompt_passes_through_few_slots(staged_rig: Any) -> None:

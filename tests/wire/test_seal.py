@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import zmq
 from msgspec.structs import replace
 
-from kvrelay.common.sampling import SampledToken
 from kvrelay.wire.block_frames import HEADER_NBYTES, SEALED_HEADER_NBYTES, BlockHeader, parse_header
 from kvrelay.wire.errors import BlockRefusedError
-from kvrelay.wire.messages import Abort, FailureCode, Grant, Timings
+from kvrelay.wire.messages import Abort, FailureCode, Grant
 from kvrelay.wire.seal import KEY_NBYTES, TAG_NBYTES, BlockOpener, BlockSealer, new_key
 
-BLOCK_NBYTES = 512
-NUM_TOKENS = 10  # three blocks
+from .handoffs import NUM_TOKENS, commit_of, hand_over, offer_for, send_raw
+from .rig import BLOCK_NBYTES, WAIT_S, content_of
+
 HEADER = BlockHeader(lease_id=2**40, epoch=2**63, block_index=3, payload_nbytes=8, block_hash=b"h" * 16, is_sealed=True)
 PAYLOAD = memoryview(b"payload!")
 
@@ -113,15 +112,6 @@ def test_a_key_has_one_size(side: Any) -> None:
 # -- over sockets ------------------------------------------------------------------------------------------------------
 
 
-def hand_over(rig: Any) -> Any:
-    key, _ = rig.granted(NUM_TOKENS)
-    rig.transfers.commit(key, SampledToken(5), 0, Timings())
-    rig.pump()
-    lease = rig.verdict()
-    rig.settle()
-    return lease
-
-
 def test_plain_and_sealed_leave_the_same_bytes_in_the_pool(rig: Any, sealed_rig: Any) -> None:
     pools = []
     for each in (rig, sealed_rig):
@@ -133,102 +123,18 @@ def test_plain_and_sealed_leave_the_same_bytes_in_the_pool(rig: Any, sealed_rig:
     assert pools[0][0] != bytes(BLOCK_NBYTES)
 
 
-def test_every_lease_has_a_key_of_its_own(sealed_rig: Any) -> None:
-    grants = [sealed_rig.granted(NUM_TOKENS, name)[1] for name in "ab"]
-    assert all(len(grant.seal_key) == KEY_NBYTES for grant in grants)
-    assert grants[0].seal_key != grants[1].seal_key
-
-
-class Sender:
-    """A sender of the test's making, who holds the lease's key."""
-
-    def __init__(self, rig: Any, request_id: str = "r") -> None:
-        self.rig = rig
-        self.offer = rig.offer_of(list(range(NUM_TOKENS)), request_id)
-        self.grant = rig.leases.offer("p", self.offer)
-        assert isinstance(self.grant, Grant)
-
-    def sealed(self, index: int, key: bytes | None = None, **changes: Any) -> list[bytes]:
-        header = self.rig.header(self.grant, self.offer, index, **changes)
-        frame, sealed = sealed_by(key or self.grant.seal_key, header, memoryview(bytes([index]) * BLOCK_NBYTES))
-        return [frame, bytes(sealed)]
-
-    def send(self, frames: list[bytes]) -> str:
-        """What became of the block."""
-        with self.rig.context.socket(zmq.DEALER) as socket:
-            socket.linger = 1000
-            socket.connect(self.rig.receiver.address)
-            socket.send_multipart(frames)
-            return str(self.rig.next_block())
-
-
-def flip(frame: bytes, at: int) -> bytes:
-    return frame[:at] + bytes([frame[at] ^ 1]) + frame[at + 1 :]
-
-
-LIES = {
-    "payload": ("bad_seal", lambda sender: [sender.sealed(1)[0], flip(sender.sealed(1)[1], 100)]),
-    "tag": ("bad_seal", lambda sender: [sender.sealed(1)[0], flip(sender.sealed(1)[1], BLOCK_NBYTES)]),
-    "hash": ("wrong_block", lambda sender: sender.sealed(1, block_hash=b"x" * 16)),
-    "header": ("wrong_block", lambda sender: [flip(sender.sealed(1)[0], 45), sender.sealed(1)[1]]),
-    "key": ("bad_seal", lambda sender: sender.sealed(1, key=new_key())),
-    "swapped": ("bad_seal", lambda sender: [sender.sealed(1)[0], sender.sealed(2)[1]]),
-    "truncated": ("bad_size", lambda sender: [sender.sealed(1)[0], sender.sealed(1)[1][:-1]]),
-    "no tag": ("bad_size", lambda sender: [sender.sealed(1)[0], bytes(BLOCK_NBYTES)]),
-    "empty": ("bad_size", lambda sender: [sender.sealed(1)[0], b""]),
-    "three parts": ("bad_size", lambda sender: [*sender.sealed(1), b""]),
-    "plain": (
-        "wrong_seal",
-        lambda sender: [
-            sender.rig.header(sender.grant, sender.offer, 1).pack(memoryview(bytes(BLOCK_NBYTES))),
-            bytes(BLOCK_NBYTES),
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lie_ends_the_lease_and_its_blocks_go_back(sealed_rig: Any, lie: str) -> None:
-    cause, frames = LIES[lie]
-    sender = Sender(sealed_rig)
-    assert sender.send(sender.sealed(0)) == "ok"
-    assert sender.send(frames(sender)) == cause
-    rejected = sealed_rig.lease_ends.rejected.get(timeout=10)
-    assert rejected.code is FailureCode.INTEGRITY
-    assert sealed_rig.refused(cause) == 1
-    sealed_rig.assert_all_free()
-    assert sender.send(sender.sealed(1)) == "unknown_lease"
-
-
-def test_a_block_that_comes_again_is_dropped_before_it_is_opened(sealed_rig: Any) -> None:
-    """A replay neither overwrites the block nor ends the lease."""
-    sender = Sender(sealed_rig)
-    frames = sender.sealed(0)
-    assert sender.send(frames) == "ok"
-    num_opens = sealed_rig.store.num_write_opens
-    assert sender.send(frames) == "duplicate"
-    assert sealed_rig.refused("duplicate") == 1
-    assert sealed_rig.store.num_write_opens == num_opens
-    assert sender.send(sender.sealed(1)) == "ok"
-    sealed_rig.leases.cancel("r", 1)
-
-
-def test_another_leases_block_does_not_pass(sealed_rig: Any) -> None:
-    """Same tokens, same epoch, and the header rewritten to the other lease: the key is not this lease's."""
-    first, second = Sender(sealed_rig, "a"), Sender(sealed_rig, "b")
-    _, payload = first.sealed(0)
-    frame, _ = second.sealed(0)
-    assert second.send([frame, payload]) == "bad_seal"
-    assert sealed_rig.lease_ends.rejected.get(timeout=10).key == ("b", 1)
-    assert first.send(first.sealed(0)) == "ok"
-    sealed_rig.leases.cancel("a", 1)
-
-
-def test_a_sealed_block_does_not_pass_a_plain_lease(rig: Any) -> None:
-    sender = Sender(rig)
-    assert sender.grant.seal_key is None
-    assert sender.send(sender.sealed(0, key=new_key())) == "wrong_seal"
-    assert rig.lease_ends.rejected.get(timeout=10).code is FailureCode.INTEGRITY
+def test_a_forged_frame_costs_the_hand_off_nothing(sealed_rig: Any) -> None:
+    """Somebody who may connect, and read the network, but has no key."""
+    offer, grant = offer_for(sealed_rig)
+    for index, key in ((0, new_key()), (0, grant.seal_key), (1, grant.seal_key), (2, grant.seal_key)):
+        header = sealed_rig.header(grant, offer, index)
+        frame, sealed = sealed_by(key, header, memoryview(content_of(offer.block_hashes[index])))
+        send_raw(sealed_rig, frame, bytes(sealed))
+        assert sealed_rig.next_block() == ("ok" if key is grant.seal_key else "bad_seal")
+    sealed_rig.leases.commit("p", commit_of(offer, grant))
+    lease = sealed_rig.lease_ends.verified.get(timeout=WAIT_S)
+    blocks = [bytes(sealed_rig.store.block(block_id)) for block_id in lease.block_ids]
+    assert blocks == [content_of(block_hash) for block_hash in offer.block_hashes]
 
 
 @pytest.mark.parametrize(
@@ -240,16 +146,16 @@ def test_a_sealed_block_does_not_pass_a_plain_lease(rig: Any) -> None:
     ],
 )
 def test_nothing_is_shipped_under_a_grant_that_is_not_what_was_agreed(
-    rig: Any, agreed: bool, key: bytes | None, detail: str
+    one_rig: Any, agreed: bool, key: bytes | None, detail: str
 ) -> None:
-    rig.seals_kv = agreed
-    rig.link, rig.line = rig.new_link()
-    request = rig.open(rig.offer_of(list(range(NUM_TOKENS))))
-    rig.transfers.blocks_ready(request, 3)
+    one_rig.seals_kv = agreed
+    one_rig.link, one_rig.line = one_rig.new_link()
+    request = one_rig.open(one_rig.offer_of(list(range(NUM_TOKENS))))
+    one_rig.transfers.blocks_ready(request, 3)
     grant = Grant(request_id="r", attempt=1, lease_id=1, epoch=7, num_cached_blocks=0, ttl_s=1.0, seal_key=key)
-    rig.transfers.on_message(rig.link, grant)
-    assert rig.transfer_ends.failed == [(request, FailureCode.LAYOUT_MISMATCH, detail)]
-    assert isinstance(rig.line.sent[-1], Abort)
-    assert not +rig.source.reads
-    rig.transfers.tick()
-    assert rig.transfer_ends.released == [request]
+    one_rig.transfers.on_message(one_rig.link, grant)
+    assert one_rig.transfer_ends.failed == [(request, FailureCode.LAYOUT_MISMATCH, detail)]
+    assert isinstance(one_rig.line.sent[-1], Abort)
+    assert not +one_rig.source.reads
+    one_rig.transfers.tick()
+    assert one_rig.transfer_ends.released == [request]
