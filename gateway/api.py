@@ -171,6 +171,7 @@ class OpenAIRoutes:
             is_stream=bool(body.stream),
             num_per_prompt=1 if spec.beam_search is not None else max(spec.best_of, spec.num_choices),
             num_returned=spec.num_choices,
+            ignored=body.ignored(),
             includes_timings=request.field(_TIMINGS) == "1",
         )
         return await self._responder.respond(request, job)

@@ -21,6 +21,8 @@ _VLLM_FIELDS = {  # of ``structured_outputs``, and its older spelling as fields 
     "structural_tag": GuideKind.STRUCTURAL_TAG,
 }
 
+GUIDED_FIELDS = frozenset(f"guided_{name}" for name in _VLLM_FIELDS)
+
 
 class RequestedGuide(msgspec.Struct, frozen=True):
     """A guide and where it came from."""

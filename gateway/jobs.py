@@ -67,6 +67,7 @@ class Job(msgspec.Struct, frozen=True):
     is_stream: bool
     num_per_prompt: int = 1
     num_returned: int = 1  # of each prompt
+    ignored: Sequence[str] = ()  # fields of the body that nobody knows
     includes_timings: bool = False  # beside the usage, for the first choice
 
     def extras(self) -> dict[str, object]:

@@ -147,7 +147,7 @@ class ResponsesRoutes:
                 self._head(body, request), self._intake.tokenizer, chat.parser(), shows_logprobs=body.shows_logprobs
             )
 
-        job = Job(generations, make_format, is_stream=bool(body.stream))
+        job = Job(generations, make_format, is_stream=bool(body.stream), ignored=body.ignored())
         return await self._responder.respond(request, job)
 
     def _head(self, body: ResponseBody, request: ApiRequest) -> dict[str, Any]:

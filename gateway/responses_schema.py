@@ -13,6 +13,7 @@ from kvrelay.gateway.chats import ChatRequest
 from kvrelay.gateway.contents import checked_role, text_of
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.guides import format_guide, make_guide
+from kvrelay.gateway.ignored import BOOKKEEPING
 from kvrelay.gateway.openai_schema import Effort
 from kvrelay.gateway.sampling_schema import MAX_LOGPROBS, CacheSalt, Probability
 from kvrelay.gateway.spec import GenerationSpec
@@ -85,6 +86,11 @@ class ResponseBody(RequestBody):
     def shows_logprobs(self) -> bool:
         """Whether the answer's tokens come with log probabilities."""
         return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
+
+    def ignored(self) -> list[str]:
+        """The fields that nobody knows."""
+        extra = self.model_extra or {}
+        return [name for name in extra if name not in BOOKKEEPING and name not in _HARMLESS]
 
     def spec(self) -> GenerationSpec:
         """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused."""

@@ -1,7 +1,7 @@
 """What the bodies of chats and completions share: OpenAI's sampling fields, and those that vLLM and TensorRT-LLM add to them.
 
-Types are checked strictly; ranges live here, what depends on the model does not. Fields that nobody knows, and those that
-mean nothing here (``user``, ``store``, ``metadata`` …), are ignored, as OpenAI-compatible servers do. Fields that we know but do
+Types are checked strictly; ranges live here, what depends on the model does not. Fields that nobody knows are ignored, as
+OpenAI-compatible servers do, and named in the answer's header. Fields that we know but do
 not serve are refused by name as soon as they ask for something: silence would change the meaning of a request.
 """
 
@@ -17,7 +17,8 @@ from kvrelay.common.retention import MAX_PRIORITY, MIN_PRIORITY, Retention
 from kvrelay.common.sampling import BeamSearch
 from kvrelay.gateway.bodies import RequestBody
 from kvrelay.gateway.errors import InvalidRequestError
-from kvrelay.gateway.guides import requested_guide
+from kvrelay.gateway.guides import GUIDED_FIELDS, requested_guide
+from kvrelay.gateway.ignored import BOOKKEEPING
 from kvrelay.gateway.spec import GenerationSpec
 
 MAX_STOPS = 16
@@ -53,6 +54,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "lora_request": (),
     "kv_transfer_params": (),
 }
+
+_KNOWN = BOOKKEEPING | GUIDED_FIELDS | _HARMLESS.keys()
 
 
 class StreamOptions(RequestBody):
@@ -149,6 +152,11 @@ class SamplingBody(RequestBody):
     """Whether token ids come beside the text."""
     return_tokens_as_token_ids: bool | None = None
     """Whether log probabilities name tokens as `token_id:17`."""
+
+    def ignored(self) -> list[str]:
+        """The fields that nobody knows."""
+        extra = self.model_extra or {}
+        return [name for name in extra if name not in _KNOWN]
 
     def spec(
         self, *, max_tokens: int | None, num_logprobs: int | None, max_tokens_param: str = "max_tokens"

@@ -62,10 +62,17 @@ class EventStream:
     send another one; later it must not raise. ``failed`` writes the last words of a stream that is cut off.
     """
 
-    def __init__(self, produce: Callable[[EventStream], Awaitable[bytes]], failed: Callable[[ApiError], bytes]) -> None:
+    def __init__(
+        self,
+        produce: Callable[[EventStream], Awaitable[bytes]],
+        failed: Callable[[ApiError], bytes],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """``headers``: what the answer's head has beside those of every stream."""
         self.has_begun = False  # there is a status, and no other answer any more
         self._produce = produce
         self._failed = failed
+        self._headers = (*_HEADERS, *((name.encode(), value.encode()) for name, value in (headers or {}).items()))
         self._reply: Reply | None = None
         self._pending: list[bytes] = []  # what the client could not take at once
         self._sender: asyncio.Task[None] | None = None  # while something is pending
@@ -103,11 +110,11 @@ class EventStream:
         """Whether it could be done at once."""
         if self.has_begun:
             return not events or reply.write(events)
-        return reply.begin(_HEADERS, events)
+        return reply.begin(self._headers, events)
 
     async def _send_pending(self, reply: Reply) -> None:
         if reply.status == 0:
-            await reply({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await reply({"type": "http.response.start", "status": 200, "headers": self._headers})
         while num_taken := len(self._pending):
             await reply({"type": "http.response.body", "body": b"".join(self._pending), "more_body": True})
             del self._pending[:num_taken]

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import Generator, TextDelta
+from kvrelay.gateway.ignored import IgnoredFields
 from kvrelay.gateway.jobs import Format, Job, total
 from kvrelay.gateway.soon import Soon
 from kvrelay.gateway.sse import EndAtDisconnect, EventStream
@@ -26,20 +27,24 @@ class Responder:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
+        self._ignored = IgnoredFields()
 
     async def respond(self, request: ApiRequest, job: Job) -> ASGIApp:
         """The response. What fails before its status line is raised, as ApiError or ClientLeftError, here or when it is sent."""
         answer = Soon(job.make_format)
+        headers = self._ignored.headers(job.ignored)
         if job.is_stream:
             return EventStream(
-                lambda stream: self._events(request, job, answer, stream), lambda error: answer.get().failed(error)
+                lambda stream: self._events(request, job, answer, stream),
+                lambda error: answer.get().failed(error),
+                headers,
             )
         usages = job.usages()
         deltas: list[list[TextDelta]] = [[] for _ in job.generations]
         async with EndAtDisconnect(request.receive):
             await self._generator.run_all(job.generations, usages, lambda index, delta: deltas[index].append(delta))
         body = answer.get().whole(job.choices(deltas), total(usages))
-        return JSONResponse({**body, **job.extras()} if isinstance(body, dict) else body)
+        return JSONResponse({**body, **job.extras()} if isinstance(body, dict) else body, headers=headers)
 
     async def _events(self, request: ApiRequest, job: Job, written: Soon[Format], stream: EventStream) -> bytes:
         """Write the job's events, up to the last ones, which are returned."""

@@ -128,6 +128,29 @@ async def test_a_cache_salt_travels(
             assert app.player.submits[-1].cache_salt == (salt or "")
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"), [(CHAT, {"messages": USER}), (TEXT, {"prompt": "x"}), ("/v1/responses", {"input": "x"})]
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_fields_that_nobody_knows_are_named(
+    model_directory: Path,
+    tokenizer: Callable[[], Tokenizer],
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    fields: dict[str, Any],
+    is_stream: bool,
+) -> None:
+    unknown = {"temprature": 0, "user": "u", "store": False, "a\nb": 1, **{f"f{index}": 1 for index in range(20)}}
+    async with app_for(model_directory, saying(tokenizer, "x"), num_blocks=512) as app:
+        for _ in range(2):
+            answer = await app.client.post(path, json={**fields, **unknown, "stream": is_stream})
+            named = answer.headers["x-ignored-fields"].split(", ")
+            assert named == ["temprature", *(f"f{index}" for index in range(15)), "and 6 more"]
+        known = await app.client.post(path, json={**fields, "user": "u", "stream": is_stream})
+        assert "x-ignored-fields" not in known.headers
+    assert len([one for one in caplog.records if "temprature" in one.getMessage()]) == 1
+
+
 # -- what the answer shows -----------------------------------------------------------------------------------------
 
 
