@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
@@ -46,11 +45,10 @@ def throughput(streams: int, seconds: float, step_ms: float, rounds: int) -> Mea
 
 def measure_throughput(streams: int, seconds: float, step_ms: float) -> Measured:
     """Streamed tokens per second with a fake decode worker, and what each process used of the CPU."""
-    os.environ |= {
-        "KVRELAY_FAKE_STEP_MS": f"{step_ms:g}", "KVRELAY_FAKE_TOKEN_US": "0", "KVRELAY_FAKE_TOKEN_BYTES": "64",
-        "KVRELAY_MAX_NUM_SEQS": f"{streams + 56}",
-    }  # fmt: skip
-    settings = LocalSettings(engine="fake", prefill=0, decode=1, port=0, log_level="warning")
+    settings = LocalSettings.of(
+        engine="fake", prefill=0, port=0, log_level="warning", fake_step_ms=step_ms, fake_token_us=0, fake_token_bytes=64,
+        max_num_seqs=streams + 56,
+    )  # fmt: skip
     with (
         tempfile.TemporaryDirectory() as directory,
         LocalDeployment.from_settings(settings, resolve_model("demo")) as deployment,

@@ -1,4 +1,4 @@
-"""A worker's small HTTP side: ``/health/live``, ``/health/ready``, ``/metrics``, ``/debug/kv``.
+"""A worker's small HTTP side: ``/health``, ``/health/live``, ``/health/ready``, ``/metrics``, ``/debug/kv``.
 
 It runs on the worker's asyncio loop, so a loop that hangs also fails its probes. Not for user traffic.
 """
@@ -57,6 +57,7 @@ def admin_app(probe: AdminProbe, registry: CollectorRegistry) -> Starlette:
 
     return Starlette(
         routes=[
+            Route("/health", ready),
             Route("/health/live", live),
             Route("/health/ready", ready),
             Route("/metrics", metrics),

@@ -9,10 +9,11 @@ dataclass from such names and raises on anything it does not understand; nothing
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -99,16 +100,27 @@ def build(cls: type[T], values: Mapping[str, Any], *, source: str = "settings") 
     Raises SettingsError that names the setting, its value, the limit and ``source`` on an unknown name, a value of the
     wrong type, one out of its range, or a missing setting that has no default.
     """
-    infos = {info.name: info for info in describe(cls)}
+    return _assemble(cls, check(describe(cls), values, source=source), source)
+
+
+def check(infos: Sequence[SettingInfo], values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
+    """``values`` by the names of ``infos``, converted. Raises SettingsError as :func:`build` does, but for what is missing."""
+    by_name = {info.name: info for info in infos}
     checked: dict[str, Any] = {}
     for raw_name, value in values.items():
         name = raw_name.replace("-", "_")
-        if name not in infos:
-            raise SettingsError(f"{source}: unknown setting {raw_name!r}; known are: {', '.join(sorted(infos))}")
+        if name not in by_name:
+            raise SettingsError(f"{source}: unknown setting {raw_name!r}; {closest(name, by_name)}")
         if name in checked:
             raise SettingsError(f"{source}: {name!r} is set twice, with '-' and with '_'")
-        checked[name] = _check(infos[name], value, source)
-    return _assemble(cls, checked, source)
+        checked[name] = _check(by_name[name], value, source)
+    return checked
+
+
+def closest(name: str, known: Collection[str]) -> str:
+    """What was probably meant by ``name``, in words; all of ``known`` if that cannot be guessed."""
+    found = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {found[0]!r}?" if found else f"known are: {', '.join(sorted(known))}"
 
 
 def _assemble(cls: type[T], checked: Mapping[str, Any], source: str) -> T:

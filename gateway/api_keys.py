@@ -97,6 +97,14 @@ def _version(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
+def line_of(name: str, key: str) -> str:
+    """The line of the file that makes ``key`` known by ``name``. Raises SettingsError on a name that no line can have."""
+    line = f"{name} {hash_key(key)}"
+    if (match := _LINE.fullmatch(line)) is None or match["name"] != name:
+        raise SettingsError(f"the key's name is {name!r}; it must be 1 to 64 letters, digits, '.', '_' or '-'")
+    return line
+
+
 def _read(path: Path) -> dict[str, _Key]:
     """Keys by name. The text of an error never has a line's content: somebody may have put a key there."""
     try:

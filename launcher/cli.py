@@ -20,12 +20,12 @@ import click
 
 import kvrelay
 from kvrelay.common.errors import KvrelayError, SettingsError
-from kvrelay.launcher.options import load_settings, options_of
+from kvrelay.launcher.options import Options
 
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """A command, by name: where its settings are declared and what runs it, both as ``module:attribute``."""
+    """A command, by name: where its settings are declared (a dataclass, or Options) and what runs it, as ``module:attribute``."""
 
     summary: str
     details: str
@@ -55,9 +55,8 @@ Examples:
 COMMANDS: dict[str, CommandEntry] = {
     "local": CommandEntry(
         "Serve a model on this machine: gateway and workers, each in its own process.",
-        "Ctrl-C stops everything in order. Settings that are not listed reach the components as KVRELAY_* variables, "
-        "for example KVRELAY_MAX_NUM_SEQS=8.",
-        "kvrelay.launcher.settings:LocalSettings",
+        "Ctrl-C stops everything in order. Every option of a gateway or a worker is one here, and reaches those that have it.",
+        "kvrelay.launcher.settings:LOCAL",
         "kvrelay.launcher.local:run",
     ),
     "gateway": CommandEntry(
@@ -184,10 +183,11 @@ def keys(directory: Path) -> None:
 @click.argument("name")
 def api_key(name: str) -> None:
     """Print a new key, for its owner, and its hash, for the file."""
-    hash_key: Callable[[str], str] = _load("kvrelay.gateway.api_keys:hash_key")
+    line_of: Callable[[str, str], str] = _load("kvrelay.gateway.api_keys:line_of")
     key = f"kvr-{secrets.token_urlsafe(32)}"
+    line = line_of(name, key)
     click.echo(f"key, for its owner only: {key}", err=True)
-    click.echo(f"{name} {hash_key(key)}")
+    click.echo(line)
 
 
 @cli.command("watermark", help=_TOOLS["watermark"])
@@ -240,18 +240,18 @@ def run(arguments: list[str]) -> int:
 
 
 def _settings_command(name: str, entry: CommandEntry) -> click.Command:
-    settings_class: type = _load(entry.settings)
+    options = _options(entry)
 
     def callback(**flags: Any) -> int:
         if click.get_current_context().invoked_subcommand is not None:
             return 0  # it runs next
-        settings: Any = load_settings(settings_class, flags, os.environ)
+        settings: Any = options.load(flags, os.environ, _all_variables)
         runner: Callable[[Any], int] = _load(entry.run)
         return runner(settings)
 
     common: dict[str, Any] = {
         "callback": callback,
-        "params": options_of(settings_class),
+        "params": options.parameters(),
         "help": f"{entry.summary}\n\n{entry.details}",
         "short_help": entry.summary,
     }
@@ -261,6 +261,16 @@ def _settings_command(name: str, entry: CommandEntry) -> click.Command:
     return click.Group(
         name, invoke_without_command=True, commands=subcommands, subcommand_metavar="[COMMAND …]", **common
     )
+
+
+def _options(entry: CommandEntry) -> Options[Any]:
+    declared = _load(entry.settings)
+    return declared if isinstance(declared, Options) else Options.of(declared)
+
+
+def _all_variables() -> set[str]:
+    """Of all commands."""
+    return {info.variable for entry in COMMANDS.values() for info in _options(entry).infos}
 
 
 def _load(path: str) -> Any:

@@ -1,6 +1,6 @@
 """A whole deployment on this machine: for people (``kvrelay local``), and for programs (:class:`LocalDeployment`).
 
-    with LocalDeployment.from_settings(LocalSettings(prefill=1, decode=1, port=0), directory) as deployment:
+    with LocalDeployment.from_settings(LocalSettings.of(port=0), directory) as deployment:
         deployment.wait_ready(timeout_s=120)
         httpx.get(f"{deployment.url}/v1/models")
 
@@ -9,6 +9,7 @@ Stop order: the gateway (no new requests), prefill workers (hand-offs end), deco
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from kvrelay.launcher.plan import Plan, num_ports, plan_deployment
 from kvrelay.launcher.ports import check_free, free_ports
 from kvrelay.launcher.settings import LocalSettings
 from kvrelay.launcher.supervisor import Observer, RestartPolicy, Status, Supervisor
+from kvrelay.launcher.traffic import Traffic
 from kvrelay.launcher.view import make_view
 
 _POLL_S = 0.2  # how soon a signal is acted upon
@@ -68,14 +70,15 @@ class LocalDeployment:
     @classmethod
     def from_settings(cls, settings: LocalSettings, model_directory: Path) -> Self:
         """Choose the ports. Raises PortTakenError."""
-        if settings.port:
-            check_free(settings.host, settings.port)
-        http_port, *ports = free_ports(1 + num_ports(settings), without=settings.port)
+        front = settings.gateway
+        if front.port:
+            check_free(front.host, front.port)
+        http_port, *ports = free_ports(1 + num_ports(settings), without=front.port)
         return cls(
             plan_deployment(
                 settings,
                 model_directory,
-                http_port=settings.port or http_port,
+                http_port=front.port or http_port,
                 ports=ports,
                 num_cores=available_cores(),
             )
@@ -156,20 +159,25 @@ def run(settings: LocalSettings) -> int:
 
     Raises PortTakenError before anything is loaded, ModelError, and ComponentDiedError after all others were stopped.
     """
-    if settings.port:
-        check_free(settings.host, settings.port)
-    directory = resolve_model(settings.model)
-    name = served_name(settings.model, directory)
+    front = settings.gateway
+    if front.port:
+        check_free(front.host, front.port)
+    directory = resolve_model(front.model, needs_weights=settings.components.get("engine") != "fake")
+    name = front.served_model_name or served_name(front.model, directory)
     deployment = LocalDeployment.from_settings(settings, directory)
-    return serve_until_stopped(deployment, name, hide_logs=settings.quiet)
+    text = ready_text(deployment.url, name, has_keys=front.api_keys is not None)
+    return serve_until_stopped(deployment, text, hide_logs=settings.deployment.quiet)
 
 
-def serve_until_stopped(deployment: LocalDeployment, model_name: str, *, hide_logs: bool) -> int:
-    """Start, show, and stop in order at SIGINT, SIGTERM or SIGHUP; returns 0. Raises ComponentDiedError. Main thread only."""
+def serve_until_stopped(deployment: LocalDeployment, when_ready: str, *, hide_logs: bool) -> int:
+    """Start, show (``when_ready``, once all are), and stop in order at SIGINT, SIGTERM or SIGHUP; returns 0.
+
+    Raises ComponentDiedError. Main thread only.
+    """
     signals = StopSignals()
-    view = make_view(deployment.statuses, hide_logs=hide_logs)
+    view = make_view(deployment.statuses, Traffic(deployment.admin_urls), hide_logs=hide_logs)
     with signals.caught(), view:
-        view.say(f"kvrelay: serving {model_name} with {', '.join(deployment.plan.admin_urls)} (Ctrl-C stops)")
+        view.say(f"kvrelay: starting {', '.join(deployment.plan.admin_urls)} (Ctrl-C stops)")
         deployment.start(view)
         was_ready = False
         try:
@@ -178,20 +186,24 @@ def serve_until_stopped(deployment: LocalDeployment, model_name: str, *, hide_lo
                     deployment.wait_ended(_POLL_S)
                 elif deployment.is_ready(_POLL_S):
                     was_ready = True
-                    view.say(ready_text(deployment.url, model_name))
+                    view.say(when_ready)
         finally:
             _stop(deployment, signals)
             view.say("kvrelay: all processes have ended")
     return 0
 
 
-def ready_text(url: str, model: str) -> str:
-    """What to do next."""
-    question = '[{"role": "user", "content": "What is the capital of France?"}]'
-    body = f'{{"model": "{model}", "temperature": 0, "messages": {question}}}'
+def ready_text(url: str, model: str, *, has_keys: bool) -> str:
+    """What to do next. ``has_keys``: the gateway asks for one."""
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": model, "temperature": 0, "messages": messages}).replace("'", "'\\''")
+    # The certificate is for a name, and this is an address.
+    insecure = " -k" if url.startswith("https") else ""
+    key = ' \\\n    -H "Authorization: Bearer $API_KEY"' if has_keys else ""
     return (
-        f"\nkvrelay is ready at {url} (API documentation: {url}/docs)\n\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n"
+        f"\nkvrelay is ready at {url} (API documentation: {url}/docs)\n"
+        + ("API_KEY is to be one of the keys of --api-keys.\n" if has_keys else "")
+        + f"\n  curl{insecure} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d '{body}'\n"
     )
 
 

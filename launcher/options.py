@@ -8,54 +8,82 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import click
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.common.settings import SettingInfo, build, describe
+from kvrelay.common.settings import SettingInfo, build, check, closest, describe
 
 T = TypeVar("T")
 
 CONFIG_PARAMETER = "config_file"
+_PREFIX = "KVRELAY_"
+_CONFIG_VARIABLE = _PREFIX + "CONFIG"
+_OF_TESTS = _PREFIX + "TEST_"
 
 
-def options_of(cls: type) -> list[click.Parameter]:
-    """``--config`` and one option for each setting of ``cls``, in order.
+@dataclass(frozen=True, slots=True)
+class Options(Generic[T]):
+    """What a command can be told, and what is made of it."""
 
-    The options carry text: conversion and limits belong to ``build``, so that a flag, a variable and a file get the
-    same errors. Their default here is None, "not given"; the real default is shown in the help.
-    """
-    config = click.Option(
-        ["--config", CONFIG_PARAMETER],
-        metavar="FILE",
-        help="TOML file with these settings as keys, such as max_num_seqs = 8.  [env: KVRELAY_CONFIG]",
-    )
-    return [config, *(_option(info) for info in describe(cls))]
+    infos: Sequence[SettingInfo]
+    make: Callable[[Mapping[str, Any]], T]  # of values by name, checked; raises SettingsError
+
+    @classmethod
+    def of(cls, settings: type[T]) -> Options[T]:
+        """Of a settings dataclass."""
+        return cls(describe(settings), lambda values: build(settings, values))
+
+    def parameters(self) -> list[click.Parameter]:
+        """``--config`` and one option for each setting, in order.
+
+        The options carry text: conversion and limits belong to ``load``, so that a flag, a variable and a file get the
+        same errors. Their default here is None, "not given"; the real default is shown in the help.
+        """
+        config = click.Option(
+            ["--config", CONFIG_PARAMETER],
+            metavar="FILE",
+            help=f'TOML file with these settings as keys, such as log_level = "debug".  [env: {_CONFIG_VARIABLE}]',
+        )
+        return [config, *map(_option, self.infos)]
+
+    def load(
+        self, flags: Mapping[str, Any], environment: Mapping[str, str], others: Callable[[], Collection[str]] = tuple
+    ) -> T:
+        """Make it from what the command line gave, the environment, and the config file that either of them names.
+
+        ``flags`` are click's parameters (None: not given). ``others``: variables of other commands, which mean nothing here. Raises
+        SettingsError that names the setting, the value, the limit and where the value came from; a bad value is an error
+        also if a stronger source overrides it.
+        """
+        given = {name: value for name, value in flags.items() if value is not None and name != CONFIG_PARAMETER}
+        # An empty variable means "not set": charts and compose files write those for values nobody gave.
+        variables = {name: text for name, text in environment.items() if name.startswith(_PREFIX) and text}
+        config_file = flags.get(CONFIG_PARAMETER) or variables.get(_CONFIG_VARIABLE)
+        from_file = _read_config(Path(config_file)) if config_file else {}
+        from_environment = {
+            info.name: variables.pop(info.variable) for info in self.infos if info.variable in variables
+        }
+        _check_unknown(variables, [info.variable for info in self.infos], others)
+        merged: dict[str, Any] = {}
+        for source, layer in (
+            (str(config_file), from_file), ("environment", from_environment), ("command line", given)
+        ):  # fmt: skip
+            merged |= check(self.infos, layer, source=source)
+        return self.make(merged)
 
 
-def load_settings(cls: type[T], flags: Mapping[str, Any], environment: Mapping[str, str]) -> T:
-    """Make ``cls`` from what the command line gave, the environment, and the config file that either of them names.
-
-    ``flags`` are click's parameters (None: not given). Raises SettingsError that names the setting, the value, the limit
-    and where the value came from; a bad value is an error also if a stronger source overrides it.
-    """
-    given = {name: value for name, value in flags.items() if value is not None and name != CONFIG_PARAMETER}
-    config_file = flags.get(CONFIG_PARAMETER) or environment.get("KVRELAY_CONFIG")
-    from_file = _read_config(Path(config_file)) if config_file else {}
-    # An empty variable means "not set": charts and compose files write those for values nobody gave.
-    from_environment = {
-        info.name: environment[info.variable] for info in describe(cls) if environment.get(info.variable)
-    }
-    merged = {**from_file, **from_environment, **given}
-    needed = {info.name for info in describe(cls) if _has_no_default(info)}
-    supplied = {name: merged[name] for name in needed if name in merged}
-    for source, layer in ((str(config_file), from_file), ("environment", from_environment), ("command line", given)):
-        if layer:
-            build(cls, {**supplied, **layer}, source=source)
-    return build(cls, merged, source="settings")
+def _check_unknown(variables: Collection[str], own: Collection[str], others: Callable[[], Collection[str]]) -> None:
+    unknown = [name for name in variables if name != _CONFIG_VARIABLE and not name.startswith(_OF_TESTS)]
+    if not unknown:
+        return
+    known = {*own, *others()}
+    for name in sorted(set(unknown) - known):
+        raise SettingsError(f"environment: {name} is no setting of any command; {closest(name, known)}")
 
 
 def command_line(cls: type, values: Mapping[str, Any]) -> list[str]:

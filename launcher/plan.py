@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.launcher.models import served_name
 from kvrelay.launcher.options import command_line
 from kvrelay.launcher.process import ComponentSpec
-from kvrelay.launcher.settings import LocalSettings
+from kvrelay.launcher.settings import LocalSettings, options_for
 from kvrelay.prefill_worker.settings import PrefillSettings
 
 _LOOPBACK = "127.0.0.1"
@@ -50,7 +50,7 @@ class Plan:
 
 def num_ports(settings: LocalSettings) -> int:
     """How many loopback ports the workers need."""
-    return 2 * settings.prefill + 3 * settings.decode
+    return 2 * settings.deployment.prefill + 3 * settings.deployment.decode
 
 
 def gpu_shares(num_prefill: int, num_decode: int) -> tuple[float, float]:
@@ -72,100 +72,48 @@ def plan_deployment(
     settings: LocalSettings, model_directory: Path, *, http_port: int, ports: Sequence[int], num_cores: int
 ) -> Plan:
     """The processes of ``settings``; ``ports`` are free loopback ports, :func:`num_ports` of them."""
+    deployment, given = settings.deployment, settings.components
     free = iter(ports)
-    prefill = [WorkerPorts(next(free), next(free)) for _ in range(settings.prefill)]
-    decode = [WorkerPorts(next(free), next(free), next(free)) for _ in range(settings.decode)]
-    threads = settings.threads or max(1, num_cores // (len(prefill) + len(decode)))
-    common: dict[str, Any] = {
-        "model": str(model_directory),
-        "dtype": settings.dtype,
-        "engine": settings.engine,
-        "device": settings.device,
-        "weight_format": settings.weight_format,
-        "threads": threads,
-        "max_model_len": settings.max_model_len,
-        "kv_memory_mb": settings.kv_memory_mb,
-        "max_batched_tokens": settings.max_batched_tokens,
-        "drain_s": settings.drain_s,
-        "log_level": settings.log_level,
-        "admin_host": _LOOPBACK,
-    }
+    prefill = [WorkerPorts(next(free), next(free)) for _ in range(deployment.prefill)]
+    decode = [WorkerPorts(next(free), next(free), next(free)) for _ in range(deployment.decode)]
+    threads = deployment.threads or max(1, num_cores // (len(prefill) + len(decode)))
     prefill_share, decode_share = gpu_shares(len(prefill), len(decode))
-    of_prefill = {"ttft_budget_ms": settings.ttft_budget_ms, "kv_memory_fraction": prefill_share}
-    of_decode = {"kv_memory_fraction": decode_share}
+    everywhere = {**given, "model": str(model_directory), "drain_s": deployment.drain_s}
+
+    def worker(name: str, ports: WorkerPorts, share: float, component: type, stop_rank: int) -> ComponentSpec:
+        chosen = {"kv_memory_fraction": share, **everywhere, "threads": threads, "admin_host": _LOOPBACK}
+        return ComponentSpec(
+            name=name,
+            command=_command(f"{name.split('-', maxsplit=1)[0]}-worker", component, {**chosen, **_places(name, ports)}),
+            ready_url=f"http://{_LOOPBACK}:{ports.admin}/health/ready",
+            stop_rank=stop_rank,
+            grace_s=deployment.drain_s + _KILL_AFTER_DRAIN_S,
+            # Torch starts one OpenMP thread per core before --threads is read; several workers would fight for the cores.
+            environment={"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
+        )
+
     specs = [
-        _worker(
-            f"prefill-{index}",
-            "prefill-worker",
-            command_line(PrefillSettings, {**common, **of_prefill, **_places(f"prefill-{index}", ports)}),
-            ports,
-            settings,
-            stop_rank=1,
-            threads=threads,
-        )
-        for index, ports in enumerate(prefill)
+        *(worker(f"prefill-{i}", one, prefill_share, PrefillSettings, 1) for i, one in enumerate(prefill)),
+        *(worker(f"decode-{i}", one, decode_share, DecodeSettings, 2) for i, one in enumerate(decode)),
     ]
-    specs += [
-        _worker(
-            f"decode-{index}",
-            "decode-worker",
-            command_line(DecodeSettings, {**common, **of_decode, **_places(f"decode-{index}", ports)}),
-            ports,
-            settings,
-            stop_rank=2,
-            threads=threads,
-        )
-        for index, ports in enumerate(decode)
-    ]
-    url = f"http://{_reachable(settings.host)}:{http_port}"
+    scheme = "http" if settings.gateway.tls.tls_cert is None else "https"
+    url = f"{scheme}://{_reachable(settings.gateway.host)}:{http_port}"
+    front = {
+        "served_model_name": served_name(settings.gateway.model, model_directory),
+        **everywhere,
+        "port": http_port,
+        "prefill_workers": [_tcp(one.control) for one in prefill],
+        "decode_workers": [_tcp(one.control) for one in decode],
+    }
     gateway = ComponentSpec(
         name="gateway",
-        command=_command(
-            "gateway",
-            command_line(
-                GatewaySettings,
-                {
-                    "model": str(model_directory),
-                    "served_model_name": served_name(settings.model, model_directory),
-                    "host": settings.host,
-                    "port": http_port,
-                    "prefill_workers": [_tcp(worker.control) for worker in prefill],
-                    "decode_workers": [_tcp(worker.control) for worker in decode],
-                    "local_prefill_max_tokens": settings.local_prefill_max_tokens,
-                    "drain_s": settings.drain_s,
-                    "log_level": settings.log_level,
-                },
-            ),
-        ),
+        command=_command("gateway", GatewaySettings, front),
         ready_url=f"{url}/health/ready",
         stop_rank=0,
-        grace_s=settings.drain_s + _KILL_AFTER_DRAIN_S,
-        # A certificate is for a name; what is local is asked by its address, and by plain HTTP.
-        environment={"KVRELAY_TLS_CERT": "", "KVRELAY_TLS_KEY": ""},
+        grace_s=deployment.drain_s + _KILL_AFTER_DRAIN_S,
     )
     admin_urls = {spec.name: spec.ready_url.removesuffix("/health/ready") for spec in [*specs, gateway]}
     return Plan(specs=(*specs, gateway), url=url, admin_urls=admin_urls)
-
-
-def _worker(
-    name: str,
-    component: str,
-    arguments: list[str],
-    ports: WorkerPorts,
-    settings: LocalSettings,
-    *,
-    stop_rank: int,
-    threads: int,
-) -> ComponentSpec:
-    return ComponentSpec(
-        name=name,
-        command=_command(component, arguments),
-        ready_url=f"http://{_LOOPBACK}:{ports.admin}/health/ready",
-        stop_rank=stop_rank,
-        grace_s=settings.drain_s + _KILL_AFTER_DRAIN_S,
-        # Torch starts one OpenMP thread per core before --threads is read; several workers would fight for the cores.
-        environment={"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
-    )
 
 
 def _places(name: str, ports: WorkerPorts) -> dict[str, Any]:
@@ -175,9 +123,10 @@ def _places(name: str, ports: WorkerPorts) -> dict[str, Any]:
     return places
 
 
-def _command(component: str, arguments: list[str]) -> tuple[str, ...]:
+def _command(name: str, component: type, values: Mapping[str, Any]) -> tuple[str, ...]:
     # -P: the working directory must not come before the installed packages.
-    return (sys.executable, "-P", "-m", "kvrelay.launcher", component, *arguments)
+    arguments = command_line(component, options_for(component, values))
+    return (sys.executable, "-P", "-m", "kvrelay.launcher", name, *arguments)
 
 
 def _tcp(port: int) -> str:

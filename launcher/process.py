@@ -31,7 +31,9 @@ class ComponentSpec:
     ready_url: str  # answers 200 when the component takes traffic
     stop_rank: int = 0  # lower ranks are stopped first
     grace_s: float = 10.0  # between SIGTERM and SIGKILL
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's
+    environment: Mapping[str, str] = field(
+        default_factory=dict
+    )  # added to the launcher's, without its KVRELAY_ variables
 
 
 class Child:
@@ -46,7 +48,7 @@ class Child:
         lifeline = (sys.executable, "-P", "-m", "kvrelay.launcher.lifeline", str(os.getpid()))
         self._process = subprocess.Popen(  # noqa: S603 - the launcher's own argument list, no shell
             [*lifeline, *spec.command],
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.environment},
+            env={**_environment(), "PYTHONUNBUFFERED": "1", **spec.environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -122,3 +124,8 @@ def describe_exit(code: int) -> str:
         name = f"signal {-code}"
     hint = " (out of memory? see dmesg)" if -code == signal.SIGKILL else ""
     return f"killed by {name}{hint}"
+
+
+def _environment() -> dict[str, str]:
+    """Without variables of kvrelay: the launcher has read them, and what they mean for a component is on its command line."""
+    return {name: text for name, text in os.environ.items() if not name.startswith("KVRELAY_")}

@@ -2,65 +2,83 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from kvrelay.common.settings import setting
+from kvrelay.common.settings import SettingInfo, build, check, describe, setting
+from kvrelay.decode_worker.settings import DecodeSettings
+from kvrelay.gateway.settings import GatewaySettings
+from kvrelay.launcher.options import Options
+from kvrelay.prefill_worker.settings import PrefillSettings
+
+COMPONENTS = (DecodeSettings, PrefillSettings, GatewaySettings)
+# Who talks to whom on this machine is the launcher's to choose.
+_CHOSEN = frozenset(
+    {
+        "address", "admin_host", "admin_port", "data_address", "decode_workers", "discovery", "namespace", "prefill_workers",
+        "worker_id", "worker_selector",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class LocalSettings:
-    """``kvrelay local``: one deployment on this machine. What is not here reaches the components as KVRELAY_* variables."""
+class DeploymentSettings:
+    """What a deployment on this machine has beside the options of its components, or has by another default."""
 
-    model: str = setting("demo", "model directory, Hugging Face id, or 'demo'")
     prefill: int = setting(
         1, "prefill workers; with 0 the decode workers prefill themselves (colocated)", minimum=0, maximum=64
     )
     decode: int = setting(1, "decode workers", minimum=1, maximum=64)
-    host: str = setting("127.0.0.1", "address that the HTTP API listens on")
-    port: int = setting(8000, "port of the HTTP API; 0 takes a free one", minimum=0, maximum=65535)
-    engine: str = setting(
-        "model", "what computes: the model, or a fake without weights, for tests and load", choices=("model", "fake")
-    )
-    device: str = setting(
-        "auto", "where the model runs; auto takes CUDA if there is a GPU", choices=("auto", "cpu", "cuda")
-    )
-    dtype: str = setting(
-        "auto",
-        "number format of weights and KV; auto is the checkpoint's, or float32 on a CPU without instructions or kernels of ours "
-        "for that; the same on all workers",
-        choices=("auto", "bfloat16", "float16", "float32"),
-    )
-    weight_format: str = setting(
-        "full",
-        "weights as --dtype has them, or the layers' rounded to 8 bits: fewer bytes per step of few streams, on a GPU half "
-        "the memory; int8 on a CPU with bf16 and on GPUs, fp8 (e4m3) on GPUs of compute capability 8.9 or later",
-        choices=("full", "int8", "fp8"),
-    )
     threads: int | None = setting(
         None, "CPU threads of each worker; default: the cores divided by the workers", minimum=1, maximum=1024
     )
-    max_model_len: int | None = setting(
-        None, "longest prompt and output together; default: the model's own", unit="tokens", minimum=16
-    )
-    kv_memory_mb: int | None = setting(None, "memory of each worker's KV pool", unit="MiB", minimum=1)
-    max_batched_tokens: int | None = setting(
-        None,
-        "tokens that a worker computes in one step; longer prompts are computed in chunks; default: 512, and 2048 for prefill on a "
-        "GPU",
-        minimum=16,
-    )
-    ttft_budget_ms: float | None = setting(
-        None,
-        "time to first token that prefill workers try to keep, by smaller steps and by letting short prompts overtake; 0: neither",
-        unit="ms",
-        minimum=0,
-    )
-    local_prefill_max_tokens: int | None = setting(
-        None, "prompts up to this many uncached tokens go straight to a decode worker", unit="tokens", minimum=0
-    )
     drain_s: float = setting(5.0, "how long running requests may finish after Ctrl-C", unit="s", minimum=0)
-    log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
     quiet: bool = setting(False, "hide the components' logs, except of one that died")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSettings:
+    """``kvrelay local``: one deployment on this machine. Every option of a component is one of it."""
+
+    deployment: DeploymentSettings
+    gateway: GatewaySettings
+    components: Mapping[
+        str, Any
+    ]  # what was given of the components' options; the others have each component's own default
+
+    @classmethod
+    def of(cls, **values: Any) -> LocalSettings:
+        """Of options by their names. Raises SettingsError."""
+        checked = check(local_infos(), values, source="settings")
+        own = {info.name for info in describe(DeploymentSettings)}
+        deployment = build(DeploymentSettings, {name: value for name, value in checked.items() if name in own})
+        components = {name: value for name, value in checked.items() if name not in own and value is not None}
+        _, _, gateway = (build(component, options_for(component, components)) for component in COMPONENTS)
+        assert isinstance(gateway, GatewaySettings)
+        return cls(deployment, gateway, components)
+
+
+def options_for(component: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``values`` that are settings of ``component``."""
+    names = {info.name for info in describe(component)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def local_infos() -> list[SettingInfo]:
+    """All options of ``kvrelay local``: its own, then the components'. Where their defaults differ, each keeps its own."""
+    found = {info.name: info for info in describe(DeploymentSettings)}
+    own = frozenset(found)
+    for info in (info for component in COMPONENTS for info in describe(component)):
+        first = found.setdefault(info.name, info)
+        if info.name in own or first.default == info.default:
+            continue
+        defaults = [str(one.default) for one in (first, info) if one.default is not None]
+        found[info.name] = replace(first, default=" or ".join(defaults), is_optional=True)
+    return [info for name, info in found.items() if name not in _CHOSEN]
+
+
+LOCAL = Options(local_infos(), lambda values: LocalSettings.of(**values))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import ssl
 import threading
 import time
 import urllib.error
@@ -288,11 +289,16 @@ class Supervisor:
         return all(_is_ready(component) for component in self._components)
 
 
-def answers_200(url: str) -> bool:
-    """Whether GET ``url`` (loopback, ours) answers 200 within two seconds."""
+def own_answer(url: str) -> str | None:
+    """What GET ``url`` (a process of ours) answers within two seconds; None if that is not 200."""
     with contextlib.suppress(OSError, ValueError), _OPENER.open(url, timeout=2.0) as answer:
-        return bool(answer.status == 200)
-    return False
+        return str(answer.read(), "utf-8") if answer.status == 200 else None
+    return None
+
+
+def answers_200(url: str) -> bool:
+    """Whether GET ``url`` (a process of ours) answers 200 within two seconds."""
+    return own_answer(url) is not None
 
 
 def _is_ready(component: _Component) -> bool:
@@ -305,4 +311,7 @@ def _died(name: str, what: str, tail: list[str]) -> ComponentDiedError:
 
 
 # Without the proxy that HTTP_PROXY may name: these addresses are on this machine.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# A certificate is for the name that clients use, and is not checked here: the process was started by us.
+_TLS = ssl.create_default_context()
+_TLS.check_hostname, _TLS.verify_mode = False, ssl.CERT_NONE
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_TLS))

@@ -143,7 +143,7 @@ def _deployed(
     settings: VerifySettings, directory: Path, path: str, prompts: Sequence[Prompt], track: Track, *, num_prefill: int
 ) -> list[Column]:
     """Both passes, each on a deployment of its own: the second one must not find its prompts in the prefix cache."""
-    local = LocalSettings(
+    local = LocalSettings.of(
         model=settings.model,
         prefill=num_prefill,
         decode=1,
@@ -151,6 +151,7 @@ def _deployed(
         device=settings.device,
         dtype=settings.dtype,
         threads=settings.threads,
+        room_timeout_s=settings.timeout_s,  # a slow machine takes minutes for all at once
         local_prefill_max_tokens=0,  # with a prefill worker, every prompt is handed over
     )
     columns: list[Column] = []

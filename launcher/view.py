@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.launcher.supervisor import State, Status
+from kvrelay.launcher.traffic import Traffic
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 _STATE_STYLES = {
@@ -49,10 +50,10 @@ class View(Protocol):
         """Show a text of the launcher's own."""
 
 
-def make_view(statuses: Callable[[], list[Status]], *, hide_logs: bool) -> View:
-    """The view that fits stdout. ``statuses`` is asked whenever the table is drawn."""
+def make_view(statuses: Callable[[], list[Status]], traffic: Traffic, *, hide_logs: bool) -> View:
+    """The view that fits stdout. ``statuses`` and ``traffic`` are asked whenever the table is drawn."""
     if sys.stdout.isatty():
-        return LiveView(Console(), statuses, hide_logs=hide_logs)
+        return LiveView(Console(), statuses, traffic, hide_logs=hide_logs)
     return PlainView(sys.stdout, hide_logs=hide_logs)
 
 
@@ -107,20 +108,26 @@ class PlainView:
 class LiveView:
     """A table that stays at the bottom of the terminal, log lines above it."""
 
-    def __init__(self, console: Console, statuses: Callable[[], list[Status]], *, hide_logs: bool) -> None:
+    def __init__(
+        self, console: Console, statuses: Callable[[], list[Status]], traffic: Traffic, *, hide_logs: bool
+    ) -> None:
         self._console = console
         self._statuses = statuses
+        self._traffic = traffic
+        self._watching = contextlib.ExitStack()
         self._hide_logs = hide_logs
         self._live = Live(console=console, get_renderable=self._table, refresh_per_second=4, transient=True)
         self._colours: dict[str, str] = {}
 
     def __enter__(self) -> Self:
+        self._watching.enter_context(self._traffic.watched())
         self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._watching.close()
         with contextlib.suppress(OSError, ValueError):
             self._live.stop()
 
@@ -145,12 +152,27 @@ class LiveView:
 
     def _table(self) -> Table:
         table = Table(box=None, padding=(0, 2), header_style="dim")
-        for title in ("component", "state", "for", "memory", "restarts"):
+        for title in (
+            "component",
+            "state",
+            "for",
+            "requests",
+            "prompt tokens/s",
+            "output tokens/s",
+            "memory",
+            "restarts",
+        ):
             table.add_column(title)
         for status in self._statuses():
             memory = "" if status.rss_bytes is None else f"{status.rss_bytes / 2**20:.0f} MiB"
             state = Text(status.state.value, style=_STATE_STYLES[status.state])
             if status.detail:
                 state.append(f" ({status.detail})", style="red")
-            table.add_row(status.name, state, f"{status.state_s:.0f} s", memory, str(status.num_restarts or ""))
+            figures = self._traffic.figures.get(status.name)
+            cells: tuple[str, ...] = ("", "", "")
+            if figures is not None:
+                rates = (figures.prompt_tokens_per_s, figures.output_tokens_per_s)
+                cells = (str(figures.num_requests), *(f"{rate:.0f}" for rate in rates))
+            restarts = str(status.num_restarts or "")
+            table.add_row(status.name, state, f"{status.state_s:.0f} s", *cells, memory, restarts)
         return table

@@ -172,11 +172,11 @@ def _target(settings: BenchSettings) -> Iterator[Target]:
         yield Target(url, model, size, None, settings.target.server_pid)
         return
     local = local_settings(settings)
-    directory = resolve_model(local.model)
+    directory = resolve_model(local.gateway.model)
     deployment = LocalDeployment.from_settings(local, directory)
     with deployment:
         with stderr_progress()(
-            f"starting {served_name(local.model, directory)} with {', '.join(deployment.plan.admin_urls)}"
+            f"starting {served_name(local.gateway.model, directory)} with {', '.join(deployment.plan.admin_urls)}"
         ):
             deployment.wait_ready(settings.target.start_timeout_s)
         model = served_model(deployment.url, None, None)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.common.settings import build, describe
+from kvrelay.common.settings import check
 from kvrelay.launcher.bench.errors import BenchError
 from kvrelay.launcher.bench.http_stream import ServerAddress
 from kvrelay.launcher.bench.settings import BenchSettings
 from kvrelay.launcher.bench.values import parse_pairs
-from kvrelay.launcher.settings import LocalSettings
+from kvrelay.launcher.settings import LocalSettings, local_infos
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _ANSWER_S = 10.0
@@ -34,13 +34,13 @@ def local_settings(settings: BenchSettings) -> LocalSettings:
     """The deployment that ``--self-serve`` and ``--serve`` ask for. Raises SettingsError."""
     if settings.target.url is not None:
         raise SettingsError("--url and --self-serve are both given; leave one of them out")
-    known = tuple(info.name for info in describe(LocalSettings))
+    known = tuple(info.name for info in local_infos())
     values: dict[str, Any] = {"port": 0, "quiet": True}
     if settings.target.model is not None:
         values["model"] = settings.target.model
     if settings.target.serve is not None:
         values |= parse_pairs(settings.target.serve, "--serve", known)
-    return build(LocalSettings, values, source="--serve")
+    return LocalSettings.of(**check(local_infos(), values, source="--serve"))
 
 
 def served_model(url: str, model: str | None, api_key: str | None) -> ServedModel:

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 
 from kvrelay.common.errors import SettingsError
+from kvrelay.common.settings import closest
 
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 MAX_LENGTH = 10_000_000  # tokens; more is a slip of the keyboard
@@ -45,7 +46,7 @@ def parse_pairs(text: str, flag: str, known: tuple[str, ...]) -> dict[str, str]:
         if not equals or not value:
             raise SettingsError(f"{flag}: {part.strip()!r} is not key=value; keys are {', '.join(known)}")
         if key not in known:
-            raise SettingsError(f"{flag}: unknown key {key!r}; known are {', '.join(known)}")
+            raise SettingsError(f"{flag}: unknown key {key!r}; {closest(key, known)}")
         if key in pairs:
             raise SettingsError(f"{flag}: {key!r} is given twice")
         pairs[key] = value

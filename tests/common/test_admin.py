@@ -49,7 +49,7 @@ async def client(probe: Probe, registry: CollectorRegistry) -> AsyncIterator[htt
         yield made
 
 
-@pytest.mark.parametrize("path", ["/health/live", "/health/ready"])
+@pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/health"])
 async def test_a_verdict_is_200_or_503_with_all_reasons(path: str, client: httpx.AsyncClient, probe: Probe) -> None:
     answer = await client.get(path)
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})

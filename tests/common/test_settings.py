@@ -78,7 +78,7 @@ def test_types_that_are_no_settings_are_a_programmers_error() -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"sise": 1}, "unknown setting 'sise'; known are: flag, long_name, mode"),
+        ({"sise": 1}, "unknown setting 'sise'; did you mean 'size'"),
         ({"size": 0}, "--size is 0 MiB; it must be at least 1 MiB"),
         ({"size": "11"}, "--size is 11 MiB; it must be at most 10 MiB"),
         ({"size": "big"}, "--size takes a whole number, not 'big'"),

@@ -13,6 +13,8 @@ from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.settings import LocalSettings
 
+PATIENCE_S = 240  # dozens of requests at a time may take a slow machine minutes
+
 
 @pytest.fixture(scope="session")
 def model_directory() -> Path:
@@ -20,19 +22,17 @@ def model_directory() -> Path:
     return resolve_model("demo")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def patience() -> Iterator[None]:
-    """No deployment gives a request up for want of room: dozens at a time may take a slow machine minutes."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("KVRELAY_ROOM_TIMEOUT_S", "240")
-        yield
-
-
 @pytest.fixture(scope="session")
 def deployment(model_directory: Path) -> Iterator[LocalDeployment]:
     """Gateway, one prefill worker, one decode worker; every prompt takes the relay."""
-    settings = LocalSettings(
-        port=0, device="cpu", dtype="float32", threads=1, local_prefill_max_tokens=0, kv_memory_mb=1024
+    settings = LocalSettings.of(
+        port=0,
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        local_prefill_max_tokens=0,
+        kv_memory_mb=1024,
+        room_timeout_s=PATIENCE_S,
     )
     with LocalDeployment.from_settings(settings, model_directory) as running:
         running.wait_ready(timeout_s=180)
@@ -42,7 +42,9 @@ def deployment(model_directory: Path) -> Iterator[LocalDeployment]:
 @pytest.fixture(scope="session")
 def local_deployment(model_directory: Path) -> Iterator[LocalDeployment]:
     """Gateway, and one decode worker that reads every prompt itself: nothing is handed over."""
-    settings = LocalSettings(port=0, device="cpu", dtype="float32", threads=1, prefill=0, kv_memory_mb=256)
+    settings = LocalSettings.of(
+        port=0, device="cpu", dtype="float32", threads=1, prefill=0, kv_memory_mb=256, room_timeout_s=PATIENCE_S
+    )
     with LocalDeployment.from_settings(settings, model_directory) as running:
         running.wait_ready(timeout_s=180)
         yield running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,16 +22,11 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize("security", ["plain", "sealed", pytest.param("keys", marks=pytest.mark.fast)])
-async def test_fakes_hand_over_real_blocks(
-    security: str, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVRELAY_FAKE_STEP_MS", "1")
-    if security == "sealed":
-        monkeypatch.setenv("KVRELAY_SEAL_KV", "true")
-    elif security == "keys":
+async def test_fakes_hand_over_real_blocks(security: str, model_directory: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"plain": {}, "sealed": {"seal_kv": True}, "keys": {"keys": str(tmp_path)}}[security]
+    if security == "keys":
         make_keys(tmp_path)
-        monkeypatch.setenv("KVRELAY_KEYS", str(tmp_path))
-    settings = LocalSettings(port=0, engine="fake", local_prefill_max_tokens=0)
+    settings = LocalSettings.of(port=0, engine="fake", local_prefill_max_tokens=0, fake_step_ms=1, **options)
     with LocalDeployment.from_settings(settings, model_directory) as deployment:
         await asyncio.to_thread(deployment.wait_ready, timeout_s=60)
         prompts = [prompt(seed, 40 + 30 * seed) for seed in range(8)]
@@ -45,12 +41,11 @@ async def test_fakes_hand_over_real_blocks(
 
 
 async def test_a_client_that_hangs_up_frees_both_workers(
-    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+    model_directory: Path,
 ) -> None:
-    """While the prompt is computed, and in the middle of the stream."""
-    monkeypatch.setenv("KVRELAY_FAKE_STEP_MS", "50")
-    monkeypatch.setenv("KVRELAY_FAKE_TOKEN_US", "5000")  # two seconds for the prompt
-    settings = LocalSettings(port=0, engine="fake", local_prefill_max_tokens=0)
+    """While the prompt is computed, which takes two seconds, and in the middle of the stream."""
+    pace = {"fake_step_ms": 50, "fake_token_us": 5000}
+    settings = LocalSettings.of(port=0, engine="fake", local_prefill_max_tokens=0, **pace)
     with LocalDeployment.from_settings(settings, model_directory) as deployment:
         await asyncio.to_thread(deployment.wait_ready, timeout_s=60)
         async with http(deployment) as client:

@@ -34,10 +34,9 @@ async def complete(client: httpx.AsyncClient, tokens: list[int], max_tokens: int
     return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-async def test_eight_chats_come_back_to_their_workers(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_eight_chats_come_back_to_their_workers(model_directory: Path) -> None:
     """Two workers of each kind, all chats at a time: no block of a first turn is sent, or computed from its prompt, again."""
-    monkeypatch.setenv("KVRELAY_FAKE_STEP_MS", "1")
-    settings = LocalSettings(port=0, engine="fake", prefill=2, decode=2, local_prefill_max_tokens=16)
+    settings = LocalSettings.of(port=0, engine="fake", prefill=2, decode=2, local_prefill_max_tokens=16, fake_step_ms=1)
     with LocalDeployment.from_settings(settings, model_directory) as deployment:
         await asyncio.to_thread(deployment.wait_ready, timeout_s=60)
 

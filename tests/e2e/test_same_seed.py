@@ -26,7 +26,7 @@ from kvrelay.launcher.client import counter_values
 from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.settings import LocalSettings
 
-from .conftest import wait_until_idle
+from .conftest import PATIENCE_S, wait_until_idle
 from .promises import Wish, ask_alone, ask_together
 from .test_demo import http
 
@@ -93,12 +93,11 @@ def alone(dtype: str, deployment: LocalDeployment, small: LocalDeployment) -> di
 @pytest.fixture(scope="module")
 def small(dtype: str, model_directory: Path) -> Iterator[LocalDeployment]:
     """A prefill worker and two decode workers, with little room."""
-    settings = LocalSettings(port=0, device="cpu", dtype=dtype, threads=1, decode=2, local_prefill_max_tokens=0)
-    with pytest.MonkeyPatch.context() as variables:
-        variables.setenv("KVRELAY_NUM_BLOCKS", str(NUM_BLOCKS))
-        with LocalDeployment.from_settings(settings, model_directory) as running:
-            running.wait_ready(timeout_s=180)
-            yield running
+    workers = {"device": "cpu", "dtype": dtype, "threads": 1, "num_blocks": NUM_BLOCKS}
+    settings = LocalSettings.of(port=0, decode=2, local_prefill_max_tokens=0, room_timeout_s=PATIENCE_S, **workers)
+    with LocalDeployment.from_settings(settings, model_directory) as running:
+        running.wait_ready(timeout_s=180)
+        yield running
 
 
 def test_each_kind_is_what_it_should_be(alone: dict[str, Told]) -> None:

@@ -17,7 +17,7 @@ from kvrelay.common.settings import setting
 from kvrelay.decode_worker.settings import DecodeSettings
 from kvrelay.gateway.api_keys import ApiKeys
 from kvrelay.launcher import cli
-from kvrelay.launcher.options import command_line, load_settings
+from kvrelay.launcher.options import Options, command_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,13 @@ def test_a_flag_wins_over_a_variable_a_variable_over_the_file(tmp_path: Path) ->
     config = tmp_path / "kvrelay.toml"
     config.write_text('max-num-seqs = 2\nwait_s = 1.5\npeers = ["a", "b"]\nverbose = true\n')
     flags: dict[str, Any] = {"config_file": str(config), "max_num_seqs": None, "verbose": None}
-    assert load_settings(Sample, flags, {}) == Sample(Group(2), ("a", "b"), True, 1.5)
+    assert Options.of(Sample).load(flags, {}) == Sample(Group(2), ("a", "b"), True, 1.5)
     variables = {"KVRELAY_MAX_NUM_SEQS": "3", "KVRELAY_PEERS": "c, d", "KVRELAY_WAIT_S": ""}
-    assert load_settings(Sample, flags, variables) == Sample(Group(3), ("c", "d"), True, 1.5)
+    assert Options.of(Sample).load(flags, variables) == Sample(Group(3), ("c", "d"), True, 1.5)
     flags |= {"max_num_seqs": "4", "verbose": False, "peers": ""}
-    assert load_settings(Sample, flags, variables) == Sample(Group(4), (), False, 1.5)
-    assert load_settings(Sample, {}, {"KVRELAY_CONFIG": str(config)}).group.max_num_seqs == 2
-    assert load_settings(Sample, {}, {}) == Sample(Group(8), (), False, None)
+    assert Options.of(Sample).load(flags, variables) == Sample(Group(4), (), False, 1.5)
+    assert Options.of(Sample).load({}, {"KVRELAY_CONFIG": str(config)}).group.max_num_seqs == 2
+    assert Options.of(Sample).load({}, {}) == Sample(Group(8), (), False, None)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,14 @@ def test_a_flag_wins_over_a_variable_a_variable_over_the_file(tmp_path: Path) ->
     [
         ({"max_num_seqs": "0"}, {}, "", "command line: --max-num-seqs is 0; it must be at least 1"),
         ({}, {"KVRELAY_MAX_NUM_SEQS": "x"}, "", "environment: --max-num-seqs takes a whole number, not 'x'"),
-        ({}, {}, "max_num_seq = 3", "unknown setting 'max_num_seq'; known are: max_num_seqs"),
+        ({}, {}, "max_num_seq = 3", "unknown setting 'max_num_seq'; did you mean 'max_num_seqs'"),
         ({"max_num_seqs": "1"}, {}, "wait_s = 'long'", "--wait-s takes a number, not 'long'"),
+        (
+            {},
+            {"KVRELAY_MAX_NUM_SEQ": "3"},
+            "",
+            "KVRELAY_MAX_NUM_SEQ is no setting of any command; did you",
+        ),
         ({}, {}, "[group]\nmax_num_seqs = 1", r"flat keys, not tables; found \[group\]"),
         ({}, {}, "max_num_seqs", "is not TOML"),
     ],
@@ -108,18 +114,31 @@ def test_bad_settings_name_their_source_value_and_limit(
     config = tmp_path / "kvrelay.toml"
     config.write_text(file)
     with pytest.raises(SettingsError, match=message):
-        load_settings(Sample, {"config_file": str(config), **flags}, variables)
+        Options.of(Sample).load({"config_file": str(config), **flags}, variables)
 
 
 def test_a_config_file_that_is_not_there() -> None:
     with pytest.raises(SettingsError, match=r"--config: cannot read /no/such.toml \(No such file or directory\)"):
-        load_settings(Sample, {"config_file": "/no/such.toml"}, {})
+        Options.of(Sample).load({"config_file": "/no/such.toml"}, {})
 
 
 def test_a_setting_without_default_is_needed() -> None:
     with pytest.raises(SettingsError, match=r"--address \(or KVRELAY_ADDRESS\) is needed: where"):
-        load_settings(Needy, {}, {})
-    assert load_settings(Needy, {}, {"KVRELAY_ADDRESS": "x"}).address == "x"
+        Options.of(Needy).load({}, {})
+    assert Options.of(Needy).load({}, {"KVRELAY_ADDRESS": "x"}).address == "x"
+
+
+def test_a_variable_of_another_command_means_nothing_and_one_of_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvrelay.launcher.components.run_gateway", lambda _: 5)
+    monkeypatch.setenv("KVRELAY_MAX_NUM_SEQS", "9")  # of workers
+    assert cli.run(["gateway"]) == 5
+    monkeypatch.setenv("KVRELAY_SERVED_MODEL", "x")
+    assert cli.run(["gateway"]) == 2
+    assert "KVRELAY_SERVED_MODEL is no setting of any command; did you mean 'KVRELAY_SERVED_MODEL_NAME'?" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_component_gets_its_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -199,6 +218,14 @@ def test_an_api_key_and_its_line_belong_together(capsys: pytest.CaptureFixture[s
     assert key not in said.out
     (tmp_path / "keys").write_text(said.out)
     assert ApiKeys(tmp_path / "keys").check(f"Bearer {key}") == "alice"
+
+
+@pytest.mark.parametrize("name", ["bad name", "", "x" * 65, "#1"])
+def test_a_name_that_a_gateway_refuses_makes_no_key(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["api-key", name]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "it must be 1 to 64 letters" in said.err
 
 
 def test_a_worker_that_others_can_reach_needs_keys() -> None:

@@ -7,25 +7,29 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
 import pytest
 
+from kvrelay.common.settings import describe
 from kvrelay.decode_worker.settings import DecodeSettings
 from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.launcher import cli
 from kvrelay.launcher.errors import PortTakenError
-from kvrelay.launcher.options import load_settings, options_of
+from kvrelay.launcher.local import ready_text
+from kvrelay.launcher.options import Options
 from kvrelay.launcher.plan import Plan, gpu_shares, num_ports, plan_deployment
 from kvrelay.launcher.ports import check_free, free_ports
 from kvrelay.launcher.process import ComponentSpec
-from kvrelay.launcher.settings import LocalSettings
+from kvrelay.launcher.settings import COMPONENTS, LOCAL, LocalSettings
 from kvrelay.prefill_worker.settings import PrefillSettings
 from tests.launcher.conftest import MakeSpec
 
@@ -33,14 +37,14 @@ from tests.launcher.conftest import MakeSpec
 LAUNCHER = """
 import json, sys
 from kvrelay.common.errors import KvrelayError
-from kvrelay.launcher.local import LocalDeployment, serve_until_stopped
+from kvrelay.launcher.local import LocalDeployment, ready_text, serve_until_stopped
 from kvrelay.launcher.plan import Plan
 from kvrelay.launcher.process import ComponentSpec
 
 specs = [ComponentSpec(n, tuple(c), u, stop_rank=r, grace_s=5.0) for n, c, u, r in json.load(open(sys.argv[1]))]
 plan = Plan(tuple(specs), "http://127.0.0.1:1", {spec.name: spec.ready_url for spec in specs})
 try:
-    sys.exit(serve_until_stopped(LocalDeployment(plan), "tiny", hide_logs=False))
+    sys.exit(serve_until_stopped(LocalDeployment(plan), ready_text(plan.url, "tiny", has_keys=False), hide_logs=False))
 except KvrelayError as error:
     sys.exit(f"kvrelay: {error}")
 """
@@ -166,7 +170,7 @@ def test_a_death_at_start_is_told_and_ends_with_1(make_spec: MakeSpec, tmp_path:
 def test_a_port_that_is_taken_is_told_before_the_model_loads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvrelay.launcher.local.resolve_model", lambda _: pytest.fail("the model is loaded"))
+    monkeypatch.setattr("kvrelay.launcher.local.resolve_model", lambda *_, **__: pytest.fail("the model is loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert cli.run(["local", "--port", str(port)]) == 1
@@ -196,22 +200,14 @@ def planned(settings: LocalSettings) -> Plan:
 
 def parsed(cls: type, spec: ComponentSpec) -> object:
     """The settings that a component makes from its command line, as its process will."""
-    command = click.Command("component", params=options_of(cls))
+    options = Options.of(cls)
+    command = click.Command("component", params=options.parameters())
     context = command.make_context("component", list(spec.command[5:]))
-    return load_settings(cls, context.params, {"KVRELAY_WORKER_ID": "the same for all"})
-
-
-def test_what_is_local_is_asked_by_plain_http() -> None:
-    """A certificate that the shell names for gateways elsewhere would leave the probes of this one without an answer."""
-    *_, gateway = planned(LocalSettings(model="/models/tiny")).specs
-    around = {"KVRELAY_TLS_CERT": "/tls.crt", "KVRELAY_TLS_KEY": "/tls.key"}
-    for environment, certificate in ((around, "/tls.crt"), ({**around, **gateway.environment}, None)):
-        settings = load_settings(GatewaySettings, {}, environment)
-        assert settings.tls.tls_cert == certificate
+    return options.load(context.params, {})
 
 
 def test_a_plan_wires_the_components_together() -> None:
-    settings = LocalSettings(
+    settings = LocalSettings.of(
         model="/models/tiny", prefill=2, decode=1, max_batched_tokens=256, ttft_budget_ms=250, log_level="error"
     )
     plan = planned(settings)
@@ -242,6 +238,54 @@ def test_a_plan_wires_the_components_together() -> None:
     assert (front.port, front.log_level) == (8000, "error")
 
 
+def test_every_option_of_a_component_reaches_those_that_have_it(tmp_path: Path) -> None:
+    """By the same name as flag, variable and key of the file; what nobody gave is each component's own."""
+    config = tmp_path / "kvrelay.toml"
+    config.write_text("max_num_seqs = 8\nprefill = 2\n")
+    flags = {"config_file": str(config), "served_model_name": "small", "api_keys": "/keys", "seal_kv": True}
+    settings = LOCAL.load(flags, {"KVRELAY_LEASE_TTL_S": "2.5", "KVRELAY_TLS_CERT": "/c", "KVRELAY_TLS_KEY": "/k"})
+    plan = planned(settings)
+    assert [spec.name for spec in plan.specs] == ["prefill-0", "prefill-1", "decode-0", "gateway"]
+    prefill, decode = parsed(PrefillSettings, plan.specs[0]), parsed(DecodeSettings, plan.specs[2])
+    front = parsed(GatewaySettings, plan.specs[3])
+    assert isinstance(prefill, PrefillSettings)
+    assert isinstance(decode, DecodeSettings)
+    assert isinstance(front, GatewaySettings)
+    assert (prefill.scheduler.max_num_seqs, decode.scheduler.max_num_seqs, decode.scheduler.lease_ttl_s) == (8, 8, 2.5)
+    assert (prefill.scheduler.max_waiting, decode.drain_s) == (512, 5.0)
+    assert (front.served_model_name, front.api_keys, front.tls.tls_cert) == ("small", "/keys", "/c")
+    assert plan.url.startswith("https://")
+    assert plan.specs[3].ready_url == f"{plan.url}/health/ready"
+
+
+def test_what_the_launcher_chooses_is_no_option() -> None:
+    names = {info.name for info in LOCAL.infos}
+    assert not names & {"address", "admin_port", "decode_workers", "discovery", "worker_id"}
+    components = {info.name for cls in COMPONENTS for info in describe(cls)}
+    assert len(components - names) == 10
+
+
+def test_a_component_hears_of_no_variable(make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that KVRELAY_CONFIG names for the launcher has options that a component would refuse."""
+    monkeypatch.setenv("KVRELAY_CONFIG", "/launcher.toml")
+    spec = make_spec("gateway")
+    tell = "import os, sys; print([name for name in os.environ if name.startswith('KVRELAY')]); sys.exit(3)"
+    told = replace(spec, command=(sys.executable, "-I", "-c", tell))
+    with launched([told], tmp_path) as process:
+        assert "gateway   | []" in rest_of(process)
+
+
+def test_the_banners_command_says_what_keys_and_certificates_need() -> None:
+    plain = ready_text("http://127.0.0.1:8000", "it's", has_keys=False)
+    (command,) = re.findall(r"curl .*", plain, flags=re.DOTALL)
+    words = shlex.split(command)
+    assert json.loads(words[words.index("-d") + 1])["model"] == "it's"
+    assert "-k" not in words
+    secure = shlex.split(ready_text("https://127.0.0.1:8000", "m", has_keys=True).partition("\n\n  ")[2])
+    assert "-k" in secure
+    assert "Authorization: Bearer $API_KEY" in secure
+
+
 def test_workers_of_one_gpu_have_shares_of_all_of_it_by_their_needs() -> None:
     assert gpu_shares(1, 1) == (0.4, 0.5)
     assert gpu_shares(0, 1)[1] == 0.9
@@ -251,18 +295,18 @@ def test_workers_of_one_gpu_have_shares_of_all_of_it_by_their_needs() -> None:
         total = num_prefill * prefill + num_decode * decode
         # CUDA itself takes some of the rest for each process.
         assert 0.82 < total <= 0.9601 - 0.03 * (num_prefill + num_decode)
-    plan = planned(LocalSettings(model="/models/tiny"))
+    plan = planned(LocalSettings.of(model="/models/tiny"))
     first, second = parsed(PrefillSettings, plan.specs[0]), parsed(DecodeSettings, plan.specs[1])
     assert isinstance(first, PrefillSettings)
     assert isinstance(second, DecodeSettings)
     assert (first.kv.kv_memory_fraction, second.kv.kv_memory_fraction) == (0.4, 0.5)
     assert (first.scheduler.max_batched_tokens, second.scheduler.max_batched_tokens) == (None, 512)
-    most = planned(LocalSettings(prefill=64, decode=64))  # with a fake engine; any share will do
+    most = planned(LocalSettings.of(prefill=64, decode=64))  # with a fake engine; any share will do
     assert isinstance(parsed(PrefillSettings, most.specs[0]), PrefillSettings)
 
 
 def test_a_colocated_plan_has_no_prefill_workers() -> None:
-    plan = planned(LocalSettings(prefill=0, decode=2))
+    plan = planned(LocalSettings.of(prefill=0, decode=2))
     assert [spec.name for spec in plan.specs] == ["decode-0", "decode-1", "gateway"]
     front = parsed(GatewaySettings, plan.specs[-1])
     assert isinstance(front, GatewaySettings)
@@ -270,5 +314,5 @@ def test_a_colocated_plan_has_no_prefill_workers() -> None:
 
 
 def test_an_api_for_all_addresses_is_asked_on_this_one() -> None:
-    assert planned(LocalSettings(host="0.0.0.0")).url == "http://127.0.0.1:8000"
-    assert planned(LocalSettings(host="::1")).url == "http://[::1]:8000"
+    assert planned(LocalSettings.of(host="0.0.0.0")).url == "http://127.0.0.1:8000"
+    assert planned(LocalSettings.of(host="::1")).url == "http://[::1]:8000"

@@ -7,6 +7,7 @@ import io
 from rich.console import Console
 
 from kvrelay.launcher.supervisor import State, Status
+from kvrelay.launcher.traffic import Figures, Traffic
 from kvrelay.launcher.view import LiveView, PlainView
 
 
@@ -47,12 +48,14 @@ def test_hidden_logs_and_a_stream_that_is_gone() -> None:
 
 def test_the_table_on_a_terminal() -> None:
     stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=100)
+    console = Console(file=stream, force_terminal=True, width=140)
     states = [status(State.READY), status(State.DIED, name="gateway", detail="exit code 3", num_restarts=2)]
-    with LiveView(console, lambda: states, hide_logs=False) as view:
+    traffic = Traffic({})
+    traffic.figures["decode-0"] = Figures(3, 456.4, 78.9)
+    with LiveView(console, lambda: states, traffic, hide_logs=False) as view:
         view.on_line("decode-0", "hello [not markup]")
         view.on_state(states[1])
         view.say("ready")
     shown = stream.getvalue()
-    for text in ("hello [not markup]", "gateway died (exit code 3)", "component", "5 MiB", "restarts"):
+    for text in ("hello [not markup]", "gateway died (exit code 3)", "component", "5 MiB", "restarts", "456", "79"):
         assert text in shown

@@ -227,7 +227,7 @@ def test_ctrl_c_ends_the_run_and_shows_what_there_is(server: StubServer, shown: 
         (["--model", "other"], "does not serve 'other'; --model must be one of stub"),
         (["--input-len", "5000"], "every request asks for more than the 4096 tokens"),
         (["--rate", "1", "--concurrency", "1"], "--rate and --concurrency are given"),
-        (["--slo", "tpot=1"], "--slo: unknown key 'tpot'; known are ttft, itl, e2e"),
+        (["--slo", "tpot=1"], "--slo: unknown key 'tpot'; known are: e2e, itl, ttft"),
         (["--token-ids", "9"], "--token-ids is '9'; write LOW-HIGH"),
         (["--serve", "prefill=1"], "--url and --self-serve are both given"),
         (["--plots", "/dev/null/x"], "--plots: cannot make /dev/null/x"),
@@ -268,9 +268,10 @@ def test_compare_is_a_subcommand(shown: Shown, capsys: pytest.CaptureFixture[str
 
 def test_what_self_serve_starts() -> None:
     local = local_settings(build(BenchSettings, {"serve": "prefill=2, local-prefill-max-tokens=0", "model": "m"}))
-    assert (local.model, local.prefill, local.local_prefill_max_tokens, local.port) == ("m", 2, 0, 0)
-    assert local_settings(build(BenchSettings, {"self_serve": True})).model == "demo"
-    with pytest.raises(SettingsError, match="--serve: unknown key 'prefil'; known are model, prefill"):
+    assert (local.gateway.model, local.deployment.prefill, local.gateway.relay.local_prefill_max_tokens) == ("m", 2, 0)
+    assert local.gateway.port == 0
+    assert local_settings(build(BenchSettings, {"self_serve": True})).gateway.model == "demo"
+    with pytest.raises(SettingsError, match="--serve: unknown key 'prefil'; did you mean 'prefill'"):
         local_settings(build(BenchSettings, {"serve": "prefil=2"}))
     with pytest.raises(SettingsError, match="--serve: --decode is 0; it must be at least 1"):
         local_settings(build(BenchSettings, {"serve": "decode=0"}))

@@ -265,7 +265,7 @@ def test_lengths_have_the_mean_and_deviation_that_they_name(text: str, mean: flo
         ({"rate": 1, "burst": "n=2"}, "it needs every, as in every=5s,n=4"),
         ({"rate": 1, "burst": "every=0,n=2"}, "--burst every is '0'; it must be at least 1ms"),
         ({"rate": 1, "burst": "every=1s,n=two"}, "--burst n is 'two'; it must be a whole number"),
-        ({"rate": 1, "burst": "every=1s,n=2,inputs=3"}, "--burst: unknown key 'inputs'; known are every, n"),
+        ({"rate": 1, "burst": "every=1s,n=2,inputs=3"}, "--burst: unknown key 'inputs'; did you mean 'input'"),
         ({"rate": 1, "burst": "4"}, "--burst: '4' is not key=value"),
         ({"concurrency": 2, "requests": 3, "burst": "every=1s,n=2"}, "give --duration-s instead of --requests"),
         ({"concurrency": 2, "processes": 3}, "--processes is 3; with --concurrency 2 at most that many"),
