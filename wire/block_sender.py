@@ -67,7 +67,11 @@ class BlockSender:
         self._jobs = JobQueue()
         self._is_closed = False
         self._has_ended = False
-        self._wakeup = Wakeup()
+        try:
+            self._wakeup = Wakeup()
+        except OSError:
+            self._jobs.close()
+            raise
         self._threads: list[threading.Thread] = []
         try:
             self._start(self._tcp_line(0) if shared is None else None)

@@ -48,7 +48,7 @@ class ClientHandler(Protocol):
     """What an initiator makes of its worker."""
 
     def on_welcome(self, welcome: Welcome) -> None:
-        """The link is up."""
+        """The link is up. If this raises, it is made anew; ``on_refused`` follows, or ``on_lost`` on a link that was up."""
 
     def on_message(self, message: Message) -> None:
         """A message, Status included."""
@@ -223,12 +223,24 @@ class ControlClient:
                 self._handle(self._handler.on_refused, message)
                 self._end(f"refused: {message.detail}")
         elif isinstance(message, Welcome):
-            self._is_up = True
-            self._num_unproved = 0
-            self._changed.set()
-            self._handle(self._handler.on_welcome, message)
+            self._on_welcome(message)
         elif self._is_up:
             self._handle(self._handler.on_message, message)
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        was_up, self._is_up = self._is_up, True
+        self._num_unproved = 0
+        self._changed.set()
+        try:
+            self._handler.on_welcome(welcome)
+        except Exception as error:
+            # A link that is up but leads nowhere would stay so; it is made anew, later and later, as if it had been refused.
+            logger.exception("a handler failed on Welcome; the link is made anew")
+            detail = f"nothing could be made of its Welcome: {error}"
+            if not was_up:
+                self._is_up = False
+                self._handle(self._handler.on_refused, HelloRefused(code=FailureCode.PEER_LOST, detail=detail))
+            self._end(detail)
 
     def _handle(self, call: Callable[[_Event], None], event: _Event) -> None:
         try:

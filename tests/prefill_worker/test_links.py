@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -175,6 +176,26 @@ async def test_a_second_welcome_voids_what_went_over_the_first_link() -> None:
         second, _ = await heard.next("up")
         assert second is not first
         assert made.link_to(address) is second
+
+
+async def test_a_link_whose_sender_cannot_be_made_is_told_of_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a descriptor left, for instance: a link that is up and leads nowhere would hold every request for it."""
+    errors = [OSError(24, "Too many open files")]
+    pipe = os.pipe
+
+    def scarce() -> tuple[int, int]:
+        if errors:
+            raise errors.pop()
+        return pipe()
+
+    async with decode_port() as (_, _, address, made, heard):
+        monkeypatch.setattr(os, "pipe", scarce)
+        assert made.link_to(address) is None
+        link, detail = await heard.next("peer_lost")
+        assert link is None
+        assert "Too many open files" in detail
+        link, _ = await heard.next("up")
+        assert made.link_to(address) is link
 
 
 async def test_a_worker_that_takes_no_blocks_is_told_of_at_every_request() -> None:
