@@ -32,7 +32,6 @@ from kvrelay.wire.beam_check import invalid_first_token, unfit_beams
 from kvrelay.wire.lease import VerifiedLease
 from kvrelay.wire.messages import (
     Abort,
-    Aborted,
     Cancel,
     Cancelled,
     Commit,
@@ -129,9 +128,8 @@ class DecodeService:
                 self._on_commit(peer_id, message)
             case Role.PREFILL, Renew():
                 leases.renew(peer_id, message)
-            case Role.PREFILL, Abort(lease_id=lease_id, epoch=epoch):
+            case Role.PREFILL, Abort():
                 leases.abort(peer_id, message)
-                self.ports.send(role, peer_id, Aborted(lease_id=lease_id, epoch=epoch))
             case _:
                 logger.debug("unexpected %s of a %s", type(message).__name__, role, extra={"peer_id": peer_id})
 

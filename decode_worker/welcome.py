@@ -39,7 +39,6 @@ def welcome(hello: Hello, identity: WorkerIdentity, data: DataPorts, *, seals_kv
         protocol=min(hello.protocol_max, PROTOCOL_MAX),
         card=identity.card,
         data_address=data.address,
-        seals_kv=seals_kv,
         data_token=data.token if hello.role is Role.PREFILL else None,
         shared_memory=data.shared_memory if hello.role is Role.PREFILL else None,
     )

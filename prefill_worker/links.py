@@ -20,7 +20,6 @@ from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.control_client import ControlClient
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import (
-    Aborted,
     FailureCode,
     Grant,
     Hello,
@@ -35,7 +34,6 @@ from kvrelay.wire.messages import (
 )
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
-from kvrelay.wire.seal import seal_mismatch
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.shared_sender import SharedTarget
@@ -99,7 +97,6 @@ class _Peer:
         self._network = network
         self._identity = identity
         self._on_mute = on_mute
-        self._seals_kv = identity.seals_kv
         self._sender: BlockSender | None = None
         hello = Hello(
             role=Role.PREFILL, peer_id=identity.peer_id, layout=identity.card.layout, seals_kv=identity.seals_kv
@@ -121,10 +118,6 @@ class _Peer:
         if welcome.data_address is None:
             self._refuse(FailureCode.INVALID, f"{self.address} is a {welcome.role} worker: it takes no KV blocks")
             return
-        if welcome.seals_kv is not self._seals_kv:  # an older worker, which read nothing of this in our Hello
-            detail = seal_mismatch(decode_seals=welcome.seals_kv, prefill_seals=self._seals_kv)
-            self._refuse(FailureCode.LAYOUT_MISMATCH, f"decode worker {self.address}: {detail}")
-            return
         self._sender = self._network.block_sender(
             data_address(self.address, welcome.data_address),
             metrics=self._metrics,
@@ -140,7 +133,7 @@ class _Peer:
             first_thread=self._number,
             on_end=self._on_mute,
         )
-        self.link = DecodeLink(self.client, self._sender, self._seals_kv)
+        self.link = DecodeLink(self.client, self._sender, self._identity.seals_kv)
         self._told = ""
         logger.info("connected to decode worker %s at %s", welcome.worker_id, self.address)
         self._handler.on_link_up(self.address, self.link)
@@ -256,7 +249,7 @@ class DecodeLinks:
 
 def absurdity(message: Message) -> str | None:
     """Why no decode worker can mean ``message``; None if one can. Its numbers go into the headers of blocks, and count blocks."""
-    if not isinstance(message, Grant | Refuse | Verified | Reject | Aborted):
+    if not isinstance(message, Grant | Refuse | Verified | Reject):
         return f"{type(message).__name__} is not an answer to a prefill worker"
     if isinstance(message, Grant):
         if not (0 <= message.lease_id < _U64 and 0 <= message.epoch < _U64):

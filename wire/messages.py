@@ -7,7 +7,7 @@ Times are durations in seconds; no message carries a clock reading, since the cl
     gateway  → worker    Hello, Ping, Bye, Submit, Cancel
     worker   → gateway   Welcome | HelloRefused, Status, Tokens, HandedOver, Failed, Cancelled
     prefill  → decode    Hello, Ping, Bye, Offer, Commit, Renew, Abort
-    decode   → prefill   Welcome | HelloRefused, Status, Grant | Refuse, Verified | Reject, Aborted
+    decode   → prefill   Welcome | HelloRefused, Status, Grant | Refuse, Verified | Reject
 
 Each Submit ends in exactly one terminal answer per worker that took it: ``HandedOver`` (prefill only), a ``Tokens``
 item with a finish reason, ``Failed`` or ``Cancelled``.
@@ -100,7 +100,6 @@ class Welcome(_Message, tag=True, frozen=True, kw_only=True):
     protocol: int
     card: ModelCard
     data_address: str | None = None  # decode only: where KV blocks go; a host of 0.0.0.0 means "as you reached me"
-    seals_kv: bool = False  # decode only: it takes sealed blocks, and only those
     data_token: str | None = None  # decode to prefill only: what its data socket lets connections in by; None: all
     shared_memory: str | None = None  # decode to prefill only: name of the socket that takes shared memory on its host
 
@@ -317,15 +316,8 @@ class Abort(_Message, tag=True, frozen=True, kw_only=True):
     reason: str
 
 
-class Aborted(_Message, tag=True, frozen=True, kw_only=True):
-    """Answer to ``Abort``, also for a lease that is unknown by now: the receiver's blocks are back."""
-
-    lease_id: int
-    epoch: int
-
-
 Message = (
     Hello | Welcome | HelloRefused | Ping | Bye | Status
     | Submit | Cancel | Tokens | HandedOver | Failed | Cancelled
-    | Offer | Grant | Refuse | Commit | Verified | Reject | Renew | Abort | Aborted
+    | Offer | Grant | Refuse | Commit | Verified | Reject | Renew | Abort
 )  # fmt: skip

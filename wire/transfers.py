@@ -20,7 +20,6 @@ from kvrelay.wire.errors import WireError
 from kvrelay.wire.handoff import HandoffState, advance
 from kvrelay.wire.messages import (
     Abort,
-    Aborted,
     Commit,
     FailureCode,
     Grant,
@@ -203,8 +202,6 @@ class TransferTable:
                 transfer = self._by_lease.get((link, lease_id))
                 if transfer is not None and not transfer.state.is_over:
                     self._fail(transfer, message.code, message.detail)
-            case Aborted():
-                pass  # the receiver is fenced off; nothing here waits for that
             case _:
                 raise ValueError(f"{type(message).__name__} is not an answer to a prefill worker")
 

@@ -10,7 +10,6 @@ import itertools
 import random
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,22 +184,18 @@ async def test_a_lie_is_refused_counted_and_survived(
     assert sorted(count or 0 for count in refused) == [0, 1]
 
 
-@pytest.mark.parametrize("prefill_seals", [True, False])
-async def test_a_worker_with_the_other_seal_is_refused_by_name(
-    prefill_seals: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_worker_with_the_other_seal_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
     """The request ends well on the decode worker that agrees, and the log says what differs."""
     prompts = four_prompts(5)
     registries = [CollectorRegistry() for _ in range(3)]
     decodes = [
-        decode_worker(registries[0], seal_kv=not prefill_seals),
-        decode_worker(registries[1], seal_kv=prefill_seals),
+        decode_worker(registries[0]),
+        decode_worker(registries[1], seal_kv=True),
     ]
-    async with gateway([prefill_worker(registries[2], seal_kv=prefill_seals)], decodes) as relay:
+    async with gateway([prefill_worker(registries[2], seal_kv=True)], decodes) as relay:
         for name, prompt in prompts.items():
             assert await generate(relay, name, prompt, 6) == expected_output(prompt, 6, VOCAB)
-    decode, prefill = ("false", "true") if prefill_seals else ("true", "false")
-    assert f"--seal-kv differs (decode / prefill): {decode} / {prefill}" in caplog.text
+    assert "--seal-kv differs (decode / prefill): false / true" in caplog.text
     assert (registries[0].get_sample_value("kvrelay_refused_hellos_total", {"code": "layout_mismatch"}) or 0) > 0
     assert registries[0].get_sample_value("kvrelay_sampled_tokens_total") == 0
 
@@ -213,19 +208,6 @@ async def test_a_worker_of_another_layout_is_not_used() -> None:
         for name in "abcd":
             assert await generate(relay, name, prompt, 6) == expected_output(prompt, 6, VOCAB)
     assert registries[0].get_sample_value("kvrelay_sampled_tokens_total") == 0
-
-
-async def test_an_offer_with_a_wrong_fingerprint_is_refused_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker of another layout is found out by its offer even if it got past Hello and routing."""
-    prompts = four_prompts(3)
-    registries = [CollectorRegistry() for _ in range(3)]
-    decodes = [decode_worker(registries[0]), decode_worker(registries[1])]
-    monkeypatch.setattr(decodes[0].leases, "_settings", replace(decodes[0].leases._settings, fingerprint=b"y" * 16))
-    async with gateway([prefill_worker(registries[2])], decodes) as relay:
-        for name, prompt in prompts.items():
-            assert await generate(relay, name, prompt, 6) == expected_output(prompt, 6, VOCAB)
-    labels = {"outcome": "refused_fingerprint"}
-    assert (registries[0].get_sample_value("kvrelay_handoffs_total", labels) or 0) > 0
 
 
 async def test_a_decode_worker_that_dies_is_replaced_without_a_seam() -> None:

@@ -46,7 +46,7 @@ _TURN_EVERY = 40  # frames
 _CORPUS = 300
 _MAX_TURNS = 400  # until everything is over
 HONEST_GATEWAY, HONEST_PREFILL = "honest-gateway", "honest-prefill"
-_ANSWERS = ("Grant", "Refuse", "Verified", "Reject", "Aborted")
+_ANSWERS = ("Grant", "Refuse", "Verified", "Reject")
 
 
 class _Fuzz:

@@ -33,14 +33,14 @@ def await_taken(sender: BlockSender) -> None:
 # -- the sender gives up ---------------------------------------------------------------------------------------------------
 
 
-def test_abort_before_the_grant_frees_the_lease_that_comes_late(rig: Any) -> None:
-    key = rig.open(rig.offer_of(list(range(NUM_TOKENS))))
-    rig.transfers.abort(key, "test")
-    rig.settle()
-    assert rig.transfer_ends.released == [key]
-    rig.pump()  # the offer is granted now; the answer to that is an abort, which the same pump delivers
-    assert rig.rejection().code is FailureCode.CANCELLED
-    rig.assert_all_free()
+def test_abort_before_the_grant_frees_the_lease_that_comes_late(one_rig: Any) -> None:
+    key = one_rig.open(one_rig.offer_of(list(range(NUM_TOKENS))))
+    one_rig.transfers.abort(key, "test")
+    one_rig.settle()
+    assert one_rig.transfer_ends.released == [key]
+    one_rig.pump()  # the offer is granted now; the answer to that is an abort, which the same pump delivers
+    assert one_rig.rejection().code is FailureCode.CANCELLED
+    one_rig.assert_all_free()
 
 
 @pytest.mark.parametrize("num_ready", [0, 2])
@@ -73,13 +73,13 @@ def test_abort_after_the_commit_and_after_the_verdict_is_harmless(rig: Any) -> N
     assert len(rig.manager.owned_blocks(Owner(OwnerKind.LEASE, lease.lease_key))) == 3
 
 
-def test_an_abort_of_another_epoch_is_void(rig: Any) -> None:
+def test_an_abort_of_another_epoch_is_void(one_rig: Any) -> None:
     """Lease ids start anew with every process: an abort meant for the process before must not hit this one's lease."""
-    offer, grant = offer_for(rig)
-    rig.leases.abort("p", Abort(lease_id=grant.lease_id, epoch=grant.epoch - 1, reason="stale"))
-    assert len(rig.leases.snapshot()) == 1
-    send_block(rig, offer, grant, 0)
-    assert rig.next_block() == "ok"
+    offer, grant = offer_for(one_rig)
+    one_rig.leases.abort("p", Abort(lease_id=grant.lease_id, epoch=grant.epoch - 1, reason="stale"))
+    assert len(one_rig.leases.snapshot()) == 1
+    send_block(one_rig, offer, grant, 0)
+    assert one_rig.next_block() == "ok"
 
 
 def test_blocks_are_not_reused_while_zmq_may_still_read_them(rig: Any) -> None:
@@ -163,30 +163,30 @@ def test_the_handler_hears_of_the_end_without_the_lock_held(rig: Any) -> None:
     assert done.is_set()
 
 
-def test_cancel_and_abort_peer_hit_nobody_else(rig: Any) -> None:
-    offer_for(rig)
-    rig.leases.cancel("r", 2)
-    rig.leases.abort_peer("q")
-    assert len(rig.leases.snapshot()) == 1
+def test_cancel_and_abort_peer_hit_nobody_else(one_rig: Any) -> None:
+    offer_for(one_rig)
+    one_rig.leases.cancel("r", 2)
+    one_rig.leases.abort_peer("q")
+    assert len(one_rig.leases.snapshot()) == 1
 
 
-def test_traffic_and_renewals_put_the_end_off(rig: Any) -> None:
-    offer, grant = offer_for(rig)
+def test_traffic_and_renewals_put_the_end_off(one_rig: Any) -> None:
+    offer, grant = offer_for(one_rig)
     for step in (
-        lambda: (send_block(rig, offer, grant, 0), rig.next_block()),
-        lambda: rig.leases.renew("p", Renew(lease_id=grant.lease_id, epoch=grant.epoch)),
-        lambda: rig.leases.commit("p", commit_of(offer, grant)),
+        lambda: (send_block(one_rig, offer, grant, 0), one_rig.next_block()),
+        lambda: one_rig.leases.renew("p", Renew(lease_id=grant.lease_id, epoch=grant.epoch)),
+        lambda: one_rig.leases.commit("p", commit_of(offer, grant)),
     ):
-        rig.clock.now_s += TTL_S - 1
+        one_rig.clock.now_s += TTL_S - 1
         step()
-        rig.leases.reap()
-        assert rig.leases.snapshot()[0]["expires_in_s"] == TTL_S
-    rig.leases.renew("p", Renew(lease_id=grant.lease_id, epoch=grant.epoch - 1))  # of another epoch: void
-    rig.clock.now_s += TTL_S
-    rig.leases.reap()
-    assert rig.rejection().code is FailureCode.LEASE_EXPIRED
-    assert rig.handoffs("lease_expired") == 1
-    rig.assert_all_free()
+        one_rig.leases.reap()
+        assert one_rig.leases.snapshot()[0]["expires_in_s"] == TTL_S
+    one_rig.leases.renew("p", Renew(lease_id=grant.lease_id, epoch=grant.epoch - 1))  # of another epoch: void
+    one_rig.clock.now_s += TTL_S
+    one_rig.leases.reap()
+    assert one_rig.rejection().code is FailureCode.LEASE_EXPIRED
+    assert one_rig.handoffs("lease_expired") == 1
+    one_rig.assert_all_free()
 
 
 def test_a_block_for_an_expired_lease_finds_nothing(rig: Any) -> None:
@@ -201,13 +201,13 @@ def test_a_block_for_an_expired_lease_finds_nothing(rig: Any) -> None:
 # -- silence and death -----------------------------------------------------------------------------------------------------
 
 
-def test_no_answer_to_an_offer(rig: Any) -> None:
-    key = rig.open(rig.offer_of(list(range(NUM_TOKENS))))
-    rig.clock.now_s += 10.1
-    rig.transfers.tick()
-    rig.transfers.tick()
-    assert [(k, code) for k, code, _ in rig.transfer_ends.failed] == [(key, FailureCode.PEER_LOST)]
-    assert rig.transfer_ends.released == [key]
+def test_no_answer_to_an_offer(one_rig: Any) -> None:
+    key = one_rig.open(one_rig.offer_of(list(range(NUM_TOKENS))))
+    one_rig.clock.now_s += 10.1
+    one_rig.transfers.tick()
+    one_rig.transfers.tick()
+    assert [(k, code) for k, code, _ in one_rig.transfer_ends.failed] == [(key, FailureCode.PEER_LOST)]
+    assert one_rig.transfer_ends.released == [key]
 
 
 def test_no_verdict_on_a_commit(rig: Any) -> None:
@@ -314,14 +314,14 @@ def test_a_way_is_given_up_if_nothing_moves_on_it(rig: Any, moving: str) -> None
     rig.senders[-1].close()
 
 
-def test_granted_leases_are_renewed_while_the_prompt_computes(rig: Any) -> None:
-    _, grant = rig.granted(NUM_TOKENS)
+def test_granted_leases_are_renewed_while_the_prompt_computes(one_rig: Any) -> None:
+    _, grant = one_rig.granted(NUM_TOKENS)
     for _ in range(3):
-        rig.clock.now_s += TTL_S / 3 + 0.1
-        rig.transfers.tick()
-        rig.transfers.tick()
-        assert rig.line.sent == [Renew(lease_id=grant.lease_id, epoch=grant.epoch)]
-        rig.line.sent.clear()
+        one_rig.clock.now_s += TTL_S / 3 + 0.1
+        one_rig.transfers.tick()
+        one_rig.transfers.tick()
+        assert one_rig.line.sent == [Renew(lease_id=grant.lease_id, epoch=grant.epoch)]
+        one_rig.line.sent.clear()
 
 
 def test_a_lost_link_fails_its_transfers_and_gives_their_blocks_back(rig: Any) -> None:
@@ -337,30 +337,30 @@ def test_a_lost_link_fails_its_transfers_and_gives_their_blocks_back(rig: Any) -
     rig.commit(key)
 
 
-def test_an_offer_on_a_link_that_is_down_fails_at_once(rig: Any) -> None:
-    rig.line.is_up = False
-    key = rig.open(rig.offer_of([1]))
-    rig.settle()
-    assert [code for _, code, _ in rig.transfer_ends.failed] == [FailureCode.PEER_LOST]
-    assert rig.transfer_ends.released == [key]
+def test_an_offer_on_a_link_that_is_down_fails_at_once(one_rig: Any) -> None:
+    one_rig.line.is_up = False
+    key = one_rig.open(one_rig.offer_of([1]))
+    one_rig.settle()
+    assert [code for _, code, _ in one_rig.transfer_ends.failed] == [FailureCode.PEER_LOST]
+    assert one_rig.transfer_ends.released == [key]
 
 
-def test_a_transfer_cannot_be_open_twice(rig: Any) -> None:
-    offer = rig.offer_of([1])
-    rig.open(offer)
+def test_a_transfer_cannot_be_open_twice(one_rig: Any) -> None:
+    offer = one_rig.offer_of([1])
+    one_rig.open(offer)
     with pytest.raises(ValueError, match="already open"):
-        rig.transfers.open(("r", 1), rig.link, offer, [0])
+        one_rig.transfers.open(("r", 1), one_rig.link, offer, [0])
 
 
-def test_blocks_that_do_not_fit_the_offer_are_misuse(rig: Any) -> None:
+def test_blocks_that_do_not_fit_the_offer_are_misuse(one_rig: Any) -> None:
     with pytest.raises(ValueError, match="2 blocks"):
-        rig.transfers.open(("r", 1), rig.link, rig.offer_of([1]), [0, 1])
-    assert rig.line.sent == []
+        one_rig.transfers.open(("r", 1), one_rig.link, one_rig.offer_of([1]), [0, 1])
+    assert one_rig.line.sent == []
 
 
-def test_an_answer_of_the_wrong_kind_raises(rig: Any) -> None:
+def test_an_answer_of_the_wrong_kind_raises(one_rig: Any) -> None:
     with pytest.raises(ValueError, match="Renew is not an answer"):
-        rig.transfers.on_message(rig.link, Renew(lease_id=1, epoch=1))
+        one_rig.transfers.on_message(one_rig.link, Renew(lease_id=1, epoch=1))
 
 
 def test_a_tampered_header_of_a_real_transfer_rejects_and_fails_it(rig: Any) -> None:
@@ -376,12 +376,12 @@ def test_a_tampered_header_of_a_real_transfer_rejects_and_fails_it(rig: Any) -> 
     assert rig.transfer_ends.released == [key]
 
 
-def test_nobody_speaks_for_another_workers_hand_off(rig: Any) -> None:
-    offer = rig.offer_of(list(range(NUM_TOKENS)))
-    grant = rig.leases.offer("p", offer)
-    rig.leases.abort("another", Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="test"))
-    rig.leases.commit("another", commit_of(offer, grant))
-    assert [lease["state"] for lease in rig.leases.snapshot()] == ["granted"]
-    rig.leases.abort("p", Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="test"))
-    assert rig.leases.snapshot() == []
-    rig.manager.check_integrity()
+def test_nobody_speaks_for_another_workers_hand_off(one_rig: Any) -> None:
+    offer = one_rig.offer_of(list(range(NUM_TOKENS)))
+    grant = one_rig.leases.offer("p", offer)
+    one_rig.leases.abort("another", Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="test"))
+    one_rig.leases.commit("another", commit_of(offer, grant))
+    assert [lease["state"] for lease in one_rig.leases.snapshot()] == ["granted"]
+    one_rig.leases.abort("p", Abort(lease_id=grant.lease_id, epoch=grant.epoch, reason="test"))
+    assert one_rig.leases.snapshot() == []
+    one_rig.manager.check_integrity()

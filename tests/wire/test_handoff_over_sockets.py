@@ -36,8 +36,8 @@ def test_every_byte_arrives(rig: Any) -> None:
     assert rig.registry.get_sample_value("kvrelay_transfer_wait_seconds_count") == 1
 
 
-def test_room_is_reserved_for_the_first_token_too(rig: Any) -> None:
-    lease = hand_over(rig, num_tokens=8)  # two full blocks: the ninth token needs a third
+def test_room_is_reserved_for_the_first_token_too(one_rig: Any) -> None:
+    lease = hand_over(one_rig, num_tokens=8)  # two full blocks: the ninth token needs a third
     assert (len(lease.offer.block_hashes), len(lease.block_ids)) == (2, 3)
 
 
@@ -101,67 +101,69 @@ def test_hand_off_over_ipc(context: Any, tmp_path: Any, tcp_rig: Any) -> None:
 # -- offers ----------------------------------------------------------------------------------------------------------------
 
 
-def test_another_fingerprint_is_refused(rig: Any) -> None:
-    offer = msgspec.structs.replace(rig.offer_of([1, 2, 3]), fingerprint=b"x" * 16)
-    answer = rig.leases.offer("p", offer)
+def test_another_fingerprint_is_refused(one_rig: Any) -> None:
+    offer = msgspec.structs.replace(one_rig.offer_of([1, 2, 3]), fingerprint=b"x" * 16)
+    answer = one_rig.leases.offer("p", offer)
     assert isinstance(answer, Refuse)
     assert answer.code is FailureCode.LAYOUT_MISMATCH
-    assert rig.handoffs("refused_fingerprint") == 1
+    assert one_rig.handoffs("refused_fingerprint") == 1
 
 
-def test_hashes_that_are_not_the_tokens_are_refused(rig: Any) -> None:
-    offer = rig.offer_of(list(range(NUM_TOKENS)))
+def test_hashes_that_are_not_the_tokens_are_refused(one_rig: Any) -> None:
+    offer = one_rig.offer_of(list(range(NUM_TOKENS)))
     for hashes in ([*offer.block_hashes[:2], b"?" * 16], offer.block_hashes[:2], [*offer.block_hashes, b"?" * 16]):
-        answer = rig.leases.offer("p", msgspec.structs.replace(offer, block_hashes=hashes))
+        answer = one_rig.leases.offer("p", msgspec.structs.replace(offer, block_hashes=hashes))
         assert isinstance(answer, Refuse)
         assert answer.code is FailureCode.INTEGRITY
-    assert rig.handoffs("refused_hashes") == 3
+    assert one_rig.handoffs("refused_hashes") == 3
 
 
 @pytest.mark.parametrize("token_ids", [[], [-1], [2**32]])
-def test_tokens_that_cannot_be_are_refused_not_raised(rig: Any, token_ids: list[int]) -> None:
-    offer = msgspec.structs.replace(rig.offer_of([1]), token_ids=token_ids, block_hashes=[b"h" * 16] * bool(token_ids))
-    answer = rig.leases.offer("p", offer)
+def test_tokens_that_cannot_be_are_refused_not_raised(one_rig: Any, token_ids: list[int]) -> None:
+    offer = msgspec.structs.replace(
+        one_rig.offer_of([1]), token_ids=token_ids, block_hashes=[b"h" * 16] * bool(token_ids)
+    )
+    answer = one_rig.leases.offer("p", offer)
     assert isinstance(answer, Refuse)
     assert answer.code is FailureCode.INVALID
-    rig.assert_all_free()
+    one_rig.assert_all_free()
 
 
-def test_no_room_is_refused_with_a_hint_when_to_come_again(rig: Any) -> None:
-    answer = rig.leases.offer("p", rig.offer_of(list(range(32 * 4))))  # 33 blocks with the first token's
+def test_no_room_is_refused_with_a_hint_when_to_come_again(one_rig: Any) -> None:
+    answer = one_rig.leases.offer("p", one_rig.offer_of(list(range(32 * 4))))  # 33 blocks with the first token's
     assert isinstance(answer, Refuse)
     assert (answer.code, answer.retry_after_s) == (FailureCode.NO_ROOM, 0.5)
-    assert rig.handoffs("refused_no_room") == 1
-    rig.assert_all_free()
+    assert one_rig.handoffs("refused_no_room") == 1
+    one_rig.assert_all_free()
 
 
-def test_the_same_attempt_twice_is_misuse(rig: Any) -> None:
-    offer, _ = offer_for(rig)
-    answer = rig.leases.offer("p", offer)
+def test_the_same_attempt_twice_is_misuse(one_rig: Any) -> None:
+    offer, _ = offer_for(one_rig)
+    answer = one_rig.leases.offer("p", offer)
     assert isinstance(answer, Refuse)
     assert answer.code is FailureCode.INVALID
-    assert len(rig.leases.snapshot()) == 1
+    assert len(one_rig.leases.snapshot()) == 1
 
 
-def test_a_refusal_fails_the_transfer(rig: Any) -> None:
-    key = rig.open(rig.offer_of(list(range(32 * 4))))
-    rig.pump()
-    rig.settle()
-    assert [(k, code) for k, code, _ in rig.transfer_ends.failed] == [(key, FailureCode.NO_ROOM)]
-    assert rig.transfer_ends.released == [key]
+def test_a_refusal_fails_the_transfer(one_rig: Any) -> None:
+    key = one_rig.open(one_rig.offer_of(list(range(32 * 4))))
+    one_rig.pump()
+    one_rig.settle()
+    assert [(k, code) for k, code, _ in one_rig.transfer_ends.failed] == [(key, FailureCode.NO_ROOM)]
+    assert one_rig.transfer_ends.released == [key]
 
 
-def test_another_workers_refusal_is_not_ours(rig: Any) -> None:
-    key = rig.open(rig.offer_of(list(range(NUM_TOKENS))))
-    other_link, _ = rig.new_link()
+def test_another_workers_refusal_is_not_ours(one_rig: Any) -> None:
+    key = one_rig.open(one_rig.offer_of(list(range(NUM_TOKENS))))
+    other_link, _ = one_rig.new_link()
     refuse = Refuse(request_id="r", attempt=1, code=FailureCode.NO_ROOM, detail="late answer of a lost worker")
-    rig.transfers.on_message(other_link, refuse)
-    assert rig.transfer_ends.failed == []
-    rig.pump()
-    rig.commit(key)
-    rig.pump()
-    rig.verdict()
-    rig.settle()
+    one_rig.transfers.on_message(other_link, refuse)
+    assert one_rig.transfer_ends.failed == []
+    one_rig.pump()
+    one_rig.commit(key)
+    one_rig.pump()
+    one_rig.verdict()
+    one_rig.settle()
 
 
 def test_a_grant_of_another_worker_is_given_back_to_it(rig: Any) -> None:

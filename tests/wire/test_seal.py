@@ -79,19 +79,6 @@ def test_no_bit_of_a_plain_header_can_be_changed() -> None:
         assert parsed.checksum_of(PAYLOAD) != parsed.checksum, bit
 
 
-def test_another_key_opens_nothing() -> None:
-    _, sealed = sealed_by(new_key())
-    assert opens(new_key(), HEADER, sealed) is None
-
-
-def test_one_blocks_payload_does_not_open_under_anothers_header() -> None:
-    key = new_key()
-    _, sealed = sealed_by(key)
-    assert opens(key, replace(HEADER, block_index=4), sealed) is None
-    assert opens(key, replace(HEADER, block_hash=b"i" * 16), sealed) is None
-    assert opens(key, replace(HEADER, lease_id=1), sealed) is None
-
-
 def test_a_nonce_is_given_once() -> None:
     sealer = BlockSealer(new_key())
     sealer.claim(3)
