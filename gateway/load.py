@@ -41,10 +41,14 @@ class Load:
         self._num_others = 0
         self._tokens_of_others = 0
         self._reported_free_blocks: int | None = None
+        self._num_done = 0  # uncomputed tokens of our own attempts that the last report says are computed
+        self._known_s = 0.0  # when that was so
         self._num_given_back = 0  # blocks of attempts that the last report counts and that are over
 
     def open(self, key: Key, num_tokens: int, now_s: float, *, is_sent: bool, num_cached: int = 0) -> None:
         """An attempt begins. ``is_sent``: to this worker, which else hears of it from another one (and we with ``on_token``)."""
+        if not self.num_waiting_tokens:
+            self._known_s = now_s
         self._attempts[key] = attempt = _Attempt(num_tokens, now_s if is_sent else None, num_cached)
         self._num_uncomputed += attempt.num_uncomputed
         self._num_unreported_blocks += self._blocks_for(num_tokens)
@@ -52,7 +56,8 @@ class Load:
     def on_first_token(self, key: Key, now_s: float) -> None:
         """The attempt's prompt is computed: whoever takes part in it knows of it by now."""
         if (attempt := self._attempts.get(key)) is not None:
-            self._num_uncomputed -= attempt.num_uncomputed
+            self._forget(attempt)
+            self._known_s = now_s
             attempt.is_computed = True
             if attempt.known_s is None:
                 attempt.known_s = now_s
@@ -61,7 +66,7 @@ class Load:
         """An attempt is over, which held ``num_tokens`` at its end."""
         if (attempt := self._attempts.pop(key, None)) is None:
             return
-        self._num_uncomputed -= attempt.num_uncomputed
+        self._forget(attempt)
         if attempt.is_reported:
             self._num_given_back += self._blocks_for(num_tokens)
         else:
@@ -73,7 +78,10 @@ class Load:
             attempt.is_reported = attempt.known_s is not None and attempt.known_s < now_s - _ON_THE_WAY_S
         reported = [attempt for attempt in self._attempts.values() if attempt.is_reported]
         self._num_others = max(0, status.num_running + status.num_waiting - len(reported))
-        self._tokens_of_others = max(0, status.num_waiting_tokens - sum(one.num_uncomputed for one in reported))
+        num_uncomputed = sum(one.num_uncomputed for one in reported)
+        self._tokens_of_others = max(0, status.num_waiting_tokens - num_uncomputed)
+        self._num_done = max(0, num_uncomputed - status.num_waiting_tokens)
+        self._known_s = now_s
         self._reported_free_blocks = status.num_free_blocks
         self._num_given_back = 0
         unreported = [attempt for attempt in self._attempts.values() if not attempt.is_reported]
@@ -87,12 +95,22 @@ class Load:
     @property
     def num_waiting_tokens(self) -> int:
         """Of prompts that are not computed yet."""
-        return self._tokens_of_others + self._num_uncomputed
+        return self._tokens_of_others + self._num_uncomputed - self._num_done
+
+    def num_waiting_tokens_at(self, now_s: float, tokens_per_s: float) -> float:
+        """Of prompts that are not computed by ``now_s``, if the worker computes so many a second."""
+        return max(0.0, self.num_waiting_tokens - tokens_per_s * (now_s - self._known_s))
 
     def num_free_blocks(self, num_blocks: int) -> int:
         """Of ``num_blocks`` in all; none is taken before the first report, but by our own attempts. May be negative."""
         reported = num_blocks if self._reported_free_blocks is None else self._reported_free_blocks
         return min(num_blocks, reported + self._num_given_back) - self._num_unreported_blocks
+
+    def _forget(self, attempt: _Attempt) -> None:
+        """The attempt's prompt is computed, or nobody wants it any more."""
+        num_uncomputed = attempt.num_uncomputed
+        self._num_uncomputed -= num_uncomputed
+        self._num_done = max(0, self._num_done - num_uncomputed)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

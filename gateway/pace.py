@@ -1,70 +1,89 @@
-"""How fast work gets done, learnt from what was done: the estimates behind admission. Pure state; the caller brings the time.
+"""What requests cost, learnt from those that have ended: how much they generate, and how long they have their place.
 
-The unit of work is a token of prompt or output. What a request will cost is its prompt and the output that one like it had on
-average, if it allows that much. Estimates are forgotten when nothing confirms them for a while: after trouble, requests are tried
-again rather than refused by what was measured in the trouble.
+Requests are of one kind if their prompts, and the numbers of tokens that they allow, are alike within a factor of four. What one
+kind takes says nothing of another: a token of a prompt and a token of an answer are different work, in different pools. An
+estimate is None as long as nothing is known of its kind, or nothing has been heard of it lately: after trouble, requests are
+tried again rather than refused by what was measured in the trouble.
+
+Pure state; the caller brings the time, in seconds on one clock.
 """
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from dataclasses import dataclass
 
-_MEMORY_S = 10.0  # what lies further back counts less and less
-_STALE_S = 10.0
-_MEMORY_REQUESTS = 50
+_MEMORY = 32  # requests of a kind
+_STALE_S = 10.0  # and as long as one request of the kind takes
 _FIRST_GUESS_TOKENS = 128  # of output, before any request has ended
+
+Kind = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request that ended well. Times are from its place on workers on."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    first_token_s: float
+    end_s: float
 
 
 @dataclass(slots=True)
-class _Ratio:
-    """Of two sums that are forgotten alike."""
-
-    amount: float = 0.0
-    per: float = 0.0
-
-    def add(self, amount: float, per: float, kept: float) -> None:
-        self.amount = self.amount * kept + amount
-        self.per = self.per * kept + per
-
-    @property
-    def value(self) -> float | None:
-        return self.amount / self.per if self.per > 0 else None
+class _Known:
+    served: deque[Served]
+    heard_s: float
 
 
 class Pace:
     """Of one gateway."""
 
     def __init__(self) -> None:
-        self._output = _Ratio()  # tokens by request
-        self._service = _Ratio()  # seconds by token of work
-        self._service_s = -math.inf  # when it was last confirmed
-        self._line = _Ratio()  # tokens of work by second in which somebody waited
-        self._line_s = -math.inf
+        self._kinds: dict[Kind, _Known] = {}
+        self._latest: deque[Served] = deque(maxlen=_MEMORY)  # of whatever kind
 
-    def work_of(self, num_prompt_tokens: int, max_tokens: int) -> float:
-        """The tokens that a request will cost, as far as one can know."""
-        typical = self._output.value
-        return num_prompt_tokens + min(max_tokens, _FIRST_GUESS_TOKENS if typical is None else typical)
+    def on_served(self, kind: Kind, served: Served, now_s: float) -> None:
+        """One more has ended."""
+        known = self._kinds.setdefault(kind, _Known(deque(maxlen=_MEMORY), now_s))
+        known.served.append(served)
+        known.heard_s = now_s
+        self._latest.append(served)
 
-    def on_admitted(self, work: float, waited_s: float, now_s: float) -> None:
-        """Work got its place, ``waited_s`` after somebody had begun to wait or was admitted before it."""
-        self._line.add(work, waited_s, math.exp(-waited_s / _MEMORY_S))
-        self._line_s = now_s
+    def output_tokens(self, kind: Kind, max_tokens: int) -> float:
+        """What a request of the kind generates, as far as one can know."""
+        served = self._like(kind)
+        if not served:
+            return min(max_tokens, _FIRST_GUESS_TOKENS)
+        return min(max_tokens, sum(one.num_output_tokens for one in served) / len(served))
 
-    def on_finished(self, num_prompt_tokens: int, num_output_tokens: int, service_s: float, now_s: float) -> None:
-        """A request has ended well, ``service_s`` after it got its place."""
-        kept = 1.0 - 1.0 / _MEMORY_REQUESTS
-        self._output.add(num_output_tokens, 1, kept)
-        self._service.add(service_s, num_prompt_tokens + num_output_tokens, kept)
-        self._service_s = now_s
+    def durations_s(self, kind: Kind) -> list[float]:
+        """How long those of its kind had their places, the shortest first; of all, if there are none; empty if nothing is known."""
+        return sorted(one.end_s for one in self._like(kind))
 
-    def wait_s(self, work_ahead: float, now_s: float) -> float:
-        """How long it takes until ``work_ahead`` has got its places; 0 if that is not known."""
-        rate = self._line.value
-        return work_ahead / rate if rate and now_s - self._line_s < _STALE_S else 0.0
+    def is_known(self, kind: Kind, now_s: float) -> bool:
+        """Whether somebody may be refused on an estimate."""
+        if (known := self._kinds.get(kind)) is None:
+            return False
+        mean_s = sum(one.end_s for one in known.served) / len(known.served)
+        return now_s - known.heard_s < _STALE_S + mean_s
 
-    def service_s(self, work: float, now_s: float) -> float:
-        """How long a request of ``work`` takes from its place to its end; 0 if that is not known."""
-        by_token = self._service.value
-        return work * by_token if by_token is not None and now_s - self._service_s < _STALE_S else 0.0
+    def service_s(self, kind: Kind, num_prompt_tokens: int, max_tokens: int, now_s: float) -> float | None:
+        """How long a request takes from its place to its end; None if that is not known."""
+        if not self.is_known(kind, now_s):
+            return None
+        served = self._kinds[kind].served
+        by_prompt_token = sum(one.first_token_s for one in served) / sum(one.num_prompt_tokens for one in served)
+        by_output_token = sum(one.end_s - one.first_token_s for one in served) / sum(
+            one.num_output_tokens for one in served
+        )
+        return num_prompt_tokens * by_prompt_token + self.output_tokens(kind, max_tokens) * by_output_token
+
+    def _like(self, kind: Kind) -> deque[Served]:
+        known = self._kinds.get(kind)
+        return self._latest if known is None else known.served
+
+
+def kind_of(num_prompt_tokens: int, max_tokens: int) -> Kind:
+    """Which requests are alike."""
+    return (num_prompt_tokens.bit_length() // 2, max_tokens.bit_length() // 2)

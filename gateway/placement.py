@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from kvrelay.common.clock import Clock
 from kvrelay.gateway.breaker import CircuitBreakers, Part
+from kvrelay.gateway.forecast import Prefiller, Supply
 from kvrelay.gateway.prefixes import PrefixMap, RequestPrefix
 from kvrelay.gateway.progress import GenerationRequest, Progress
 from kvrelay.gateway.routing import POLICIES, CachedPrefix, WorkerView
@@ -46,19 +47,35 @@ class Placement:
             reasons.append("workers have failed all of several requests, and are tried again by one at a time")
         return "; ".join(reasons) or "no worker has room"
 
-    def place(self, progress: Progress, work: float) -> Pair | None:
+    def place(self, progress: Progress, num_tokens_to_hold: float) -> Pair | None:
         """A pair of workers that would compute the request before long; None while there is none.
 
-        ``work``: the tokens that it will hold, as far as one can know.
+        ``num_tokens_to_hold``: of prompt and output, as far as one can know.
         """
-        return self.route(progress, backlog_s=self._settings.prefill_backlog_s, num_tokens_to_hold=math.ceil(work))
+        backlog_s = self._settings.prefill_backlog_s
+        return self.route(progress, backlog_s=backlog_s, num_tokens_to_hold=math.ceil(num_tokens_to_hold))
+
+    def supply(self) -> Supply:
+        """What workers have for requests that wait."""
+        now_s = self._clock()
+        prefillers = [
+            Prefiller(worker.load.num_waiting_tokens_at(now_s, view.tokens_per_s), view.tokens_per_s)
+            for worker in self._pool.prefills.values()
+            if worker.load is not None and (view := worker.view(0)) is not None
+        ]
+        return Supply.of(prefillers, views(self._pool.decodes.values(), 0), self._settings.prefill_backlog_s)
+
+    def num_to_compute(self, progress: Progress) -> int:
+        """Tokens of a request that a prefill worker will compute, as far as one knew when it was last routed."""
+        is_local = self._is_local(progress.num_tokens) or progress.request.follows
+        return 0 if is_local else progress.num_tokens - max(progress.prefix.cached.values(), default=0)
 
     def route(self, progress: Progress, *, backlog_s: float = math.inf, num_tokens_to_hold: int = 0) -> Pair | None:
         """A pair of workers; with a bound on what waits there, or blocks to be free, only such as keep it."""
         num_tokens = progress.num_tokens
         if (shared := self._shared_route(progress, num_tokens_to_hold)) is not None:
             return shared
-        is_local = self._pool.is_local_only or num_tokens <= self._settings.local_prefill_max_tokens
+        is_local = self._is_local(num_tokens)
         prefills = [] if is_local else views(self._pool.prefills.values(), progress.request.max_len)
         decodes = views(self._pool.decodes.values(), progress.request.max_len)
         if not math.isinf(backlog_s):
@@ -94,6 +111,10 @@ class Placement:
         for allowed_prefills, allowed_decodes in avoidance.choices(addresses[0], addresses[1], now_s, shut):
             some = [view for view in prefills if view.address in allowed_prefills]
             yield some, [view for view in decodes if view.address in allowed_decodes]
+
+    def _is_local(self, num_tokens: int) -> bool:
+        """Whether a decode worker computes all of a prompt."""
+        return self._pool.is_local_only or num_tokens <= self._settings.local_prefill_max_tokens
 
     def _shut(self, now_s: float) -> Collection[Part]:
         """Who may not be asked by anybody now."""

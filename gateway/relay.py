@@ -14,7 +14,7 @@ import logging
 
 from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import FinishReason
-from kvrelay.gateway.admission import Admission
+from kvrelay.gateway.admission import Admission, Asked
 from kvrelay.gateway.attempt import Attempt, AttemptFailedError, Take
 from kvrelay.gateway.breaker import CircuitBreakers, Part
 from kvrelay.gateway.errors import (
@@ -50,30 +50,34 @@ class Relay:
         self._clock = clock
         self.breakers = CircuitBreakers(self._on_breaker)
         self._placement = Placement(pool, settings, self.breakers, clock)
-        self.admission = Admission(settings.max_queued, settings.room_timeout_s, pool.changed, metrics, clock)
+        self.admission = Admission(
+            settings.max_queued,
+            settings.room_timeout_s,
+            pool.changed,
+            metrics,
+            self._placement.supply,
+            clock,
+        )
 
     async def run(self, request: GenerationRequest, take: Take) -> None:
         """Give ``take`` the output of ``request``, up to a finish reason, or as much as it wants. Cancel to give it up.
 
         Raises ApiError if the output cannot be had, and what ``take`` raises.
         """
+        asked = Asked(len(request.prompt_token_ids), request.sampling.max_tokens)
         try:
-            progress = await self._admitted(request)
+            progress = await self._admitted(request, asked)
         except BaseException:
             request.settle(None)
             raise
-        placed_s = self._clock()
         try:
             while not await self._is_over(progress, take):
                 pass
         finally:
             request.settle(None)
-            now_s = self._clock()
-            if progress.output:  # also if a stop string, or its client, ended it: so much it has cost
-                num_prompt_tokens, num_output_tokens = len(request.prompt_token_ids), len(progress.output)
-                self.admission.pace.on_finished(num_prompt_tokens, num_output_tokens, now_s - placed_s, now_s)
+            self.admission.on_end(asked, len(progress.output), request.timings.first_token_s)
 
-    async def _admitted(self, request: GenerationRequest) -> Progress:
+    async def _admitted(self, request: GenerationRequest, asked: Asked) -> Progress:
         """The request with its place on workers. Raises ApiError if it gets none."""
         limit_s = self._settings.request_timeout_s
         timeout_s = limit_s if request.timeout_s is None else min(request.timeout_s, limit_s)
@@ -88,15 +92,19 @@ class Relay:
             timeout_left_s = progress.deadline_s - asyncio.get_running_loop().time()
         else:
             timeout_left_s = timeout_s
-        work = self.admission.pace.work_of(len(request.prompt_token_ids), request.sampling.max_tokens)
         progress.place = await self.admission.place(
-            lambda: self._placement.place(progress, work),
-            work,
+            lambda: self._place(progress, asked),
+            asked,
             timeout_left_s,
             lambda: self._placement.no_room(request.max_len),
             request.priority,
         )
         return progress
+
+    def _place(self, progress: Progress, asked: Asked) -> Pair | None:
+        found = self._placement.place(progress, self.admission.num_to_hold(asked))
+        asked.num_to_compute = self._placement.num_to_compute(progress)
+        return found
 
     def _on_failure(self, progress: Progress, failure: AttemptFailedError) -> None:
         extra = {"request_id": progress.request.request_id, "attempt": progress.attempt}

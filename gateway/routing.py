@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,11 +42,13 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):  # one per worker and r
 
     def takes_sequence(self, num_tokens: int) -> bool:
         """As a decode worker: whether a request of so many tokens finds blocks, and a place in the batch before long."""
-        if self.num_requests == 0:
-            return True
+        return self.num_requests == 0 or (self.num_requests < self.max_taken and self.has_room(num_tokens))
+
+    @property
+    def max_taken(self) -> float:
+        """As a decode worker: requests that it is given at a time; infinite if it does not say how many it computes."""
         # Some are on their way while others leave: without a few more than run at a time, the batch would have gaps.
-        has_place = self.max_running == 0 or self.num_requests < self.max_running + self.max_running // 4 + 4
-        return has_place and self.has_room(num_tokens)
+        return self.max_running + self.max_running // 4 + 4 if self.max_running else math.inf
 
     @property
     def is_full(self) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrelay.gateway.admission import Admission
+from kvrelay.gateway.admission import Admission, Asked
 from kvrelay.gateway.errors import ApiError, RequestTimeoutError, UnavailableError
+from kvrelay.gateway.forecast import Prefiller, Supply
 from kvrelay.gateway.metrics import GatewayMetrics
 
 from ..simulation.clock import SimLoop
@@ -24,7 +25,8 @@ class Office:
         self.loop = loop
         self.changed = asyncio.Event()
         self.metrics = GatewayMetrics(CollectorRegistry())
-        self.admission = Admission(max_queued, room_timeout_s, self.changed, self.metrics, loop.time)
+        self.backlog_s = 0.0  # of the one prefill worker, which computes 100 tokens a second
+        self.admission = Admission(max_queued, room_timeout_s, self.changed, self.metrics, self.supply, loop.time)
         self.num_places = num_places
         self.served: list[str] = []
 
@@ -38,8 +40,21 @@ class Office:
         self.num_places += 1
         self.changed.set()
 
-    async def ask(self, name: str, work: float = 100.0, timeout_s: float = 600.0, priority: int = 0) -> str:
-        await self.admission.place(self.find, work, timeout_s, lambda: "no worker has room", priority)
+    def supply(self) -> Supply:
+        return Supply([Prefiller(100 * self.backlog_s, 100.0)], 0.0, free_places=100, free_tokens=1e6)
+
+    async def serve(self, service_s: float) -> None:
+        """Somebody has a place, and his answer of ten tokens takes so long."""
+        self.num_places += 1
+        asked = Asked(100, 10)
+        await self.admission.place(self.find, asked, 600.0, str)
+        begun_s = self.loop.time()
+        await asyncio.sleep(service_s)
+        self.admission.on_end(asked, 10, begun_s + service_s / 2)
+
+    async def ask(self, name: str, num_tokens: int = 100, timeout_s: float = 600.0, priority: int = 0) -> str:
+        asked = Asked(num_tokens, 10, num_to_compute=num_tokens)
+        await self.admission.place(self.find, asked, timeout_s, lambda: "no worker has room", priority)
         self.served.append(name)
         return name
 
@@ -155,28 +170,27 @@ def test_no_place_for_too_long(loop: SimLoop) -> None:
     run(loop, story())
 
 
-async def _steady(office: Office, seconds: int) -> list[asyncio.Task[str]]:
-    """A line in which 100 tokens of work get a place every second, and answers take half a second."""
-    tasks = [asyncio.ensure_future(office.ask(f"w{index}")) for index in range(seconds + 5)]
-    for _ in range(seconds):
-        await asyncio.sleep(1)
-        office.free()
-        office.admission.pace.on_finished(50, 50, 0.5, office.loop.time())
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.01)
-    return tasks[seconds:]
-
-
-def test_who_would_wait_too_long_is_refused_at_once(loop: SimLoop) -> None:
+def test_who_would_wait_too_long_is_refused_at_once_and_told_when_to_come(loop: SimLoop) -> None:
     async def story() -> None:
         office = Office(loop, 0, room_timeout_s=30.0)
-        waiting = await _steady(office, 10)  # five are left: 5 s ahead
-        with pytest.raises(UnavailableError, match=r"work wait ahead; the limit is 30 s") as refusal:
-            await office.ask("long", work=2600.0)
-        assert refusal.value.retry_after_s == pytest.approx(5.0, rel=0.1)
-        assert office.refused("would_wait") == 1
-        for task in waiting:
+        await office.serve(1.0)
+        office.backlog_s = 29.0
+        tasks = [asyncio.ensure_future(office.ask("first"))]
+        await asyncio.sleep(0)
+        tasks.append(asyncio.ensure_future(office.ask("second")))
+        await asyncio.sleep(0)
+        with pytest.raises(UnavailableError, match=r"in some 31 s; the limit is 30 s; try again later") as refusal:
+            await office.ask("third", num_tokens=127)
+        assert refusal.value.retry_after_s == pytest.approx(1.0)
+        assert (office.refused("would_wait"), office.queued) == (1, 2)
+        office.backlog_s = 0.0
+        await asyncio.sleep(0.5)  # a forecast is made anew
+        tasks.append(asyncio.ensure_future(office.ask("fourth")))
+        await asyncio.sleep(0)
+        assert office.queued == 3
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     run(loop, story())
 
@@ -184,18 +198,32 @@ def test_who_would_wait_too_long_is_refused_at_once(loop: SimLoop) -> None:
 def test_who_could_only_be_late_is_refused_at_once(loop: SimLoop) -> None:
     async def story() -> None:
         office = Office(loop, 0)
-        waiting = await _steady(office, 10)
-        pattern = re.escape("waiting and answering take some 7.5 s, the request has 4 s; try again later")
+        await office.serve(2.0)
+        office.backlog_s = 3.0
+        pattern = re.escape("waiting and answering take some 5.8 s, the request has 4 s; try again later")
         with pytest.raises(UnavailableError, match=pattern):
             await office.ask("short", timeout_s=4.0)
         assert office.refused("would_be_late") == 1
         patient = asyncio.ensure_future(office.ask("patient", timeout_s=8.0))
-        for _ in range(6):
-            office.free()
-            await asyncio.sleep(1)
+        await asyncio.sleep(3)
+        office.free()
         assert await patient == "patient"
-        for task in waiting:
-            await task
+
+    run(loop, story())
+
+
+def test_what_nothing_confirms_for_a_while_refuses_nobody(loop: SimLoop) -> None:
+    async def story() -> None:
+        office = Office(loop, 0)
+        await office.serve(100.0)
+        office.backlog_s = 3.0
+        with pytest.raises(UnavailableError):
+            await office.ask("short", timeout_s=50.0)
+        await asyncio.sleep(111)
+        again = asyncio.ensure_future(office.ask("again", timeout_s=50.0))
+        await asyncio.sleep(1)
+        office.free()
+        assert await again == "again"
 
     run(loop, story())
 
@@ -204,10 +232,16 @@ def test_whose_time_is_nearly_up_when_its_turn_comes_is_not_computed(loop: SimLo
     async def story() -> None:
         office = Office(loop, 0)
         late = asyncio.ensure_future(office.ask("late", timeout_s=10.0))
-        await asyncio.sleep(9)
-        office.admission.pace.on_finished(50, 50, 2.0, loop.time())
+        await asyncio.sleep(7)
+        other = Asked(100, 10)
+        early = asyncio.ensure_future(office.admission.place(lambda: "place", other, 600.0, str, priority=-1))
+        await early
+        await asyncio.sleep(2)
+        office.admission.on_end(other, 10, loop.time() - 1)
         office.free()
-        with pytest.raises(UnavailableError, match=r"are left of the request's time, and an answer takes 2\.3 s"):
+        with pytest.raises(
+            UnavailableError, match=r"1\.0 s are left of the request's time, and an answer takes 2\.3 s"
+        ):
             await late
         assert office.refused("too_late") == 1
         assert office.served == []
@@ -223,7 +257,7 @@ def test_errors_of_who_looks_for_a_place_leave_the_line_in_order(loop: SimLoop) 
             raise ApiError("broken")
 
         with pytest.raises(ApiError, match="broken"):
-            await office.admission.place(broken, 1.0, 600.0, str)
+            await office.admission.place(broken, Asked(1, 1), 600.0, str)
         waiting = asyncio.ensure_future(office.ask("a"))
         await asyncio.sleep(0.1)
         office.free()

@@ -84,31 +84,46 @@ def test_what_is_cached_need_not_be_computed_but_needs_its_blocks() -> None:
     assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (1, 32, 90)
 
 
+def test_what_is_computed_of_a_prompt_by_the_report_waits_no_more() -> None:
+    load = Load(BLOCK)
+    load.open(("r", 1), 1000, 0.0, is_sent=True)
+    load.open(("s", 1), 500, 0.0, is_sent=True)
+    load.on_status(status(running=2, tokens=900), 1.0)
+    assert load.num_waiting_tokens == 900
+    assert load.num_waiting_tokens_at(1.5, 400.0) == 700
+    assert load.num_waiting_tokens_at(9.0, 400.0) == 0
+    load.on_first_token(("r", 1), 1.9)
+    assert load.num_waiting_tokens == 500
+    assert load.num_waiting_tokens_at(2.0, 400.0) == pytest.approx(460)
+    load.close(("s", 1), 500)
+    assert load.num_waiting_tokens == 0
+    load.open(("t", 1), 100, 10.0, is_sent=True)
+    assert load.num_waiting_tokens_at(10.0, 400.0) == 100, "who was idle has computed nothing of it"
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_kept_is_what_would_be_counted(seed: int) -> None:
-    """Over any story: what our own attempts still need, and hold beyond what the worker reports."""
-    chance, load, now_s, free = random.Random(seed), Load(BLOCK), 0.0, 2000
+def test_over_any_story_nothing_is_left_when_all_is_over(seed: int) -> None:
+    chance, load, now_s = random.Random(seed), Load(BLOCK), 0.0
+    keys: list[tuple[str, int]] = []
     for number in range(300):
         now_s += chance.choice((0.0, 0.01, 0.1))
-        key = chance.choice([*load._attempts, ("nobody", 1)])
+        key = chance.choice([*keys, ("nobody", 1)])
         match chance.randrange(5):
             case 0 | 1:
+                keys.append((f"r{number}", 1))
                 num_tokens = chance.randrange(1, 200)
                 num_cached = chance.randrange(num_tokens)
-                load.open((f"r{number}", 1), num_tokens, now_s, is_sent=chance.random() < 0.5, num_cached=num_cached)
+                load.open(keys[-1], num_tokens, now_s, is_sent=chance.random() < 0.5, num_cached=num_cached)
             case 2:
                 load.on_first_token(key, now_s)
             case 3:
                 load.close(key, 7)
+                keys = [one for one in keys if one != key]
             case _:
-                free = chance.randrange(1000)
-                load.on_status(status(free=free), now_s)
-        attempts = load._attempts.values()
-        uncomputed = [one.num_tokens - one.num_cached for one in attempts if not one.is_computed]
-        unreported = [-(-one.num_tokens // BLOCK) for one in attempts if not one.is_reported]
-        assert (load.num_requests, load.num_waiting_tokens) == (len(attempts), sum(uncomputed))
-        assert load.num_free_blocks(2000) == free + load._num_given_back - sum(unreported)
-    for key in list(load._attempts):
+                load.on_status(status(tokens=chance.randrange(500), free=chance.randrange(1000)), now_s)
+        assert load.num_requests >= len(keys)
+        assert load.num_waiting_tokens >= 0
+    for key in keys:
         load.close(key, 7)
     load.on_status(status(free=1000), now_s)
     assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(1000)) == (0, 0, 1000)

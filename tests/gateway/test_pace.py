@@ -1,43 +1,39 @@
-"""Estimates behind admission."""
+"""What requests cost, by what others like them took."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvrelay.gateway.pace import Pace
+from kvrelay.gateway.pace import Pace, Served, kind_of
+
+SHORT, LONG = kind_of(100, 1000), kind_of(7000, 64)
 
 
-def test_work_is_the_prompt_and_the_output_as_usual() -> None:
+def test_requests_are_alike_within_a_factor() -> None:
+    assert kind_of(70, 1000) == kind_of(127, 600)
+    assert len({kind_of(100, 1000), kind_of(1000, 1000), kind_of(100, 10)}) == 3
+
+
+def test_output_is_what_others_generated_and_not_more_than_is_asked_for() -> None:
     pace = Pace()
-    assert pace.work_of(100, 10_000) == 228, "a first guess"
-    assert pace.work_of(100, 10) == 110, "not more than it asks for"
+    assert (pace.output_tokens(SHORT, 1000), pace.output_tokens(SHORT, 10)) == (128, 10)
     for _ in range(200):
-        pace.on_finished(100, 40, 1.0, 0.0)
-    assert pace.work_of(100, 10_000) == pytest.approx(140)
+        pace.on_served(SHORT, Served(100, 40, 0.5, 1.0), 0.0)
+    assert (pace.output_tokens(SHORT, 1000), pace.output_tokens(SHORT, 10)) == (40, 10)
+    assert pace.output_tokens(LONG, 64) == 40, "nothing is known of its kind: as others"
 
 
-def test_the_wait_is_the_work_ahead_by_the_work_that_got_places() -> None:
+def test_an_answer_takes_its_prompts_time_and_its_outputs() -> None:
     pace = Pace()
-    assert pace.wait_s(1e9, 0.0) == 0, "nothing is known yet"
-    for second in range(20):
-        pace.on_admitted(500, 1.0, float(second))
-    assert pace.wait_s(1000, 19.0) == pytest.approx(2.0)
-    for second in range(20, 60):
-        pace.on_admitted(1000, 1.0, float(second))
-    assert pace.wait_s(1000, 59.0) == pytest.approx(1.0, rel=0.05), "the latest counts most"
+    pace.on_served(SHORT, Served(100, 40, 1.0, 3.0), 0.0)
+    assert pace.service_s(SHORT, 200, 20, 1.0) == pytest.approx(2.0 + 1.0)
+    assert pace.service_s(LONG, 7000, 64, 1.0) is None
+    assert (pace.durations_s(SHORT), pace.durations_s(LONG)) == ([3.0], [3.0])
 
 
-def test_the_answer_takes_its_tokens_time() -> None:
+def test_what_nothing_confirms_is_not_known_any_more() -> None:
     pace = Pace()
-    assert pace.service_s(100, 0.0) == 0
-    pace.on_finished(50, 50, 2.0, 0.0)
-    assert pace.service_s(300, 1.0) == pytest.approx(6.0)
-
-
-def test_what_nothing_confirms_is_forgotten() -> None:
-    pace = Pace()
-    pace.on_admitted(10, 60.0, 0.0)
-    pace.on_finished(10, 10, 600.0, 0.0)
-    assert pace.wait_s(1000, 1.0) > 600
-    assert pace.service_s(100, 1.0) > 600
-    assert pace.wait_s(1000, 11.0) == pace.service_s(100, 11.0) == 0
+    pace.on_served(SHORT, Served(100, 40, 1.0, 30.0), 0.0)
+    assert pace.is_known(SHORT, 39.0)
+    assert not pace.is_known(SHORT, 41.0)
+    assert pace.service_s(SHORT, 100, 40, 41.0) is None

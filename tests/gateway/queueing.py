@@ -1,0 +1,216 @@
+"""A world to wait in: workers that take time, a line in front of them, clients that keep coming; on a loop in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.gateway.admission import Admission, Asked
+from kvrelay.gateway.errors import UnavailableError
+from kvrelay.gateway.forecast import Prefiller, Supply
+from kvrelay.gateway.load import Load
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.routing import WorkerView
+from kvrelay.wire.messages import Status, WorkerState
+
+from ..simulation.clock import SimLoop
+
+_BLOCK = 16
+_NUM_BLOCKS = 100_000
+
+
+@dataclass
+class Work:
+    """One request's."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+
+
+@dataclass
+class Machines:
+    """How fast workers are."""
+
+    prompt_tokens_per_s: float = 737.0
+    step_s: float = 0.02  # of a decode batch, whatever is in it
+    max_running: int = 8
+    num_blocks: int = _NUM_BLOCKS
+
+
+@dataclass
+class Waited:
+    """What came of one estimate."""
+
+    expected_s: float
+    came_s: float
+
+
+Client = Callable[["World"], Coroutine[Any, Any, None]]
+
+
+class World:
+    """One prefill worker, which computes prompts one behind the other, one decode worker, and the admission in front."""
+
+    def __init__(self, machines: Machines, *, room_timeout_s: float = 60.0) -> None:
+        self.loop = SimLoop(0)
+        self.machines = machines
+        self.prefill = Load(_BLOCK)
+        self.decode = Load(_BLOCK)
+        self.waited: list[Waited] = []
+        self.refused: list[str] = []
+        self.num_served = 0
+        self._changed = asyncio.Event()
+        self._prompts: list[list[float]] = []  # tokens left to compute, the first one's under way
+        self._computing = asyncio.Lock()
+        self._batch = asyncio.Semaphore(machines.max_running)
+        self._number = 0
+        metrics = GatewayMetrics(CollectorRegistry())
+        self.admission = Admission(1024, room_timeout_s, self._changed, metrics, self._supply, self.loop.time)
+
+    def run(self, *clients: Client, for_s: float) -> None:
+        """Let clients come for so long."""
+
+        async def story() -> None:
+            tasks = [asyncio.ensure_future(client(self)) for client in clients]
+            tasks.append(asyncio.ensure_future(self._report()))
+            await asyncio.sleep(for_s)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self.loop.run_until_complete(story())
+        self.loop.close()
+
+    def view(self, load: Load) -> WorkerView:
+        """As routing sees it."""
+        return WorkerView(
+            address="w",
+            fingerprint=b"",
+            num_requests=load.num_requests,
+            num_waiting_tokens=load.num_waiting_tokens,
+            num_free_blocks=load.num_free_blocks(self.machines.num_blocks),
+            num_blocks=self.machines.num_blocks,
+            block_size=_BLOCK,
+            max_running=self.machines.max_running,
+            tokens_per_s=self.machines.prompt_tokens_per_s,
+        )
+
+    async def ask(self, work: Work, timeout_s: float = 600.0) -> None:
+        """One request, from its coming to its end."""
+        self._number += 1
+        key = (f"r{self._number}", 1)
+        asked = Asked(work.num_prompt_tokens, work.max_tokens, work.num_prompt_tokens)
+        begun_s = self.loop.time()
+
+        def find() -> bool | None:
+            backlogged = not self.view(self.prefill).takes_prompt(2.0)
+            tokens = int(self.admission.num_to_hold(asked))
+            return None if backlogged or not self.view(self.decode).takes_sequence(tokens) else True
+
+        must_wait = self.admission.num_queued or find() is None
+        expected_s = self.admission.expected_wait_s(asked) if must_wait else 0.0
+        try:
+            await self.admission.place(find, asked, timeout_s, str)
+        except UnavailableError as error:
+            self.refused.append(str(error))
+            return
+        placed_s = self.loop.time()
+        if expected_s is not None:
+            self.waited.append(Waited(expected_s, placed_s - begun_s))
+        num_output, first_s = 0, None
+        self.prefill.open(key, work.num_prompt_tokens, placed_s, is_sent=True)
+        self.decode.open(key, work.num_prompt_tokens, placed_s, is_sent=False)
+        try:
+            await self._compute(work)
+            first_s = self.loop.time()
+            self.prefill.on_first_token(key, first_s)
+            self.decode.on_first_token(key, first_s)
+            self.prefill.close(key, work.num_prompt_tokens)
+            self._changed.set()
+            async with self._batch:
+                await asyncio.sleep(work.num_output_tokens * self.machines.step_s)
+            num_output = work.num_output_tokens
+            self.num_served += 1
+        finally:
+            self.decode.close(key, work.num_prompt_tokens + work.num_output_tokens)
+            self.admission.on_end(asked, num_output, first_s)
+            self._changed.set()
+
+    async def _compute(self, work: Work) -> None:
+        mine = [float(work.num_prompt_tokens)]
+        self._prompts.append(mine)
+        async with self._computing:
+            while mine[0] > 0:
+                tokens = min(mine[0], 512.0)
+                await asyncio.sleep(tokens / self.machines.prompt_tokens_per_s)
+                mine[0] -= tokens
+        self._prompts.remove(mine)
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            status = Status(
+                state=WorkerState.READY,
+                num_running=len(self._prompts),
+                num_waiting=0,
+                num_waiting_tokens=int(sum(one[0] for one in self._prompts)),
+                num_free_blocks=self.machines.num_blocks,
+                num_blocks=self.machines.num_blocks,
+            )
+            self.prefill.on_status(status, self.loop.time())
+            self._changed.set()
+
+    def _supply(self) -> Supply:
+        speed = self.machines.prompt_tokens_per_s
+        prefiller = Prefiller(self.prefill.num_waiting_tokens_at(self.loop.time(), speed), speed)
+        return Supply.of([prefiller], [self.view(self.decode)], 2.0)
+
+
+@dataclass
+class Mix:
+    """What clients ask for: one of these, drawn anew each time."""
+
+    works: list[Work]
+    chance: random.Random = field(default_factory=lambda: random.Random(5))
+
+    def draw(self) -> Work:
+        return self.chance.choice(self.works)
+
+
+def closed(mix: Mix) -> Client:
+    """A client that asks again when it has its answer."""
+
+    async def client(world: World) -> None:
+        await asyncio.sleep(mix.chance.random())
+        while True:
+            before_s = world.loop.time()
+            await world.ask(mix.draw())
+            if world.loop.time() == before_s:
+                await asyncio.sleep(1.0)  # refused
+
+    return client
+
+
+def open_loop(mix: Mix, per_s: float) -> Client:
+    """Requests that come whatever the others get."""
+
+    async def clients(world: World) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                await asyncio.sleep(mix.chance.expovariate(per_s))
+                task = asyncio.ensure_future(world.ask(mix.draw()))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    return clients
