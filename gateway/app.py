@@ -76,7 +76,7 @@ def create_app(
         discovery = None if pods is None else _discovery(pods, pool)
         yield
         if discovery is not None:
-            discovery.stop()
+            await asyncio.to_thread(discovery.stop)
         await pool.stop()
 
     app = FastAPI(title="kvrelay", version=__version__, lifespan=lifespan)

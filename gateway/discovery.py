@@ -9,9 +9,10 @@ It needs ``get``, ``list`` and ``watch`` on pods of one namespace, nothing else.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,6 +35,7 @@ _LIST_S = 10.0
 _WATCH_S = 30  # the server ends a watch after this; a connection that has died unnoticed lasts little longer
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
+_STOP_S = 2.0  # how long the end of the thread is waited for
 
 
 class VersionGoneError(Exception):
@@ -56,9 +58,14 @@ class PodApi(Protocol):
         Raises VersionGoneError, ApiAwayError.
         """
 
+    def stop(self) -> None:
+        """End the watch that is under way, on another thread. One that begins later is not ended."""
 
-def follow(api: PodApi, on_workers: OnWorkers) -> None:
+
+def follow(api: PodApi, on_workers: OnWorkers, wait: Callable[[float], bool]) -> None:
     """List, then follow; ``on_workers`` gets all workers at first and after every change. Returns when a watch heard nothing new.
+
+    ``wait`` lets so many seconds pass between two watches, which an API may end at once; True ends it all.
 
     Raises VersionGoneError, ApiAwayError.
     """
@@ -78,7 +85,7 @@ def follow(api: PodApi, on_workers: OnWorkers) -> None:
             if found != known:
                 known = found
                 on_workers(found)
-        if version == before:
+        if wait(_FIRST_PAUSE_S) or version == before:
             return  # a version gets too old when nothing happens; a list is cheap then
 
 
@@ -96,8 +103,12 @@ class Discovery:
         self._thread.start()
 
     def stop(self) -> None:
-        """Nothing is reported from now on. The thread may wait for the API a little longer; the process need not."""
+        """Nothing is reported from now on. Waits for the thread's end; one that waits for a list of the API outlives it."""
         self._ended.set()
+        until_s = time.monotonic() + _STOP_S
+        while self._thread.is_alive() and time.monotonic() < until_s:
+            self._api.stop()  # again: a watch may have begun since
+            self._thread.join(0.05)
 
     def _run(self) -> None:
         pause_s, was_away = _FIRST_PAUSE_S, False
@@ -112,7 +123,7 @@ class Discovery:
 
         while not self._ended.is_set():
             try:
-                follow(self._api, report)
+                follow(self._api, report, self._ended.wait)
                 continue
             except VersionGoneError:
                 logger.info("listing the workers' pods anew: the version last seen is too old")
@@ -130,9 +141,12 @@ class KubernetesPods:
     """Implements PodApi by the ``kubernetes`` client."""
 
     def __init__(self, api: CoreV1Api, namespace: str, selector: str) -> None:
+        from kubernetes.watch import Watch  # noqa: PLC0415 - 40 MB that only this needs
+
         self._api = api
         self._namespace = namespace
         self._selector = selector
+        self._watch = Watch()
 
     @classmethod
     def connect(cls, namespace: str | None, selector: str) -> KubernetesPods:
@@ -155,46 +169,42 @@ class KubernetesPods:
 
     def list(self) -> tuple[list[Pod], str]:
         """See PodApi."""
-        body = json.loads(b"".join(self._get(timeout_s=_LIST_S)))
+        with _problems():
+            listed = self._api.list_namespaced_pod(
+                self._namespace, label_selector=self._selector, _request_timeout=(_CONNECT_S, _LIST_S)
+            )
+        body = self._api.api_client.sanitize_for_serialization(listed)
         return body["items"], body["metadata"]["resourceVersion"]
 
     def watch(self, version: str) -> Iterator[tuple[str, Pod]]:
         """See PodApi."""
-        lines = self._get(
-            timeout_s=_WATCH_S + _LIST_S,
-            watch=True,
-            resource_version=version,
-            timeout_seconds=_WATCH_S,
-            allow_watch_bookmarks=True,
-        )
-        for line in lines:
-            event = json.loads(line)
-            if event["type"] == "ERROR":
-                raise _problem(event["object"].get("code"), event["object"].get("message", "an error in the watch"))
-            yield event["type"], event["object"]
-
-    def _get(self, timeout_s: float, **query: Any) -> Iterator[bytes]:
-        """The lines of the answer, as they come."""
-        from kubernetes.client import ApiException  # noqa: PLC0415
-        from urllib3.exceptions import HTTPError  # noqa: PLC0415
-
-        try:
-            response = self._api.list_namespaced_pod(
+        with _problems():
+            for event in self._watch.stream(
+                self._api.list_namespaced_pod,
                 self._namespace,
                 label_selector=self._selector,
-                _preload_content=False,
-                _request_timeout=(_CONNECT_S, timeout_s),
-                **query,
-            )
-            try:
-                yield from response
-            finally:
-                response.close()
-        except ApiException as error:
-            raise _problem(error.status, f"{error.status} {error.reason}") from error
-        except (HTTPError, OSError) as error:
-            raise ApiAwayError(str(error)[:200]) from error
+                resource_version=version,
+                timeout_seconds=_WATCH_S,
+                allow_watch_bookmarks=True,
+                _request_timeout=(_CONNECT_S, _WATCH_S + _LIST_S),
+            ):
+                yield event["type"], event["raw_object"]
+
+    def stop(self) -> None:
+        """See PodApi."""
+        self._watch.stop()
 
 
-def _problem(status: int | None, detail: str) -> Exception:
-    return VersionGoneError(detail) if status == 410 else ApiAwayError(detail)
+@contextlib.contextmanager
+def _problems() -> Iterator[None]:
+    """What the client raises, as PodApi raises it."""
+    from kubernetes.client import ApiException  # noqa: PLC0415
+    from urllib3.exceptions import HTTPError  # noqa: PLC0415
+
+    try:
+        yield
+    except ApiException as error:
+        detail = f"{error.status} {error.reason}"
+        raise (VersionGoneError if error.status == 410 else ApiAwayError)(detail) from error
+    except (HTTPError, OSError) as error:
+        raise ApiAwayError(str(error)[:200]) from error

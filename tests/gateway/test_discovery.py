@@ -55,6 +55,9 @@ class Api:
             raise step
         yield from step() if callable(step) else step
 
+    def stop(self) -> None:
+        self.over.set()
+
 
 def uids(found: Sequence[FoundWorker]) -> list[str]:
     return [f"{worker.uid}{'' if worker.accepts else '-'}" for worker in found]
@@ -71,14 +74,16 @@ def test_every_change_is_told_once_and_the_watch_goes_on_where_it_ended() -> Non
     ]
     leaving: list[Event] = [("MODIFIED", at(15, pod("a", deleted=True))), ("DELETED", at(16, pod("a", deleted=True)))]
     api = Api([([first], "10")], [events, leaving])
-    follow(api, lambda found: told.append(uids(found)))
+    pauses: list[float] = []
+    follow(api, lambda found: told.append(uids(found)), lambda pause_s: pauses.append(pause_s) or False)
+    assert pauses == [0.5] * 3, "an API that ends watches at once is not asked over and over"
     assert told == [["a"], ["a", "b-"], ["a", "b"], ["a-", "b"], ["b"]]
     assert api.versions == ["10", "14", "16"]
 
 
 def test_a_version_that_is_gone_ends_it() -> None:
     with pytest.raises(VersionGoneError):
-        follow(Api([([], "10")], [VersionGoneError("too old")]), lambda found: None)
+        follow(Api([([], "10")], [VersionGoneError("too old")]), lambda found: None, lambda _: False)
 
 
 def test_it_lists_anew_when_the_version_is_gone_and_keeps_what_it_knows_while_the_api_is_away(
@@ -97,7 +102,6 @@ def test_it_lists_anew_when_the_version_is_gone_and_keeps_what_it_knows_while_th
         assert [told.get(timeout=WAIT_S) for _ in range(3)] == [["a"], ["b"], ["c"]]
     finally:
         running.stop()
-        api.over.set()
     assert told.empty()  # nothing was ever taken back
     text = caplog.text
     assert text.count("the Kubernetes API is away (connection refused)") == 3  # once each time, not once a try
@@ -113,6 +117,14 @@ class _Kubernetes(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = urlsplit(self.path)
         self.server.asked.append((path.path, {key: value[0] for key, value in parse_qs(path.query).items()}))
+        if not self.server.answers:  # says nothing until the test is over
+            self.server.is_watched.set()
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.server.silent.wait(WAIT_S)
+            self.close_connection = True
+            return
         status, lines, cut = self.server.answers.pop(0)
         self.send_response(status)
         self.send_header("Transfer-Encoding", "chunked")
@@ -132,12 +144,15 @@ class _Kubernetes(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     asked: list[tuple[str, dict[str, str]]]
     answers: list[tuple[int, list[dict[str, Any]], bool]]
+    silent: threading.Event  # what is unanswered stays so until it is set
+    is_watched: threading.Event  # somebody is unanswered
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server(("127.0.0.1", 0), _Kubernetes) as made:
         made.asked, made.answers = [], []
+        made.silent, made.is_watched = threading.Event(), threading.Event()
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield made
@@ -158,7 +173,7 @@ def test_the_real_client_lists_and_watches(server: Server, pods: KubernetesPods)
         (200, [], False),
     ]
     told: list[list[str]] = []
-    follow(pods, lambda found: told.append(uids(found)))
+    follow(pods, lambda found: told.append(uids(found)), lambda _: False)
     assert told == [["a"], ["a", "b"]]
     paths, queries = zip(*server.asked, strict=True)
     assert set(paths) == {"/api/v1/namespaces/models/pods"}
@@ -169,7 +184,7 @@ def test_the_real_client_lists_and_watches(server: Server, pods: KubernetesPods)
 
 @pytest.mark.parametrize("in_stream", [True, False])
 def test_the_real_client_notices_a_version_that_is_gone(server: Server, pods: KubernetesPods, in_stream: bool) -> None:
-    gone = {"kind": "Status", "code": 410, "message": "too old resource version"}
+    gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
     server.answers = [(200, [{"type": "ERROR", "object": gone}], False) if in_stream else (410, [gone], False)]
     with pytest.raises(VersionGoneError):
         list(pods.watch("1"))
@@ -188,6 +203,20 @@ def test_the_real_client_notices_that_the_api_is_away(
     server.server_close()
     with pytest.raises(ApiAwayError):
         list(pods.watch("1"))
+
+
+def test_a_watch_that_hears_nothing_ends_when_discovery_does(server: Server, pods: KubernetesPods) -> None:
+    server.answers = [(200, [{"items": [pod("a")], "metadata": {"resourceVersion": "10"}}], False)]
+    told: queue.Queue[list[str]] = queue.Queue()
+    running = Discovery(pods, lambda found: told.put(uids(found)))
+    running.start()
+    try:
+        assert told.get(timeout=WAIT_S) == ["a"]
+        assert server.is_watched.wait(WAIT_S)
+        running.stop()
+    finally:
+        server.silent.set()
+    assert "discovery" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_outside_of_a_cluster_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
