@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from kvrelay import __version__
+from kvrelay.gateway.activity import Activity
 from kvrelay.gateway.api import OpenAIRoutes
 from kvrelay.gateway.api_docs import HEALTHY, METRICS, READY
 from kvrelay.gateway.api_keys import ApiKeys
@@ -74,7 +75,9 @@ def create_app(
         if pods is None:
             pool.update(static_workers(workers.prefill_workers, workers.decode_workers))
         discovery = None if pods is None else _discovery(pods, pool)
+        activity = asyncio.create_task(Activity(pool, relay.admission, metrics.tokens, network.clock).run())
         yield
+        activity.cancel()
         if discovery is not None:
             await asyncio.to_thread(discovery.stop)
         await pool.stop()

@@ -135,7 +135,9 @@ class _Text:
         generation, usage, output = self._generation, self._usage, self._output.get()
         self._observe(delta)
         if delta.num_cached_tokens is not None and generation.is_first:
-            usage.num_cached_tokens = max(usage.num_cached_tokens, delta.num_cached_tokens)
+            num_more = max(0, delta.num_cached_tokens - usage.num_cached_tokens)
+            usage.num_cached_tokens += num_more
+            self._metrics.tokens.on_cached(num_more)
         if delta.beams is not None:
             for index, beam in enumerate(delta.beams):
                 usage.num_output_tokens += len(beam.tokens)

@@ -24,6 +24,7 @@ class TokenMeter:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._num_prompt_tokens = 0
         self._num_tokens = 0
+        self._num_cached_tokens = 0
         self._num_gaps = [0] * (len(_ITL) + 1)  # by bucket, the last one without a bound
         self._sum_s = 0.0
         registry.register(self)
@@ -39,10 +40,24 @@ class TokenMeter:
             self._num_gaps[bisect_left(_ITL, gap_s)] += 1
             self._sum_s += gap_s
 
+    def on_cached(self, num_tokens: int) -> None:
+        """So many tokens of an accepted prompt need no computing."""
+        self._num_cached_tokens += num_tokens
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens of prompts, of output, and of prompts that were cached, so far."""
+        return self._num_prompt_tokens, self._num_tokens, self._num_cached_tokens
+
     def collect(self) -> Iterator[Metric]:
         """The metrics. Called by the registry."""
         yield CounterMetricFamily(
             "kvrelay_gateway_prompt_tokens", "Prompt tokens accepted", value=self._num_prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "kvrelay_gateway_cached_prompt_tokens",
+            "Prompt tokens that workers had in their caches",
+            value=self._num_cached_tokens,
         )
         yield CounterMetricFamily("kvrelay_gateway_output_tokens", "Tokens generated", value=self._num_tokens)
         bounds = [*map(str, _ITL), "+Inf"]

@@ -183,6 +183,11 @@ class WorkerPool:
         needed = [Role.PREFILL] if self._needs_prefill_workers else []
         return [f"there is no {role} worker" for role in (*needed, Role.DECODE) if not self._staying(role)]
 
+    def kv_in_use(self, role: Role) -> float | None:
+        """The part of the role's KV blocks that is neither free nor only cached, as last reported; None if nobody has."""
+        num_blocks = self._reported(role, lambda status: status.num_blocks)
+        return 1 - self._reported(role, lambda status: status.num_free_blocks) / num_blocks if num_blocks else None
+
     def _reported(self, role: Role, read: Callable[[Status], int]) -> int:
         """The sum over all workers of the role that have reported."""
         return sum(read(worker.status) for worker in self._of(role).values() if worker.status is not None)

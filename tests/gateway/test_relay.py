@@ -31,7 +31,8 @@ from kvrelay.wire.messages import (
 from .players import ALL, PROMPT, Player, failing, good, stage
 
 
-async def test_another_attempt_goes_on_where_the_last_one_ended() -> None:
+async def test_another_attempt_goes_on_where_the_last_one_ended(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     async with stage(failing(FailureCode.INTERNAL, after=2, times=1)) as s:
         assert await s.run() == ALL
         first, second = s.players[0].submits
@@ -39,6 +40,7 @@ async def test_another_attempt_goes_on_where_the_last_one_ended() -> None:
         assert (second.token_ids, second.attempt) == ([*PROMPT, 100, 101], 2)
         assert second.num_prompt_tokens == 3
         assert second.sampling == first.sampling
+        assert [record.levelname for record in caplog.records if "went on after 1 failed" in record.message] == ["INFO"]
         assert (s.attempts("internal"), s.attempts("finished")) == (1, 1)
 
 

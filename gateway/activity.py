@@ -1,0 +1,55 @@
+"""A log line every ten seconds while there is work: what runs and waits, tokens a second, KV in use, cache hits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from kvrelay.common.clock import Clock
+from kvrelay.gateway.admission import Admission
+from kvrelay.gateway.metrics import TokenMeter
+from kvrelay.gateway.workers import WorkerPool
+from kvrelay.wire.messages import Role
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 10.0
+
+
+class Activity:
+    """Of one gateway. Numbers of a line are those since the line before."""
+
+    def __init__(self, pool: WorkerPool, admission: Admission, tokens: TokenMeter, clock: Clock) -> None:
+        self._pool = pool
+        self._admission = admission
+        self._tokens = tokens
+        self._clock = clock
+        self._before_s = clock()
+        self._before = tokens.counts
+
+    async def run(self) -> None:
+        """Log until cancelled."""
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            if (line := self.line()) is not None:
+                logger.info("%s", line)
+
+    def line(self) -> str | None:
+        """What was done since the last call; None if nothing was, and nothing is to do."""
+        now_s, now = self._clock(), self._tokens.counts
+        passed_s = max(now_s - self._before_s, 1e-9)
+        num_prompt, num_output, num_cached = (new - old for new, old in zip(now, self._before, strict=True))
+        self._before_s, self._before = now_s, now
+        num_running, num_waiting = self._admission.num_running, self._admission.num_queued
+        if not (num_running or num_waiting or num_prompt or num_output):
+            return None
+        parts = [
+            f"{num_running} requests running, {num_waiting} waiting",
+            f"{num_prompt / passed_s:.0f} prompt and {num_output / passed_s:.0f} output tokens/s",
+        ]
+        shares = [(role, self._pool.kv_in_use(role)) for role in (Role.PREFILL, Role.DECODE)]
+        if kv := ", ".join(f"{role.value} {share:.0%}" for role, share in shares if share is not None):
+            parts.append(f"KV in use: {kv}")
+        if num_prompt:
+            parts.append(f"{num_cached / num_prompt:.0%} of prompt tokens were cached")
+        return "; ".join(parts)

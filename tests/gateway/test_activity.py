@@ -1,0 +1,36 @@
+"""The line that tells what a gateway does."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvrelay.gateway.activity import Activity
+from kvrelay.wire.messages import Submit
+
+from .clock import Clock
+from .players import ALL, Player, good, stage
+
+
+async def test_a_line_says_what_was_done_since_the_last_one_and_nothing_of_nothing(clock: Clock) -> None:
+    begun: asyncio.Queue[tuple[Player, Submit]] = asyncio.Queue()
+    async with stage(lambda *play: begun.put_nowait(play)) as s:
+        worker = s.pool.decodes[s.players[0].address]
+        while worker.status is None:
+            s.pool.changed.clear()
+            await s.pool.changed.wait()
+        activity = Activity(s.pool, s.relay.admission, s.metrics.tokens, clock)
+        assert activity.line() is None
+        running = asyncio.create_task(s.run())
+        play = await begun.get()
+        s.metrics.tokens.on_prompt(200)
+        s.metrics.tokens.on_cached(50)
+        s.metrics.tokens.on_tokens(40, None)
+        clock.now_s += 10
+        assert activity.line() == (
+            "1 requests running, 0 waiting; 20 prompt and 4 output tokens/s; KV in use: decode 0%; 25% of prompt tokens were cached"
+        )
+        clock.now_s += 10
+        assert activity.line() == "1 requests running, 0 waiting; 0 prompt and 0 output tokens/s; KV in use: decode 0%"
+        good(*play)
+        assert await running == ALL
+        assert activity.line() is None
