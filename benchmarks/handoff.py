@@ -1,4 +1,4 @@
-"""How fast KV blocks go from one process into another, verified and sealed, beside plain pyzmq and NIXL over tcp.
+"""How fast KV blocks go from one process into another, verified and sealed, beside plain pyzmq.
 
 For every way two processes on loopback, each with a pool of huge-page memory like the engine's. In every round each way moves
 the same bytes once, in an order that turns from round to round, so that a neighbour's load falls on all of them; what is
@@ -9,19 +9,12 @@ it. A round is timed by the sender: first block given away until the receiver's 
                away, untouched. Nobody can use them there.
     frames-kept the same, in processes that tell glibc to keep freed memory as kvrelay's workers do
                (:mod:`kvrelay.common.memory`): the most that ZeroMQ gives. All ways below do that, too.
-    landed     the same, and every frame is copied into the receiver's pool: the same bytes in a place that was chosen. No check.
     verified   kvrelay's BlockSender and BlockReceiver with a lease: XXH3 over header and pool memory, granted, committed, verified.
     sealed     the same with AES-256-GCM instead of XXH3.
     verified@N the same over N data sockets, with as many threads to take blocks; also ``sealed@N``, and ``shared@N`` over N
                rings. Without @N it is as many as a worker has by default; ``--data-sockets 1 2`` has both in every round.
-    sealed-token the same, and the data socket asks for a token at the handshake (ZMTP PLAIN), as with keys.
     shared     kvrelay through shared memory (SharedReceiver), as between workers on one host: the same lease, the same proof.
     shared-sealed the same with AES-256-GCM.
-    curve      ``landed`` through ZeroMQ's own encryption (CURVE), which kvrelay uses for control messages, not for blocks.
-    nixl       NIXL WRITE over UCX tcp, pool to pool, no check (``--nixl-python``: an interpreter that has ``nixl``). A block is one
-               piece.
-    nixl-parts the same, but every block comes in ``--nixl-parts`` pieces: an engine whose pool has a tensor for each layer's keys
-               and values moves a block so (60 pieces of 6 KiB for the demo model), where kvrelay's pool has it in one.
 
 Before it counts, a way must prove in its warm-up round that the receiver's pool holds the sender's bytes. Run it with the
 project's environment: ``python benchmarks/handoff.py --help``.
@@ -32,14 +25,11 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
@@ -54,9 +44,8 @@ from kvrelay.launcher.bench.cpu import CpuMeter
 from kvrelay.launcher.bench.environment import environment
 from kvrelay.launcher.bench.records import CpuUse
 
-STRIPED = {"verified", "sealed", "sealed-token", "shared", "shared-sealed"}  # have connections, one or several
-WAYS = ["frames", "frames-kept", "landed", "verified", "sealed", "sealed-token", "shared", "shared-sealed", "curve"]
-NIXL_SCRIPT = Path(__file__).with_name("handoff_nixl.py")
+STRIPED = {"verified", "sealed", "shared", "shared-sealed"}  # have connections, one or several
+WAYS = ["frames", "frames-kept", "verified", "sealed", "shared", "shared-sealed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,54 +103,7 @@ class Pair:
         return connection.recv()
 
 
-class NixlPair:
-    """Both NIXL processes, started by the interpreter that has NIXL; one line of JSON asks, one answers.
-
-    They are stopped between their rounds: NIXL's progress threads poll, and would take the cores from the other ways.
-    """
-
-    def __init__(self, python: str, sizes: Sizes, num_parts: int) -> None:
-        environment = {**os.environ, "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "NIXL_LOG_LEVEL": "ERROR"}
-        self._process = subprocess.Popen(
-            [python, str(NIXL_SCRIPT), str(sizes.block_nbytes), str(sizes.num_blocks), str(num_parts)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            process_group=0,
-        )
-
-    def run(self, is_checked: bool) -> Round:
-        """One round. Raises RuntimeError if it fails."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        os.killpg(self._process.pid, signal.SIGCONT)
-        self._process.stdin.write(json.dumps({"is_checked": is_checked}) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("NIXL failed; its trace is above")
-        os.killpg(self._process.pid, signal.SIGSTOP)
-        return Round(**json.loads(line))
-
-    def close(self) -> None:
-        """End it."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(ProcessLookupError):  # it has failed
-            os.killpg(self._process.pid, signal.SIGCONT)
-        self._process.stdin.close()
-        try:
-            self._process.wait(ANSWER_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._process.stdout.close()
-
-
-def measure(
-    sizes: Sizes, ways: Sequence[str], num_rounds: int, nixl_python: str | None, nixl_parts: int
-) -> tuple[dict[str, list[Round]], CpuUse | None]:
+def measure(sizes: Sizes, ways: Sequence[str], num_rounds: int) -> tuple[dict[str, list[Round]], CpuUse | None]:
     """Rounds of every way, taken in turn, and who used the CPU meanwhile; the warm-up rounds are not among them."""
     rounds: dict[str, list[Round]] = {}
     with ExitStack() as stack:
@@ -170,11 +112,6 @@ def measure(
             pair = Pair(sizes, way)
             stack.callback(pair.close)
             runs[way] = pair.run
-        if nixl_python is not None:
-            for name, num_parts in (("nixl", 1), ("nixl-parts", nixl_parts)):
-                nixl = NixlPair(nixl_python, sizes, num_parts)
-                stack.callback(nixl.close)
-                runs[name] = nixl.run
         for run in runs.values():
             run(True)
             run(False)
@@ -207,30 +144,21 @@ def summary(sizes: Sizes, rounds: dict[str, list[Round]], cpu: CpuUse | None) ->
     ratios = {
         "verified / frames": ratio("verified", "frames"),
         "verified / frames-kept": ratio("verified", "frames-kept"),
-        "verified / landed": ratio("verified", "landed"),
         "sealed / frames": ratio("sealed", "frames"),
         "sealed / frames-kept": ratio("sealed", "frames-kept"),
         "sealed / verified": ratio("sealed", "verified"),
-        "sealed-token / sealed": ratio("sealed-token", "sealed"),
         **{
             f"{way} / {name}@1": ratio(way, f"{name}@1")
             for way in rounds
             for name, at, number in [way.partition("@")]
             if at and number != "1"
         },
-        "curve / landed": ratio("curve", "landed"),
-        "sealed / curve": ratio("sealed", "curve"),
         "shared / frames": ratio("shared", "frames"),
         "shared / frames-kept": ratio("shared", "frames-kept"),
         "shared-sealed / frames": ratio("shared-sealed", "frames"),
         "shared-sealed / frames-kept": ratio("shared-sealed", "frames-kept"),
         "shared / verified": ratio("shared", "verified"),
         "shared-sealed / shared": ratio("shared-sealed", "shared"),
-        "verified / nixl": ratio("verified", "nixl"),
-        "sealed / nixl": ratio("sealed", "nixl"),
-        "shared / nixl": ratio("shared", "nixl"),
-        "shared-sealed / nixl": ratio("shared-sealed", "nixl"),
-        "verified / nixl-parts": ratio("verified", "nixl-parts"),
     }
     return {
         "block_nbytes": sizes.block_nbytes,
@@ -289,8 +217,6 @@ def main() -> int:
         nargs="+",
         help="numbers of data sockets, or rings, to compare; each way of kvrelay's once with each",
     )
-    parser.add_argument("--nixl-python", help="interpreter of an environment that has nixl, torch and numpy")
-    parser.add_argument("--nixl-parts", type=int, default=60, help="pieces of a block in nixl-parts")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     options = parser.parse_args()
     ways = options.ways
@@ -299,7 +225,7 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     for block_kib in options.block_kib:
         sizes = Sizes(block_kib * 1024, max(1, options.round_mib * 1024 // block_kib))
-        results.append(summary(sizes, *measure(sizes, ways, options.rounds, options.nixl_python, options.nixl_parts)))
+        results.append(summary(sizes, *measure(sizes, ways, options.rounds)))
         show(results[-1])
     if options.json is not None:
         date = datetime.now(UTC).isoformat(timespec="seconds")

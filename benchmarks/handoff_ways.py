@@ -7,17 +7,14 @@ import secrets
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import cast
 
 import zmq
 from handoff_pools import Pool, Sizes, WholePool
 from prometheus_client import CollectorRegistry
-from zmq.auth.thread import ThreadAuthenticator
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.memory import keep_freed_memory
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.wire.authentication import PeerGate
 from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.data_plane import BlockReceiver
@@ -36,9 +33,6 @@ FINGERPRINT = b"handoff benchmark"
 EPOCH = 1
 HEADER = bytes(64)  # what plain pyzmq sends in front of a block
 PLAIN = "frames"  # its processes keep glibc as it comes, the others set it as kvrelay's workers do
-# Of the receiver, for CURVE: a public key and its secret one. Nobody is kept out by them, it is the speed that is measured.
-CURVE_KEYS = (b"rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", b"JTKVSB%%)wK0E.X)V>+}o?pNmC{O&4W4b!Ni{Lh6")
-TOKEN = "a token"
 ANSWER_S = 60.0  # a side that says nothing for so long has failed
 
 
@@ -68,26 +62,8 @@ class LeaseEnds:
         self.queue.put(f"{code}: {detail}")
 
 
-class TokenGate:
-    """Stands in for the worker's gate: its data socket asks for a token, which a thread of the context checks."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self._authenticator = ThreadAuthenticator(context)
-        self._authenticator.start()
-        self._authenticator.configure_plain("benchmark", {"prefill": TOKEN})
-
-    def guard_data(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it is bound."""
-        socket.plain_server = True
-        socket.zap_domain = b"benchmark"
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._authenticator.stop()
-
-
 class KvrelayReceiver:
-    """Leases and a block receiver; plain or sealed, with or without a token at the door, over TCP or through shared memory."""
+    """Leases and a block receiver; plain or sealed, over TCP or through shared memory."""
 
     def __init__(
         self,
@@ -96,7 +72,6 @@ class KvrelayReceiver:
         peer: Connection,
         *,
         seals_kv: bool,
-        asks_for_token: bool = False,
         is_shared: bool = False,
         data_sockets: int = 1,
         settle: Callable[[], None] | None = None,
@@ -110,7 +85,6 @@ class KvrelayReceiver:
         metrics = WireMetrics(CollectorRegistry())
         # One block more than is sent: a lease has room for the first token behind the prompt.
         self._leases = LeaseTable(settings, WholePool(sizes.num_blocks + 1), pool, self._ends, metrics, time.monotonic)
-        self._gate: TokenGate | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_network_threads(data_sockets))
         self._receiver: BlockReceiver | SharedReceiver
         if is_shared:
@@ -120,13 +94,11 @@ class KvrelayReceiver:
             self._receiver.start()
             self.address = self._receiver.name
             return
-        self._gate = TokenGate(self._context) if asks_for_token else None
         self._receiver = BlockReceiver(
             "tcp://127.0.0.1:0",
             self._leases,
             sizes.block_nbytes,
             context=self._context,
-            gate=cast(PeerGate | None, self._gate),
             num_threads=data_sockets,
         )
         self._receiver.start()
@@ -150,30 +122,23 @@ class KvrelayReceiver:
     def close(self) -> None:
         """End the threads."""
         self._receiver.stop()
-        if self._gate is not None:
-            self._gate.stop()
         self._context.destroy(linger=0)
 
 
 class ZmqReceiver:
-    """A PULL socket; frames are thrown away, or copied into the pool; in the open, or through CURVE."""
+    """A PULL socket; frames are thrown away."""
 
-    def __init__(self, pool: Pool, sizes: Sizes, peer: Connection, *, lands: bool, is_curve: bool = False) -> None:
-        self._pool, self._sizes, self._peer, self._lands = pool, sizes, peer, lands
+    def __init__(self, sizes: Sizes, peer: Connection) -> None:
+        self._sizes, self._peer = sizes, peer
         self._socket = zmq.Context().socket(zmq.PULL)
-        if is_curve:
-            self._socket.curve_server = True
-            self._socket.curve_secretkey = CURVE_KEYS[1]
         self._socket.bind("tcp://127.0.0.1:0")
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def run(self) -> None:
         """All blocks of a round."""
-        for index in range(self._sizes.num_blocks):
+        for _ in range(self._sizes.num_blocks):
             self._socket.recv()
-            frame = self._socket.recv(copy=False)
-            if self._lands:
-                self._pool.open_write(index)[:] = frame.buffer
+            self._socket.recv(copy=False)
         self._peer.send_bytes(b"")
 
     def close(self) -> None:
@@ -188,15 +153,10 @@ def receive(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> Non
         keep_freed_memory()
     pool = Pool(sizes)
     makers: dict[str, Callable[[], KvrelayReceiver | ZmqReceiver]] = {
-        PLAIN: lambda: ZmqReceiver(pool, sizes, peer, lands=False),
-        "frames-kept": lambda: ZmqReceiver(pool, sizes, peer, lands=False),
-        "landed": lambda: ZmqReceiver(pool, sizes, peer, lands=True),
+        PLAIN: lambda: ZmqReceiver(sizes, peer),
+        "frames-kept": lambda: ZmqReceiver(sizes, peer),
         "verified": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=False, data_sockets=sockets),
         "sealed": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=True, data_sockets=sockets),
-        "sealed-token": lambda: KvrelayReceiver(
-            pool, sizes, peer, seals_kv=True, asks_for_token=True, data_sockets=sockets
-        ),
-        "curve": lambda: ZmqReceiver(pool, sizes, peer, lands=True, is_curve=True),
         "shared": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=False, is_shared=True, data_sockets=sockets),
         "shared-sealed": lambda: KvrelayReceiver(
             pool, sizes, peer, seals_kv=True, is_shared=True, data_sockets=sockets
@@ -249,7 +209,7 @@ class PipeControl:
 
 
 class KvrelaySender:
-    """A transfer table and a block sender; plain or sealed, with or without a token, over TCP or through shared memory."""
+    """A transfer table and a block sender; plain or sealed, over TCP or through shared memory."""
 
     def __init__(
         self,
@@ -259,7 +219,6 @@ class KvrelaySender:
         address: str,
         *,
         seals_kv: bool,
-        token: str | None = None,
         is_shared: bool = False,
         data_sockets: int = 1,
     ) -> None:
@@ -274,7 +233,6 @@ class KvrelaySender:
             address,
             metrics=metrics,
             context=self._context,
-            token=token,
             shared=shared,
             num_sockets=data_sockets,
         )
@@ -318,14 +276,11 @@ class KvrelaySender:
 
 
 class ZmqSender:
-    """A PUSH socket; in the open, or through CURVE."""
+    """A PUSH socket."""
 
-    def __init__(self, pool: Pool, sizes: Sizes, peer: Connection, address: str, *, is_curve: bool = False) -> None:
+    def __init__(self, pool: Pool, sizes: Sizes, peer: Connection, address: str) -> None:
         self._pool, self._sizes, self._peer = pool, sizes, peer
         self._socket = zmq.Context().socket(zmq.PUSH)
-        if is_curve:
-            self._socket.curve_serverkey = CURVE_KEYS[0]
-            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.connect(address)
 
@@ -357,13 +312,8 @@ def send(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> None:
     makers: dict[str, Callable[[], KvrelaySender | ZmqSender]] = {
         PLAIN: lambda: ZmqSender(pool, sizes, peer, address),
         "frames-kept": lambda: ZmqSender(pool, sizes, peer, address),
-        "landed": lambda: ZmqSender(pool, sizes, peer, address),
         "verified": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=False, data_sockets=sockets),
         "sealed": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=True, data_sockets=sockets),
-        "sealed-token": lambda: KvrelaySender(
-            pool, sizes, peer, address, seals_kv=True, token=TOKEN, data_sockets=sockets
-        ),
-        "curve": lambda: ZmqSender(pool, sizes, peer, address, is_curve=True),
         "shared": lambda: KvrelaySender(
             pool, sizes, peer, address, seals_kv=False, is_shared=True, data_sockets=sockets
         ),
