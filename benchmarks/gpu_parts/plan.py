@@ -9,14 +9,10 @@ from gpu_parts.running import Section
 
 CHECKS_ONLY = "checks"
 _RESERVED = 0.4  # of the later sections' longest times: what an earlier one must leave them
-_OF_A_STEP = (Kernel.DECODE, Kernel.PREFILL, Kernel.NORM, Kernel.ROTARY, Kernel.ACTIVATION, Kernel.MODEL)
+_OF_A_STEP = (Kernel.DECODE, Kernel.PREFILL, Kernel.MODEL)
 
 LIMITS = Section("limits", "gpu_parts.limits:measure_limits", 25)
 CHECKS: dict[Kernel, Section] = {
-    Kernel.NORM: Section("check-norm", "gpu_parts.check_elementwise:check_norm", 20),
-    Kernel.ROTARY: Section("check-rotary", "gpu_parts.check_elementwise:check_rotary", 20),
-    Kernel.ACTIVATION: Section("check-activation", "gpu_parts.check_elementwise:check_activation", 20),
-    Kernel.PENALTIES: Section("check-penalties", "gpu_parts.check_elementwise:check_penalties", 20),
     Kernel.SAMPLING: Section("check-sampling", "gpu_parts.check_sampling:check_sampling", 25),
     Kernel.DECODE: Section("check-decode", "gpu_parts.check_attention:check_decode_attention", 25),
     Kernel.PREFILL: Section("check-prefill", "gpu_parts.check_attention:check_prefill_attention", 40),
@@ -31,7 +27,7 @@ FIGURES: tuple[Section, ...] = (
     Section("decode-attention", "gpu_parts.attention:measure_decode", 90, (Kernel.DECODE,)),
     Section("prefill-attention", "gpu_parts.attention:measure_prefill", 70, (Kernel.PREFILL,)),
     Section("prefill-boxes", "gpu_parts.prefill_boxes:measure_prefill_boxes", 15, (Kernel.BOXES,)),
-    Section("sampling", "gpu_parts.sampling:measure_sampling", 30, (Kernel.SAMPLING, Kernel.PENALTIES)),
+    Section("sampling", "gpu_parts.sampling:measure_sampling", 30, (Kernel.SAMPLING,)),
     Section("handoff", "gpu_parts.handoff:measure_handoff", 50),
     Section("ttft", "gpu_parts.ttft:measure_ttft", 70, _OF_A_STEP),
     Section("batching", "gpu_parts.batching:measure_ours", 45, _OF_A_STEP),

@@ -26,6 +26,7 @@ def problem(num_seqs: int, query_len: int, length: int) -> Problem:
     return Problem(query, query_len, paged)
 
 
+@pytest.mark.full  # compiles, for 20 s
 @pytest.mark.parametrize(
     "cells",
     [

@@ -84,7 +84,6 @@ def scripted(script: dict[str, Found], seen: list[Context]) -> Callable[..., Out
 def test_a_run_has_the_limits_and_the_checks_of_what_it_times() -> None:
     assert [section.name for section in chosen(["sampling"])] == [
         "limits",
-        "check-penalties",
         "check-sampling",
         "sampling",
     ]
@@ -116,10 +115,10 @@ def test_an_early_section_leaves_the_later_ones_time() -> None:
 
 
 def test_what_is_wrong_or_unchecked_is_not_timed() -> None:
-    section = Section("a", "", 1.0, (Kernel.DECODE, Kernel.NORM))
-    assert refusal(section, {Kernel.DECODE: True, Kernel.NORM: True}) is None
-    assert "norm" in str(refusal(section, {Kernel.DECODE: True, Kernel.NORM: False}))
-    assert "decode attention" in str(refusal(section, {Kernel.NORM: True}))
+    section = Section("a", "", 1.0, (Kernel.DECODE, Kernel.LINEAR))
+    assert refusal(section, {Kernel.DECODE: True, Kernel.LINEAR: True}) is None
+    assert "linears" in str(refusal(section, {Kernel.DECODE: True, Kernel.LINEAR: False}))
+    assert "decode attention" in str(refusal(section, {Kernel.LINEAR: True}))
 
 
 def test_a_wrong_kernel_keeps_its_figures_from_being_taken(context: Context) -> None:
