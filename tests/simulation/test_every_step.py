@@ -6,9 +6,8 @@ worker or of the network may cost more than time.
 
 from __future__ import annotations
 
-import os
-
 import pytest
+from hypothesis import settings
 
 from kvrelay.wire.transfers import TransferSettings
 
@@ -20,7 +19,9 @@ NUM_TOKENS = 12
 SEED = 7
 AT_ONCE_S = 3.0  # of a request that needs another attempt; nothing of what waits for a time-out is over by then
 NO_VERDICT_S = TransferSettings().verify_timeout_s
-STRIDE = int(os.environ.get("KVRELAY_TEST_STRIDE", "20"))  # every so many moments; each fault begins at another one
+# Every so many moments, by hypothesis's profile; each fault begins at another one.
+STRIDE = {"fast": 60, "all": 20, "fuzz": 1}[settings.get_current_profile_name()]
+FAST = ("kill p0", "drain p0", "stop d0", "cut p0 d0", "freeze g0 d0", "cut blocks p0 d0")  # of the faults
 
 WORKER_FAULTS: dict[str, Fault] = {
     **{f"kill {name}": kill(name) for name in ("p0", "p1", "d0", "d1")},
@@ -64,7 +65,9 @@ def struck(moment: int, fault: Fault, *, seal_kv: bool = False) -> tuple[World, 
         return world, client
 
 
-@pytest.mark.parametrize("name", WORKER_FAULTS)
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in WORKER_FAULTS]
+)
 def test_a_worker_or_a_connection_fails_and_the_client_sees_nothing(name: str, moments: range) -> None:
     offset = list(WORKER_FAULTS).index(name) % STRIDE
     for moment in moments[offset::STRIDE]:
@@ -72,6 +75,7 @@ def test_a_worker_or_a_connection_fails_and_the_client_sees_nothing(name: str, m
         assert client.outcome == "finished", f"{name} before event {moment}: {client.outcome}"
 
 
+@pytest.mark.full
 def test_a_broken_connection_for_blocks_is_noticed_at_once_and_no_worker_counts_as_lost(moments: range) -> None:
     """Not by a time-out: all workers are well, and so are their links to the gateway."""
     num_tried_again = 0
@@ -95,6 +99,7 @@ def test_a_broken_connection_for_blocks_is_noticed_at_once_and_no_worker_counts_
     assert num_tried_again > 5, "hardly any fault came in the midst of a hand-off"
 
 
+@pytest.mark.full
 def test_a_connection_for_blocks_that_leads_nowhere_is_not_used_again(moments: range) -> None:
     """Nobody hears of it: all that there is to see is that a verdict does not come. What comes later goes another way."""
     num_waited = 0
@@ -133,7 +138,7 @@ def slow_moments() -> range:
         return range(first, world.loop.num_events - 40)
 
 
-@pytest.mark.parametrize("name", ["leave", "kill g0"])
+@pytest.mark.parametrize("name", [pytest.param("leave", marks=pytest.mark.full), "kill g0"])
 def test_whose_client_or_gateway_is_gone_holds_no_block_after_a_second(name: str, slow_moments: range) -> None:
     fault: Fault = leave if name == "leave" else kill("g0")
     for moment in slow_moments[:: max(1, STRIDE // 2)]:

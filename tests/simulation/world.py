@@ -62,6 +62,8 @@ class Client:
         """Its task has ended, perhaps before it began."""
         if task.cancelled():
             self.outcome = self.outcome or "cancelled"
+        elif (error := task.exception()) is not None:
+            self.outcome = repr(error)
 
     @property
     def expected(self) -> list[int]:

@@ -1,0 +1,20 @@
+"""What the simulation's own clock promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.engine.fake import FakeEngine, FakePace, fake_card
+
+from .world import running
+
+
+def test_who_reads_the_real_clock_in_virtual_time_is_found() -> None:
+    paced = FakeEngine(fake_card(), pace=FakePace(0.0, 0.0))
+    with running() as world:
+        with pytest.raises(AssertionError, match=r"kvrelay\.engine\.fake calls time\.monotonic\(\)"):
+            paced.step([])
+        assert world.problems == ["kvrelay.engine.fake calls time.monotonic() in virtual time"]
+        world.problems.clear()
+        world.check()
+    assert paced.step([]) == []
