@@ -11,11 +11,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrelay.common.clock import Clock
 from kvrelay.common.errors import SettingsError
 from kvrelay.gateway.errors import UnauthorizedError
 from kvrelay.gateway.key_limits import OPTIONS, KeyLimits, KeyUse
@@ -35,7 +34,7 @@ class _Key:
 class ApiKeys:
     """The keys of one file. Raises SettingsError if it cannot be read at first."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, clock: Clock) -> None:
         self._path = path
         self._clock = clock
         self._version = _version(path)

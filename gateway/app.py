@@ -96,7 +96,7 @@ def create_app(
         app.include_router(router)
     endpoints = {**routes.endpoints, **newer.endpoints, **tgi.endpoints, **tokens.endpoints}
     _add_operations(app, pool, relay, metrics)
-    api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys))
+    api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys), network.clock)
     return Edge(app, endpoints, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys)
 
 

@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 import socket
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -55,7 +56,7 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
     limits = _fitting(settings.http, raise_descriptor_limit())
     certificate = _certificate(settings.tls)
     app = create_app(settings, metrics=metrics)
-    refusals = Refusals(metrics.refused_connections)
+    refusals = Refusals(metrics.refused_connections, time.monotonic)
     server = make_http_server(app, limits, refusals, certificate=certificate, drain_s=settings.drain_s)
     # What is loaded stays; and a collection, which stops all streams, need not come after every 700 objects.
     gc.collect()

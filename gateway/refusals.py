@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from enum import StrEnum
 
 from prometheus_client import Counter
 
+from kvrelay.common.clock import Clock
 from kvrelay.common.logs import RareWarnings
 
 logger = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ class Reason(StrEnum):
 class Refusals:
     """Counts refusals and logs them, one line a second at the most: a flood of them must not become a flood of logs."""
 
-    def __init__(self, counter: Counter, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, counter: Counter, clock: Clock) -> None:
         """``counter`` has one label, the reason."""
         self._counter = counter
         self._warnings = RareWarnings(logger, clock)

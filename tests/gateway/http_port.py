@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -183,7 +184,7 @@ async def serving(
 ) -> AsyncIterator[Port]:
     """``app`` on a port of its own; stopped, and its end checked, afterwards."""
     registry = CollectorRegistry()
-    refusals = Refusals(GatewayMetrics(registry).refused_connections)
+    refusals = Refusals(GatewayMetrics(registry).refused_connections, time.monotonic)
     server = make_http_server(app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=5)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

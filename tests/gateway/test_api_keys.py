@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def keys_file(tmp_path: Path, *names: str) -> Path:
 
 
 def test_a_key_is_known_by_its_name(tmp_path: Path) -> None:
-    keys = ApiKeys(keys_file(tmp_path, "alice", "bob"))
+    keys = ApiKeys(keys_file(tmp_path, "alice", "bob"), time.monotonic)
     assert keys.check("Bearer key-of-bob") == "bob"
     assert keys.check("bearer  key-of-alice") == "alice"
 
@@ -47,7 +48,7 @@ def test_a_key_is_known_by_its_name(tmp_path: Path) -> None:
     ],
 )
 def test_everything_else_is_refused(tmp_path: Path, header: str | None, text: str) -> None:
-    keys = ApiKeys(keys_file(tmp_path, "alice"))
+    keys = ApiKeys(keys_file(tmp_path, "alice"), time.monotonic)
     with pytest.raises(UnauthorizedError, match=text) as caught:
         keys.check(header)
     assert "eve" not in str(caught.value)
@@ -98,7 +99,7 @@ def test_a_bad_file_is_named_at_the_start(tmp_path: Path, content: str, text: st
     path = tmp_path / "keys"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(SettingsError, match=text) as caught:
-        ApiKeys(path)
+        ApiKeys(path, time.monotonic)
     assert "hunter2" not in str(caught.value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from typing import Any, cast
 
 import pytest
@@ -175,7 +176,7 @@ async def test_a_slow_reader_is_no_deaf_one() -> None:
     """As long as it takes, in each period, what separates the two marks of the buffer."""
     loop, transport = Loop(), Transport()
     app: Any = Recorder()
-    refusals = Refusals(GatewayMetrics(CollectorRegistry()).refused_connections)
+    refusals = Refusals(GatewayMetrics(CollectorRegistry()).refused_connections, time.monotonic)
     protocol = HttpProtocol(
         uvicorn.Config(app),
         ServerState(),

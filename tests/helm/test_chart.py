@@ -193,7 +193,9 @@ def test_with_a_certificate_everything_that_asks_the_gateway_asks_by_https() -> 
 def test_the_api_key_that_the_chart_makes_is_known_to_the_gateway(tmp_path: Path) -> None:
     data = objects("--set", "security.apiKeys.enabled=true")["Secret", "relay-kvrelay-api-keys"]["data"]
     (tmp_path / "keys").write_bytes(base64.b64decode(data["api-keys"]))
-    assert ApiKeys(tmp_path / "keys").check("Bearer " + base64.b64decode(data["key"]).decode()) == "default"
+    assert (
+        ApiKeys(tmp_path / "keys", lambda: 0.0).check("Bearer " + base64.b64decode(data["key"]).decode()) == "default"
+    )
 
 
 @needs_helm

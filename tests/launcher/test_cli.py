@@ -217,7 +217,7 @@ def test_an_api_key_and_its_line_belong_together(capsys: pytest.CaptureFixture[s
     key = said.err.rsplit(" ", 1)[1].strip()
     assert key not in said.out
     (tmp_path / "keys").write_text(said.out)
-    assert ApiKeys(tmp_path / "keys").check(f"Bearer {key}") == "alice"
+    assert ApiKeys(tmp_path / "keys", lambda: 0.0).check(f"Bearer {key}") == "alice"
 
 
 @pytest.mark.parametrize("name", ["bad name", "", "x" * 65, "#1"])

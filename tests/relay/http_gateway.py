@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -142,7 +143,9 @@ async def deployment(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     metrics = GatewayMetrics(CollectorRegistry())
     app = create_app(settings, link_settings=LINKS, metrics=metrics)
-    server = make_http_server(app, settings.http, Refusals(metrics.refused_connections), drain_s=drain_s)
+    server = make_http_server(
+        app, settings.http, Refusals(metrics.refused_connections, time.monotonic), drain_s=drain_s
+    )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with httpx.AsyncClient(base_url=url, timeout=20) as client:
