@@ -24,7 +24,7 @@ _LOAD_SETTINGS = (
 )  # fmt: skip
 _MACHINE = ("machine", "cpu", "cores")
 # Not the load but how it was sent and served: a difference may be why the runs are compared.
-_SIDE_SETTINGS = ("self_serve", "serve", "processes", "timeout_s", "token_ids", "tokenizer")
+_SIDE_SETTINGS = ("self_serve", "serve", "timeout_s", "token_ids", "tokenizer")
 _MAX_CPU_DIFFERENCE = 0.2  # cores that others took, between two runs
 _NOISE = 0.05  # ratios nearer to 1 are no difference
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from kvrelay.launcher.bench.records import CpuUse, RequestRecord
 
 LATE_S = 0.02  # sending this late changes when queues form, and a loop this late lengthens what it times
-FULL_CORE = 0.85  # of a core, in one generator process
+FULL_CORE = 0.85  # of the one that the generator can use
 OTHERS_SHARE = 0.05  # of all cores
 STOLEN_SHARE = 0.02
 
 
-def doubts(records: Sequence[RequestRecord], cpu: CpuUse | None, *, num_processes: int) -> list[str]:
+def doubts(records: Sequence[RequestRecord], cpu: CpuUse | None) -> list[str]:
     """Warnings, the worst first; empty if there is nothing to say. ``records``: without warm-up."""
     found: list[str] = []
     kinds = Counter(record.error for record in records if record.error is not None)
@@ -33,15 +33,15 @@ def doubts(records: Sequence[RequestRecord], cpu: CpuUse | None, *, num_processe
             f"{len(late_s)} of {len(records)} requests were sent more than {LATE_S * 1e3:.0f} ms after they were due, the latest "
             f"{max(late_s) * 1e3:.0f} ms: the load was not what was asked for"
         )
-    return found if cpu is None else found + _of_machine(cpu, num_processes)
+    return found if cpu is None else found + _of_machine(cpu)
 
 
-def _of_machine(cpu: CpuUse, num_processes: int) -> list[str]:
+def _of_machine(cpu: CpuUse) -> list[str]:
     found: list[str] = []
-    if cpu.generator > FULL_CORE * num_processes:
+    if cpu.generator > FULL_CORE:
         found.append(
-            f"the generator used {cpu.generator:.2f} cores with --processes {num_processes}: it, and not the server, may be what "
-            "limits the figures; give more --processes, or another machine"
+            f"the generator used {cpu.generator:.2f} cores of the one that it can: it, and not the server, may be what "
+            "limits the figures; send from several machines"
         )
     if cpu.generator_max_lag_s > LATE_S:
         found.append(

@@ -26,9 +26,9 @@ from kvrelay.launcher.bench.cpu import CpuMeter
 from kvrelay.launcher.bench.doubts import doubts
 from kvrelay.launcher.bench.environment import environment
 from kvrelay.launcher.bench.errors import BenchError
-from kvrelay.launcher.bench.generator import GeneratorProcess, Job, Report, generate
-from kvrelay.launcher.bench.load import Counts, LoadRunner
-from kvrelay.launcher.bench.load_view import Update, load_view
+from kvrelay.launcher.bench.generator import Job, Report, generate
+from kvrelay.launcher.bench.load import LoadRunner
+from kvrelay.launcher.bench.load_view import load_view
 from kvrelay.launcher.bench.prepare import (
     body_spec,
     check_places,
@@ -45,14 +45,13 @@ from kvrelay.launcher.bench.spec import LoadKind, WorkloadSpec, parse_slo, workl
 from kvrelay.launcher.bench.summary import rate_window
 from kvrelay.launcher.bench.trace import read_trace
 from kvrelay.launcher.bench.values import parse_id_range
-from kvrelay.launcher.bench.workload import Share, plan_workload
+from kvrelay.launcher.bench.workload import plan_workload
 from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model, served_name
 from kvrelay.launcher.progress import stderr_progress
 
 _TICK_S = 0.5  # between two looks at counts and CPU times
 _START_AFTER_S = 0.05
-_START_PROCESSES_AFTER_S = 1.5  # imports; one that is not ready by then begins late, and the result says so
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they end the sending; what has ended by then is reported
 
 
@@ -76,9 +75,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the generators brought home."""
+    """What the generator brought home."""
 
-    reports: list[Report]
+    report: Report
     window: tuple[float, float]  # that rates are over, on the run's clock
     cpu: CpuUse | None
     started_at: datetime
@@ -108,7 +107,7 @@ def run(settings: BenchSettings) -> int:
 
 def make_result(settings: BenchSettings, target: Target, measured: Measured, warnings: Sequence[str]) -> RunResult:
     """Put a result together. Raises BenchError if no request has ended."""
-    records = _numbered([record for report in measured.reports for record in report.records])
+    records = _numbered(measured.report.records)
     counted = [record for record in records if not record.is_warmup]
     if not counted:
         raise BenchError(
@@ -116,9 +115,9 @@ def make_result(settings: BenchSettings, target: Target, measured: Measured, war
             "or a shorter --warmup"
         )
     found = list(warnings)
-    if any(report.is_stopped for report in measured.reports):
+    if measured.report.is_stopped:
         found.append("the run was interrupted: requests that had not ended then are left out")
-    found += doubts(counted, measured.cpu, num_processes=settings.load.processes)
+    found += doubts(counted, measured.cpu)
     from_s, until_s = measured.window
     return RunResult(
         name=settings.report.name or target.model.name,
@@ -186,20 +185,10 @@ def _target(settings: BenchSettings) -> Iterator[Target]:
 async def _measure(
     settings: BenchSettings, spec: WorkloadSpec, body: BodySpec, target: Target, before_s: float
 ) -> Measured:
-    """Send the load with one or several processes; ``before_s``: what they need before it begins, once they run."""
-    num = settings.load.processes
-    start_s = time.monotonic() + (_START_AFTER_S if num == 1 else _START_PROCESSES_AFTER_S) + before_s
-    jobs = [Job(settings, body, target.url, Share(index, num), start_s) for index in range(num)]
-    runners: list[LoadRunner | GeneratorProcess] = []
-    work: list[asyncio.Task[Report]] = []
-    if num == 1:
-        work.append(asyncio.create_task(generate(jobs[0], runners.append)))
-    else:
-        for job in jobs:
-            process = GeneratorProcess(job)
-            await process.start()
-            runners.append(process)
-            work.append(asyncio.create_task(process.report()))
+    """Send the load; ``before_s``: what the generator needs before it begins."""
+    start_s = time.monotonic() + _START_AFTER_S + before_s
+    runners: list[LoadRunner] = []
+    work = asyncio.create_task(generate(Job(settings, body, target.url, start_s), runners.append))
 
     def stop() -> None:
         for runner in runners:
@@ -208,7 +197,7 @@ async def _measure(
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
-    meter = CpuMeter(lambda: [item.pid for item in runners if isinstance(item, GeneratorProcess)], target.server_pids)
+    meter = CpuMeter(list, target.server_pids)
     started_at = datetime.now(UTC)
     meter.start()
     total_s = None if spec.duration_s is None else spec.warmup.duration_s + spec.duration_s
@@ -217,62 +206,36 @@ async def _measure(
     console.print(f"measuring {target.model.name} at {target.url}: {describe_load(spec)}", highlight=False)
     with load_view(console, total_s=total_s, total_requests=total_requests) as update:
         try:
-            await _watch(work, runners, meter, update, start_s)
-            reports = [task.result() for task in work]
+            while not work.done():
+                await asyncio.wait([work], timeout=_TICK_S)
+                meter.sample()
+                for runner in runners:
+                    update(max(0.0, time.monotonic() - start_s), runner.counts)
+            report = work.result()
         finally:
             for number in _STOP_SIGNALS:
                 loop.remove_signal_handler(number)
-            for task in work:
-                task.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
-    window = window_of(spec, reports)
-    return Measured(reports, window, counted_cpu(meter, reports, window, start_s), started_at)
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+    window = window_of(spec, report)
+    return Measured(report, window, counted_cpu(meter, report, window, start_s), started_at)
 
 
-def window_of(spec: WorkloadSpec, reports: Sequence[Report]) -> tuple[float, float]:
+def window_of(spec: WorkloadSpec, report: Report) -> tuple[float, float]:
     """What rates are over. A trace may be shorter than the time that it was given, and an interrupted run was not given it."""
-    counted = [record for report in reports for record in report.records if not record.is_warmup]
-    is_timed = spec.kind is not LoadKind.TRACE and not any(report.is_stopped for report in reports)
+    counted = [record for record in report.records if not record.is_warmup]
+    is_timed = spec.kind is not LoadKind.TRACE and not report.is_stopped
     return rate_window(counted, spec.duration_s if is_timed else None)
 
 
-def counted_cpu(
-    meter: CpuMeter, reports: Sequence[Report], window: tuple[float, float], start_s: float
-) -> CpuUse | None:
+def counted_cpu(meter: CpuMeter, report: Report, window: tuple[float, float], start_s: float) -> CpuUse | None:
     """End the meter; CPU use and lateness of the time that rates are over.
 
     Neither a start and a warm-up nor the wait for a last answer may blur it. ``start_s`` of the run is on ``time.monotonic()``.
     """
     from_s, until_s = window
-    late_s = [late for report in reports for at_s, late in report.late if from_s <= at_s <= until_s]
+    late_s = [late for at_s, late in report.late if from_s <= at_s <= until_s]
     return meter.stop(max(late_s, default=0.0), from_s=start_s + from_s, until_s=start_s + until_s)
-
-
-async def _watch(
-    work: Sequence[asyncio.Task[Report]],
-    runners: Sequence[LoadRunner | GeneratorProcess],
-    meter: CpuMeter,
-    update: Update,
-    start_s: float,
-) -> None:
-    """Until all generators have ended, or one has failed."""
-    pending = set(work)
-    while pending:
-        done, pending = await asyncio.wait(pending, timeout=_TICK_S, return_when=asyncio.FIRST_EXCEPTION)
-        meter.sample()
-        update(max(0.0, time.monotonic() - start_s), total_counts([runner.counts for runner in runners]))
-        if any(task.exception() is not None for task in done):
-            return
-
-
-def total_counts(counts: Sequence[Counts]) -> Counts:
-    """The sum."""
-    return Counts(
-        sent=sum(item.sent for item in counts),
-        answered=sum(item.answered for item in counts),
-        failed=sum(item.failed for item in counts),
-        chunks=sum(item.chunks for item in counts),
-    )
 
 
 def describe_load(spec: WorkloadSpec) -> str:

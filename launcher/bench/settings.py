@@ -74,9 +74,6 @@ class LoadSettings:
         "what comes first and is not counted: a time (5s) or a number of requests (16); 0: nothing; default: 2s, a trace: nothing",
     )
     timeout_s: float = setting(300.0, "after which an answer counts as failed", unit="s", minimum=0.1)
-    processes: int = setting(
-        1, "processes that send; more than one only if the generator is short of CPU", minimum=1, maximum=64
-    )
 
 
 @dataclass(frozen=True, slots=True)

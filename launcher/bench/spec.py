@@ -88,10 +88,6 @@ def workload_spec(settings: BenchSettings) -> WorkloadSpec:
             "--burst comes at fixed times, so with --concurrency the run needs fixed times too: "
             "give --duration-s instead of --requests, and --warmup in seconds"
         )
-    if kind is LoadKind.CONCURRENCY and load.processes > concurrency:
-        raise SettingsError(
-            f"--processes is {load.processes}; with --concurrency {concurrency} at most that many can send"
-        )
     return WorkloadSpec(
         kind=kind,
         rate=load.rate or 0.0,

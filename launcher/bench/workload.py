@@ -46,40 +46,23 @@ class PlannedRequest:
         return sum(piece.length for piece in self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The part of a load that one of ``count`` processes sends: every ``count``-th request, from ``index`` on."""
-
-    index: int = 0
-    count: int = 1
-
-    def split(self, total: int) -> int:
-        """This share of ``total``."""
-        return len(range(self.index, total, self.count))
-
-
 class ClosedLoop:
     """Hands out the requests of a closed loop, one after the other; knows when it is over. No clock of its own."""
 
-    def __init__(self, spec: WorkloadSpec, share: Share) -> None:
-        self.concurrency = share.split(spec.concurrency)
+    def __init__(self, spec: WorkloadSpec) -> None:
+        self.concurrency = spec.concurrency
         self._spec = spec
-        self._share = share
-        self._num_warmup = share.split(spec.warmup.num_requests)
-        self._limit: int | None = None
-        if spec.num_requests is not None:
-            self._limit = share.split(spec.warmup.num_requests + spec.num_requests) - self._num_warmup
         self._num_given = 0
         self._num_counted = 0
         self._counted_since_s: float | None = None
 
     def next_request(self, now_s: float) -> PlannedRequest | None:
         """The request to send at ``now_s``; None if the run is over."""
-        is_warmup = self._num_given < self._num_warmup or now_s < self._spec.warmup.duration_s
+        is_warmup = self._num_given < self._spec.warmup.num_requests or now_s < self._spec.warmup.duration_s
         if not is_warmup:
             if self._counted_since_s is None:
                 self._counted_since_s = now_s
-            if self._limit is not None and self._num_counted >= self._limit:
+            if self._spec.num_requests is not None and self._num_counted >= self._spec.num_requests:
                 return None
             if self._spec.duration_s is not None and now_s >= self._counted_since_s + self._spec.duration_s:
                 return None
@@ -91,26 +74,24 @@ class ClosedLoop:
         """What ``next_request`` will give, in its order and without an end; whether it is warm-up is not known before."""
         return (self._request(place, is_warmup=False) for place in itertools.count(self._num_given))
 
-    def _request(self, place: int, *, is_warmup: bool) -> PlannedRequest:
-        number = self._share.index + place * self._share.count
+    def _request(self, number: int, *, is_warmup: bool) -> PlannedRequest:
         return _main_request(self._spec, number, None, is_warmup=is_warmup)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """All that one process sends."""
+    """All that is sent."""
 
     timed: tuple[PlannedRequest, ...]  # in order of due_s
     closed: ClosedLoop | None
 
 
-def plan_workload(spec: WorkloadSpec, trace: Sequence[TraceRow] = (), share: Share | None = None) -> Workload:
-    """Plan everything (or one process's share). ``trace`` is for LoadKind.TRACE, as ``read_trace`` gives it."""
-    share = share or Share()
+def plan_workload(spec: WorkloadSpec, trace: Sequence[TraceRow] = ()) -> Workload:
+    """Plan everything. ``trace`` is for LoadKind.TRACE, as ``read_trace`` gives it."""
     closed: ClosedLoop | None = None
     if spec.kind is LoadKind.CONCURRENCY:
         assert spec.duration_s is not None or spec.burst is None, "bursts need an end"
-        closed = ClosedLoop(spec, share)
+        closed = ClosedLoop(spec)
         main: list[PlannedRequest] = []
         end_s = spec.warmup.duration_s + (spec.duration_s or 0.0)
         counted_from_s = spec.warmup.duration_s
@@ -121,7 +102,7 @@ def plan_workload(spec: WorkloadSpec, trace: Sequence[TraceRow] = (), share: Sha
     if spec.burst is not None:
         bursts = _burst_requests(spec, counted_from_s, end_s)
         requests = sorted([*main, *bursts], key=lambda request: request.due_s or 0.0)
-    return Workload(tuple(requests[share.index :: share.count]), closed)
+    return Workload(tuple(requests), closed)
 
 
 def arrivals_s(rate: float, *, is_poisson: bool, seed: int) -> Iterator[float]:

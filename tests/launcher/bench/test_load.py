@@ -13,14 +13,12 @@ import pytest
 from kvrelay.common.settings import build
 from kvrelay.launcher.bench.bodies import BodySpec, BodyWriter
 from kvrelay.launcher.bench.client import StreamingClient
-from kvrelay.launcher.bench.errors import BenchError
-from kvrelay.launcher.bench.generator import GeneratorProcess, Job
 from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.load import LoadRunner
 from kvrelay.launcher.bench.records import RequestRecord
 from kvrelay.launcher.bench.settings import BenchSettings
 from kvrelay.launcher.bench.spec import workload_spec
-from kvrelay.launcher.bench.workload import Share, plan_workload
+from kvrelay.launcher.bench.workload import plan_workload
 from tests.launcher.bench.stub_server import Answer, Request, StubServer, as_asked
 
 BODY = BodySpec("stub", "completions", 1)
@@ -141,57 +139,3 @@ async def test_stop_gives_up_what_is_under_way_and_keeps_what_ended(server: Stub
     await streams.close()
     assert [record.error for record in records] == [None, None]
     assert runner.is_stopped
-
-
-def job(server: StubServer, share: Share, **values: Any) -> Job:
-    settings = build(BenchSettings, {"output_len": "2", "input_len": "4", "warmup": "0", **values})
-    return Job(settings, BODY, server.url, share, time.monotonic())
-
-
-async def test_generator_processes_share_a_load(server: StubServer) -> None:
-    processes = [GeneratorProcess(job(server, Share(index, 2), concurrency=4, requests=30)) for index in range(2)]
-    for process in processes:
-        await process.start()
-    reports = await asyncio.gather(*(process.report() for process in processes))
-    numbers = sorted(record.index for report in reports for record in report.records)
-    assert numbers == list(range(30))
-    assert sum(process.counts.answered for process in processes) == 30
-    assert any(report.late for report in reports)
-
-
-async def test_a_generator_process_stops_when_told(server: StubServer) -> None:
-    started = asyncio.Event()
-
-    def answer(request: Request) -> Answer:
-        started.set()
-        return as_asked(request)
-
-    server.answer = answer
-    process = GeneratorProcess(job(server, Share(), concurrency=1, duration_s=600))
-    await process.start()
-    await started.wait()
-    process.stop()
-    report = await process.report()
-    assert report.is_stopped
-
-
-async def test_a_generator_process_that_dies_is_an_error(server: StubServer, capfd: pytest.CaptureFixture[str]) -> None:
-    lengths = {"input_len": "128", "output_len": "64"}  # the defaults: a trace has its own
-    process = GeneratorProcess(job(server, Share(), trace="/no/such/trace", **lengths))
-    await process.start()
-    with pytest.raises(BenchError, match="ended with exit code 1 and no report"):
-        await process.report()
-    assert "cannot read /no/such/trace" in capfd.readouterr().err
-
-
-async def test_a_mistake_of_ours_is_not_swallowed(server: StubServer) -> None:
-    streams = HttpStreams(ServerAddress(server.url), {})
-    runner = runner_for(streams, rate=100, requests=3)
-    await streams.close()
-
-    async def fail(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("a bug")
-
-    runner._client.ask = fail  # type: ignore[assignment, method-assign]
-    with pytest.raises(ZeroDivisionError, match="a bug"):
-        await runner.run()

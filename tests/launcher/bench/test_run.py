@@ -129,9 +129,9 @@ def test_cpu_use_and_lateness_are_of_the_time_that_counts() -> None:
 
     records = [record(0.0, 9.0, is_warmup=True), record(10.0, 20.0), record(11.0, 100.0, error="timeout")]
     meter = Meter(list, None)
-    reports = [Report(records=records, is_stopped=False, late=[(5.0, 0.9), (15.0, 0.01), (50.0, 0.8)])]
-    window = window_of(workload_spec(build(BenchSettings, {"concurrency": 1, "requests": 3})), reports)
-    cpu = counted_cpu(meter, reports, window, 1000.0)
+    report = Report(records, False, [(5.0, 0.9), (15.0, 0.01), (50.0, 0.8)])
+    window = window_of(workload_spec(build(BenchSettings, {"concurrency": 1, "requests": 3})), report)
+    cpu = counted_cpu(meter, report, window, 1000.0)
     assert meter.asked == {"from_s": 1010.0, "until_s": 1020.0}
     assert cpu is not None
     assert cpu.generator_max_lag_s == 0.01
@@ -150,14 +150,14 @@ def test_the_time_that_was_asked_for_counts_unless_the_load_was_over_before(
     values: dict[str, object], is_stopped: bool, until_s: float
 ) -> None:
     record = msgspec.structs.replace(result().requests[0], due_s=1.0, sent_s=1.0, finished_s=3.0, error=None)
-    reports = [Report(records=[record], is_stopped=is_stopped, late=[])]
-    assert window_of(workload_spec(build(BenchSettings, values)), reports) == (1.0, until_s)
+    report = Report([record], is_stopped, [])
+    assert window_of(workload_spec(build(BenchSettings, values)), report) == (1.0, until_s)
 
 
 @pytest.mark.parametrize("api", ["text", "chat"])
-def test_words_and_processes(server: StubServer, shown: Shown, api: str) -> None:
+def test_words(server: StubServer, shown: Shown, api: str) -> None:
     arguments = ["bench", "--url", server.url, *SMALL, "--api", api, "--concurrency", "2", "--requests", "8"]
-    assert cli.run([*arguments, "--processes", "2", "--name", "chats"]) == 0
+    assert cli.run([*arguments, "--name", "chats"]) == 0
     assert len(shown.tables[0].requests) == 8
     assert shown.tables[0].name == "chats"
     assert {record.prompt_tokens for record in shown.tables[0].requests} == {8}

@@ -19,11 +19,11 @@ from kvrelay.launcher.bench.settings import BenchSettings
 from kvrelay.launcher.bench.spec import parse_burst, parse_slo, workload_spec
 from kvrelay.launcher.bench.trace import TraceRow, read_trace
 from kvrelay.launcher.bench.values import Lengths, parse_id_range, parse_lengths, parse_time_s
-from kvrelay.launcher.bench.workload import PlannedRequest, Share, Workload, arrivals_s, plan_workload
+from kvrelay.launcher.bench.workload import PlannedRequest, Workload, arrivals_s, plan_workload
 
 
-def plan(share: Share | None = None, trace: list[TraceRow] | None = None, **values: Any) -> Workload:
-    return plan_workload(workload_spec(build(BenchSettings, {"warmup": "0", **values})), trace or (), share)
+def plan(trace: list[TraceRow] | None = None, **values: Any) -> Workload:
+    return plan_workload(workload_spec(build(BenchSettings, {"warmup": "0", **values})), trace or ())
 
 
 def body_of(writer: BodyWriter, request: PlannedRequest) -> Any:
@@ -70,13 +70,6 @@ def test_a_seed_repeats_a_load_and_another_one_does_not() -> None:
     assert plan(**values).timed != plan(**values, seed=1).timed
 
 
-def test_processes_together_send_what_one_would() -> None:
-    values = {"rate": 5, "duration_s": 20, "input_len": "uniform:10-500", "burst": "every=3s,n=2"}
-    shares = [plan(Share(index, 3), **values).timed for index in range(3)]
-    whole = plan(**values).timed
-    assert sorted(itertools.chain(*shares), key=whole.index) == list(whole)
-
-
 def test_bursts_come_on_top_until_the_main_load_ends() -> None:
     requests = plan(
         rate=1, arrival="constant", duration_s=10, warmup="4s", burst="every=5s,n=2,input=1500,output=16"
@@ -105,14 +98,6 @@ def test_a_closed_loop_ends_by_time_counted_from_the_first_counted_request() -> 
     assert [request is not None and request.is_warmup for request in given] == [True, True, False, False, False]
     assert given[3] is not None
     assert given[4] is None
-
-
-def test_a_closed_loop_is_split_without_loss() -> None:
-    loops = [plan(Share(index, 3), concurrency=7, requests=20, warmup="4").closed for index in range(3)]
-    assert [loop.concurrency for loop in loops if loop] == [3, 2, 2]
-    requests = [request for loop in loops if loop for request in iter(lambda loop=loop: loop.next_request(0.0), None)]
-    assert sorted(request.number for request in requests) == list(range(24))
-    assert sum(request.is_warmup for request in requests) == 4
 
 
 def test_prefixes_are_shared_within_groups_only() -> None:
@@ -268,7 +253,6 @@ def test_lengths_have_the_mean_and_deviation_that_they_name(text: str, mean: flo
         ({"rate": 1, "burst": "every=1s,n=2,inputs=3"}, "--burst: unknown key 'inputs'; did you mean 'input'"),
         ({"rate": 1, "burst": "4"}, "--burst: '4' is not key=value"),
         ({"concurrency": 2, "requests": 3, "burst": "every=1s,n=2"}, "give --duration-s instead of --requests"),
-        ({"concurrency": 2, "processes": 3}, "--processes is 3; with --concurrency 2 at most that many"),
         ({"rate": 0}, "--rate is 0.0; it must be at least 0.001"),
     ],
 )
