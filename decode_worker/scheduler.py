@@ -137,6 +137,9 @@ class DecodeScheduler:
                 is_idle = beam.status is SequenceStatus.WAITING and beam is not group.leader
                 assert not (is_idle and beam.block_table), f"beam {beam.beam} of {key} idles in {beam.block_table}"
         assert not led, f"beams without a search: {sorted(led)}"
+        assert (found := self._blocks.set_aside) == self._num_awaited, (
+            f"{found} blocks set aside, not {self._num_awaited}"
+        )
 
     def schedule(self) -> Schedule:
         """Choose the next step's rows; allocates blocks, admits waiting sequences, preempts running ones."""
@@ -293,9 +296,14 @@ class DecodeScheduler:
         if self._found_none is None or self._found_none[0] is not sequence:
             return True
         _, num_before, missing = self._found_none
-        num_blocks = self._blocks.num_allocatable
+        num_blocks = self._num_left_over
         self._found_none = (sequence, min(num_blocks, num_before), missing)
         return num_blocks > num_before or self._blocks.num_cached_prefix(missing) > 0
+
+    @property
+    def _num_left_over(self) -> int:
+        """Blocks that are allocatable, less the next one of all who run."""
+        return self._blocks.num_allocatable - len(self.running)
 
     def _num_free_places(self) -> int:
         """A beam search takes all its places from the start, whether it has so many beams yet or not."""
@@ -307,6 +315,7 @@ class DecodeScheduler:
     def _admit(self, sequence: Sequence, plan: Schedule, budget: int) -> int:
         """Let a sequence with blocks run; returns the tokens that it computes in this step."""
         self.waiting.remove(sequence)
+        self._blocks.set_aside = self._num_awaited
         sequence.set_status(SequenceStatus.RUNNING)
         bisect.insort(self.running, sequence, key=_arrival)
         plan.admitted.append(sequence)
@@ -321,10 +330,11 @@ class DecodeScheduler:
         root = salted(self._root_hash, sequence.cache_salt)
         hashes = chain_hashes(root, sequence.token_ids[: num_reusable * block_size], block_size)
         num_blocks = self._blocks.num_blocks_for(sequence.num_tokens)
-        allocation = self._blocks.allocate(_owner(sequence), num_blocks, hashes)
+        # Else the next one that needs a block would take it from this one, which would have been computed for nothing.
+        allocation = self._blocks.allocate(_owner(sequence), num_blocks, hashes, spare=len(self.running))
         if allocation is None:
             missing = hashes[self._blocks.num_cached_prefix(hashes) :][:1]
-            self._found_none = (sequence, self._blocks.num_allocatable, missing)
+            self._found_none = (sequence, self._num_left_over, missing)
             return False
         sequence.block_hashes = hashes[: allocation.num_cached]
         sequence.block_table = allocation.block_ids
@@ -385,6 +395,8 @@ class DecodeScheduler:
         plan.preempted.append(victim)
         if victim not in self.waiting:
             self._queue(victim)
+        else:
+            self._blocks.set_aside = self._num_awaited
 
     def _give_way(self, sequence: Sequence, plan: Schedule) -> None:
         # A row of this step may already be the victim's, if it decodes while an older one prefills: it must not
@@ -412,12 +424,20 @@ class DecodeScheduler:
 
     def _queue(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=_arrival)
+        self._blocks.set_aside = self._num_awaited
+
+    @property
+    def _num_awaited(self) -> int:
+        """Blocks of the oldest that waits to be computed. Hand-offs, all younger, would take each block that comes free."""
+        oldest = next((sequence for sequence in self.waiting if not sequence.block_table), None)
+        return 0 if oldest is None else self._blocks.num_blocks_for(oldest.num_tokens)
 
     def _end(self, sequence: Sequence, *, keeps_blocks: bool = False) -> None:
         """Take a sequence out, wherever it is, and release its blocks, unless a step still writes to them."""
         for place in (self.waiting, self.running):
             if sequence in place:
                 place.remove(sequence)
+        self._blocks.set_aside = self._num_awaited
         sequence.set_status(SequenceStatus.FINISHED)
         if not keeps_blocks:
             self._release(sequence)

@@ -109,7 +109,7 @@ class DecodeService:
             num_running=sum(one.sampling.num_sequences for one in self._entries.values() if not one.is_waiting),
             num_waiting=len(waiting),
             num_waiting_tokens=sum(entry.num_prompt_tokens for entry in waiting if entry.lease_id is None),
-            num_free_blocks=self._blocks.num_allocatable,
+            num_free_blocks=max(0, self._blocks.num_allocatable - self._blocks.num_promised),
             num_blocks=self._blocks.num_blocks,
             max_running=self._identity.max_running,
         )

@@ -39,14 +39,15 @@ from kvrelay.wire.ticker import every
 _TICK_S = 0.2  # how late an expired lease may be reaped, or a request whose time is up
 
 
-class _LeasedBlocks:
+class LeasedBlocks:
     """The block manager as the lease table sees it."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
 
     def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int] | None:
-        allocation = self._blocks.allocate(lease_owner(lease_key), num_blocks, hashes)
+        spare = self._blocks.num_promised
+        allocation = self._blocks.allocate(lease_owner(lease_key), num_blocks, hashes, spare=spare)
         return None if allocation is None else (allocation.block_ids, allocation.num_cached)
 
     def release(self, lease_key: str) -> None:
@@ -125,7 +126,7 @@ class DecodeWorker:
             LeaseSettings(
                 identity.epoch, fingerprint, card.layout.block_size, settings.lease_ttl_s, seal_kv, data_sockets
             ),
-            _LeasedBlocks(self.blocks),
+            LeasedBlocks(self.blocks),
             engine.store,
             self._events,
             wire_metrics,

@@ -92,6 +92,7 @@ class BlockManager:
             raise ValueError(f"num_blocks {num_blocks} and block_size {block_size} must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.set_aside = 0  # blocks that hand-offs leave to a sequence that waits for them; its scheduler's to say
         self._lock = threading.RLock()
         self._free: deque[int] = deque(range(num_blocks))
         self._clock = clock
@@ -112,6 +113,15 @@ class BlockManager:
         """Blocks that could be allocated now: free and cached."""
         with self._lock:
             return len(self._free) + len(self._cached)
+
+    @property
+    def num_promised(self) -> int:
+        """Allocatable blocks that a hand-off must leave: those set aside, and the next one of every owner.
+
+        Without the latter the owners' next blocks would be taken from sequences that run. With a hand-off owners become one more.
+        """
+        with self._lock:
+            return self.set_aside + (len(self._owned) + 1 if self._owned else 0)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""
@@ -164,11 +174,13 @@ class BlockManager:
 
     # -- changes ---------------------------------------------------------------------------------------------------
 
-    def allocate(self, owner: Owner, num_blocks: int, hashes: Sequence[bytes] = ()) -> Allocation | None:
+    def allocate(
+        self, owner: Owner, num_blocks: int, hashes: Sequence[bytes] = (), *, spare: int = 0
+    ) -> Allocation | None:
         """Give ``owner`` blocks: published ones for the leading ``hashes`` found here, fresh ones for the rest.
 
-        Returns None, and changes nothing, if there is not enough room. Raises ValueError if the owner already holds
-        blocks or more hashes than blocks are given.
+        ``spare``: blocks that must be allocatable afterwards. Returns None, and changes nothing, if there is not enough
+        room. Raises ValueError if the owner already holds blocks or more hashes than blocks are given.
         """
         with self._lock:
             if owner in self._owned:
@@ -179,7 +191,7 @@ class BlockManager:
             shared = [self._block_of[block_hash] for block_hash in hashes[:num_cached]]
             num_fresh = num_blocks - num_cached
             num_revived = sum(1 for block_id in shared if not self._holders[block_id])
-            if num_fresh > len(self._free) + len(self._cached) - num_revived:
+            if num_fresh > len(self._free) + len(self._cached) - num_revived - spare:
                 return None
             for block_id in shared:
                 self._hold(owner, block_id)

@@ -13,7 +13,9 @@ from kvrelay.common.sampling import BeamSearch, SampledToken, SamplingParams
 from kvrelay.decode_worker.beams import FinishedBeam, Search, advance
 from kvrelay.decode_worker.model_worker import Add, DecodeModelWorker, Report
 from kvrelay.decode_worker.scheduler import DecodeScheduler
+from kvrelay.decode_worker.service import lease_owner
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.decode_worker.worker import LeasedBlocks
 from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
 from kvrelay.engine.fake import FakeEngine, candidates, fake_card, token_digests
 from kvrelay.engine.interface import BlockStore, Engine, LaunchedStep, StepRow
@@ -176,11 +178,11 @@ class Rig:
         sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, float(self._num_added), guide=guide)
         first = None
         if handed_over:
-            lease = Owner(OwnerKind.LEASE, name)
-            given = self.blocks.allocate(lease, len(prompt) // self.blocks.block_size + 1)
+            lease = lease_owner(name)
+            given = LeasedBlocks(self.blocks).reserve(name, len(prompt) // self.blocks.block_size + 1, [])
             if given is None:
                 return False
-            first = self._compute(sequence, lease, given.block_ids)
+            first = self._compute(sequence, lease, given[0])
             if sequence.is_over:  # the service adds no such sequence
                 self.outputs[name], self.ends[name] = [first.token_id], str(sequence.finish_reason)
                 self.blocks.release(sequence_owner(sequence.key))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -62,8 +62,8 @@ def test_the_youngest_gives_way_and_the_oldest_is_served() -> None:
 
 def test_verified_sequences_that_wait_give_their_blocks_to_the_oldest() -> None:
     """The batch holds one; two more hold blocks while they wait; the oldest still gets what it needs."""
-    rig = Rig(num_blocks=9, max_num_seqs=1)
-    rig.add("old", tokens(0, 11), greedy(20))
+    rig = Rig(num_blocks=13, max_num_seqs=1)
+    rig.add("old", tokens(0, 11), greedy(30))
     rig.add("b", tokens(1, 11), greedy(4))
     rig.add("c", tokens(2, 11), greedy(4))
     rig.run()
@@ -90,6 +90,57 @@ def test_leased_blocks_are_waited_for() -> None:
     assert rig.step() == []
     rig.blocks.release(Owner(OwnerKind.LEASE, "x"))
     assert rig.step() == [("a", 20)]
+
+
+@pytest.mark.parametrize("sampling", [greedy(3), beams(2, 3, stops=())])
+def test_the_next_places_are_the_oldest_prompts_however_many_come_complete(sampling: SamplingParams) -> None:
+    rig = Rig(num_blocks=512, max_num_seqs=2)
+    rig.add("a", tokens(0, 5), greedy(4))
+    rig.add("b", tokens(1, 5), greedy(7))
+    rig.step()
+    rig.local("old", tokens(2, 9), sampling)
+    for number in range(40):
+        rig.add(f"later{number}", tokens(number, 5), greedy(5))
+        rig.step()
+        if "old" in rig.ends:
+            break
+    assert number <= 7 + 3
+    rig.run()
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_blocks_that_come_free_are_the_oldest_prompts_however_many_hand_offs_come(is_preempted: bool) -> None:
+    rig = Rig(num_blocks=24)
+    rig.add("a", tokens(0, 20), greedy(12))
+    rig.add("b", tokens(1, 20), greedy(16))
+    if is_preempted:
+        rig.add("old", tokens(2, 20), greedy(20))
+        rig.scribble(rig.blocks.num_allocatable)
+        while not rig.num_preemptions:
+            rig.step()
+        rig.let_go()
+    else:
+        rig.local("old", tokens(2, 44), greedy(20))
+    for number in range(200):
+        for index in range(3):
+            rig.add(f"later{number}.{index}", tokens(3 * number + index, 8), greedy(16))
+        rig.step()
+        if "old" in rig.ends:
+            break
+    assert number <= 16 + 2 * 20
+    rig.run()
+
+
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=20), st.integers(0, 10))
+def test_hand_offs_leave_the_next_block_of_everybody_who_generates(lengths: list[int], num_leased: int) -> None:
+    rig = Rig(num_blocks=40)
+    if num_leased:
+        rig.scribble(num_leased)
+    for index, length in enumerate(lengths):
+        rig.add(f"s{index}", tokens(index, length), MANY)
+    for _ in range(rig.blocks.block_size):
+        rig.step()
+    assert rig.num_preemptions == 0
 
 
 class Everything(RuleBasedStateMachine):

@@ -15,7 +15,7 @@ from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import DecodeService, Ports
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.welcome import DataPorts
-from kvrelay.decode_worker.worker import _LeasedBlocks
+from kvrelay.decode_worker.worker import LeasedBlocks
 from kvrelay.engine.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
 from kvrelay.engine.loop import ModelLoop
@@ -87,7 +87,7 @@ class Rig:
         self.service = DecodeService(WorkerIdentity("decode", EPOCH, CARD, 512), self.blocks, lambda: self.now_s)
         leases = LeaseTable(
             LeaseSettings(EPOCH, FINGERPRINT, BLOCK, 30.0),
-            _LeasedBlocks(self.blocks),
+            LeasedBlocks(self.blocks),
             self.engine.store,
             self.service,
             WireMetrics(CollectorRegistry()),

@@ -18,7 +18,7 @@ from kvrelay.decode_worker.service import DecodeService
 from kvrelay.decode_worker.service import Ports as DecodePorts
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.welcome import DataPorts
-from kvrelay.decode_worker.worker import _LeasedBlocks
+from kvrelay.decode_worker.worker import LeasedBlocks
 from kvrelay.engine.block_manager import BlockManager
 from kvrelay.engine.fake import FakeEngine, fake_card, token_digests
 from kvrelay.engine.metrics import EngineMetrics
@@ -151,7 +151,7 @@ class DecodeRig(_Rig):
         self.service: DecodeService = DecodeService(self.identity, self.blocks, self.clock)
         self.leases = LeaseTable(
             LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, 30.0),
-            _LeasedBlocks(self.blocks),
+            LeasedBlocks(self.blocks),
             self.engine.store,
             self.service,
             WireMetrics(CollectorRegistry()),

@@ -15,7 +15,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.decode_worker.worker import _LeasedBlocks
+from kvrelay.decode_worker.worker import LeasedBlocks
 from kvrelay.engine.block_manager import BlockManager
 from kvrelay.engine.fake import MemoryStore
 from kvrelay.wire.block_frames import BlockHeader, parse_header
@@ -69,7 +69,7 @@ class BlockFuzz:
         self.findings = Findings()
         self._manager = BlockManager(NUM_BLOCKS, BLOCK_SIZE, lambda: 0.0)
         self._store = MemoryStore(NUM_BLOCKS, BLOCK_NBYTES)
-        self._leased = _LeasedBlocks(self._manager)
+        self._leased = LeasedBlocks(self._manager)
         settings = LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, 30.0, seals_kv=is_sealed)
         metrics = WireMetrics(CollectorRegistry())
         self._leases = LeaseTable(settings, self._leased, self._store, self, metrics, lambda: 0.0)
