@@ -145,6 +145,7 @@ class DecodeModelWorker:
         if plan.rows:
             now_s = self._clock()
             self._metrics.step_s.observe(now_s - self._since_s)
+            self._scheduler.observe(plan.rows, now_s - self._since_s)
             self._since_s = now_s
         is_over = [row.sequence.status is SequenceStatus.FINISHED for row in plan.rows]
         self._metrics.sampled_tokens.inc(

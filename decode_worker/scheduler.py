@@ -1,7 +1,8 @@
 """Which tokens to compute next: inflight batching, sequences join and leave at every step.
 
 A step takes one token of every decoding sequence first, lets sequences that were handed over complete join, and spends what
-is left of the token budget on local prefill and on recomputing preempted sequences, the oldest first. When blocks run out, the
+is left of the budget, in tokens and in time (:mod:`kvrelay.engine.step_cost`), on local prefill and on recomputing preempted
+sequences, the oldest first. When blocks run out, the
 youngest sequence gives its blocks up and waits to be recomputed, so the oldest is always served. While a sequence waits for
 blocks, hand-offs leave as many free as it needs (``BlockManager.set_aside``).
 
@@ -28,6 +29,7 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.block_manager import BlockManager, Owner, sequence_owner
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence, SequenceStatus
+from kvrelay.engine.step_cost import MixedSteps
 from kvrelay.engine.suspects import Suspects
 
 Key = tuple[str, int]
@@ -78,6 +80,7 @@ class DecodeScheduler:
         self._max_model_len = max_model_len
         self._groups: dict[Key, BeamGroup] = {}  # whose leaders wait or run
         self._suspects = Suspects()
+        self._steps = MixedSteps(None if settings.itl_budget_ms is None else settings.itl_budget_ms / 1000)
         # Whose prompt found no blocks, among how many, and the first of its hashes that was not cached.
         self._found_none: tuple[Sequence, int, list[bytes]] | None = None
         self.waiting: list[Sequence] = []
@@ -104,6 +107,11 @@ class DecodeScheduler:
         """Release a sequence that ``add`` could not take in."""
         self._groups.pop(sequence.key, None)
         self._end(sequence)
+
+    def observe(self, rows: Seq[StepRow], step_s: float) -> None:
+        """The step of ``rows`` took so long: what the next one may take of prompts follows from it."""
+        num_prompt_tokens = sum(row.num_tokens for row in rows if row.num_tokens > 1)
+        self._steps.observe(num_prompt_tokens, sum(1 for row in rows if row.num_tokens == 1), step_s)
 
     def on_failed(self, rows: Seq[StepRow]) -> Key | None:
         """A step failed before its tokens came: who was in it computes again. Returns who is to blame, once that is known.
@@ -159,6 +167,8 @@ class DecodeScheduler:
         # handed over complete.
         budget = self._continue_running(plan, budget, [one for one in running if one.num_uncomputed_tokens == 1])
         budget = self._admit_complete(plan, budget, self._among(group, self.waiting))
+        if plan.rows:
+            budget = min(budget, self._steps.num_tokens)
         budget = self._continue_running(plan, budget, [one for one in running if one.num_uncomputed_tokens > 1])
         if not plan.preempted:
             self._admit_prompts(plan, budget, group)

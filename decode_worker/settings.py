@@ -17,6 +17,13 @@ class DecodeSchedulerSettings:
     max_batched_tokens: int = setting(
         512, "tokens computed in one step: one per generating sequence, the rest for local prefill", minimum=16
     )
+    itl_budget_ms: float | None = setting(
+        None,
+        "time between two tokens that the worker tries to keep while it computes prompts itself: they get what is left of it in "
+        "each step, and at least a quarter of what the step takes without them; default: twice what it takes without them",
+        unit="ms",
+        minimum=0,
+    )
     max_waiting: int = setting(512, "sequences that may wait; one more is refused", minimum=1)
     lease_ttl_s: float = setting(
         30.0, "how long reserved blocks outlive the last traffic of their hand-off", unit="s", minimum=0.1

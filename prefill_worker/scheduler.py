@@ -22,10 +22,10 @@ from kvrelay.engine.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence, SequenceStatus
 from kvrelay.engine.settings import prompt_step_tokens
+from kvrelay.engine.step_cost import StepCosts
 from kvrelay.engine.suspects import Suspects
 from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
-from kvrelay.prefill_worker.speed import StepCosts
 
 Key = tuple[str, int]
 

@@ -17,7 +17,7 @@ from kvrelay.decode_worker.service import lease_owner
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import LeasedBlocks
 from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
-from kvrelay.engine.fake import FakeEngine, candidates, fake_card, token_digests
+from kvrelay.engine.fake import FakeEngine, FakePace, candidates, fake_card, token_digests
 from kvrelay.engine.interface import BlockStore, Engine, LaunchedStep, StepRow
 from kvrelay.engine.metrics import EngineMetrics
 from kvrelay.engine.sequence import GuideState, Sequence
@@ -60,7 +60,7 @@ def expected_beams(prompt: Seq[int], sampling: SamplingParams, vocab_size: int) 
 class Watched:
     """An engine that notes what is launched, and how many steps are under way then. Implements Engine."""
 
-    def __init__(self, engine: Engine, on_launch: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, on_launch: Callable[[Seq[StepRow]], None]) -> None:
         self.depths: list[int] = []
         self.rows: list[list[tuple[str, int]]] = []  # (name, tokens) of each step
         self.num_copies = 0
@@ -87,7 +87,7 @@ class Watched:
         self._engine.check_device()
 
     def launch(self, rows: Seq[StepRow], behind: LaunchedStep | None = None) -> LaunchedStep:
-        self._on_launch()
+        self._on_launch(rows)
         self.depths.append(0 if behind is None else 1)
         self.rows.append([(row.sequence.request_id, row.num_tokens) for row in rows])
         return self._engine.launch(rows, behind)
@@ -99,9 +99,18 @@ class Watched:
 class Rig:
     """A model worker over an engine, and a lease that takes and scribbles over what is free."""
 
-    def __init__(self, engine: Engine | None = None, num_blocks: int | None = None, **settings: int | float) -> None:
-        """``num_blocks``: of the pool, if not the engine's; without an engine, of a fake one."""
-        engine = engine or FakeEngine(fake_card(num_blocks=num_blocks or 64))
+    def __init__(
+        self,
+        engine: Engine | None = None,
+        num_blocks: int | None = None,
+        *,
+        pace: FakePace | None = None,
+        **settings: int | float,
+    ) -> None:
+        """``num_blocks``: of the pool, if not the engine's; without an engine, of a fake one. ``pace``: how long steps take."""
+        engine = engine or FakeEngine(fake_card(num_blocks=num_blocks or 64), reads_back_once=pace is not None)
+        self.now_s = 0.0
+        self._pace = pace
         card = engine.card
         self.engine = Watched(engine, self._on_launch)
         self.blocks = BlockManager(num_blocks or card.num_blocks, card.layout.block_size, lambda: 0.0)
@@ -121,7 +130,7 @@ class Rig:
         self.most_running = 0
         self.registry = CollectorRegistry()
         metrics = EngineMetrics(self.registry, self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.worker = DecodeModelWorker(self.engine, self.scheduler, metrics, self._hear, lambda: 0.0)
+        self.worker = DecodeModelWorker(self.engine, self.scheduler, metrics, self._hear, lambda: self.now_s)
         self._scribble = b"\x42" * engine.store.block_nbytes  # as floats they are far from all keys and values
         self._lease: dict[int, memoryview] = {}
         self._num_added = 0
@@ -139,7 +148,9 @@ class Rig:
     def num_preemptions(self) -> float:
         return self.count("preemptions")
 
-    def _on_launch(self) -> None:
+    def _on_launch(self, rows: Seq[StepRow]) -> None:
+        if self._pace is not None:
+            self.now_s += self._pace.of(rows)
         self.scheduler.check_integrity()
         self.most_running = max(self.most_running, len(self.scheduler.running))
 

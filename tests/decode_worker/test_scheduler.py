@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.model_worker import Remove
 from kvrelay.engine.block_manager import Owner, OwnerKind
-from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
+from kvrelay.engine.fake import FakeEngine, FakePace, expected_output, fake_card
 from kvrelay.engine.sequence import SequenceStatus
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
 from tests.engine.conftest import tokens
@@ -141,6 +143,65 @@ def test_hand_offs_leave_the_next_block_of_everybody_who_generates(lengths: list
     for _ in range(rig.blocks.block_size):
         rig.step()
     assert rig.num_preemptions == 0
+
+
+PACE = FakePace(step_s=0.018, token_s=3e-4)  # the demo model with four streams, on two cores
+
+
+def durations(rig: Rig, is_over: Callable[[], bool]) -> list[float]:
+    """How long the steps take until ``is_over``."""
+    found: list[float] = []
+    while not is_over():
+        begun_s = rig.now_s
+        rig.step()
+        found.append(rig.now_s - begun_s)
+    return found
+
+
+def generating(num_streams: int, **settings: float) -> Rig:
+    rig = Rig(num_blocks=1024, pace=PACE, **settings)
+    for index in range(num_streams):
+        rig.add(f"stream{index}", tokens(index, 20), greedy(400))
+    for _ in range(5):
+        rig.step()
+    return rig
+
+
+@pytest.mark.parametrize("max_gap_ms", [None, 30.0])
+def test_prompts_do_not_stall_those_who_generate_and_take_twice_as_long_at_most(max_gap_ms: float | None) -> None:
+    rig = generating(4) if max_gap_ms is None else generating(4, itl_budget_ms=max_gap_ms)
+    for number in range(3):
+        name = f"prompt{number}"
+        rig.local(name, tokens(10 + number, 1000), greedy(2))
+        gaps_s = durations(rig, lambda name=name: bool(rig.outputs[name]))  # type: ignore[misc]
+        if max_gap_ms is None:
+            assert max(gaps_s) <= 2.5 * PACE.step_s
+            assert sum(gaps_s) <= 2 * (2 * PACE.step_s + 1000 * PACE.token_s)
+        elif number:  # before, a token's cost was not known
+            assert max(gaps_s) <= 1.1 * max_gap_ms / 1000
+    rig.run()
+
+
+def test_a_preempted_sequence_is_computed_again_without_stalling_others() -> None:
+    rig = generating(2)
+    rig.add("young", tokens(5, 600), greedy(30))
+    rig.scribble(rig.blocks.num_allocatable)
+    while not rig.num_preemptions:
+        rig.step()
+    rig.let_go()
+    rig.scribble(rig.blocks.num_allocatable)  # nothing of it stays cached
+    rig.let_go()
+    num_before = len(rig.outputs["young"])
+    gaps_s = durations(rig, lambda: len(rig.outputs["young"]) > num_before)
+    assert max(gaps_s) <= 2.5 * PACE.step_s
+    assert len(gaps_s) > 5
+    rig.run()
+
+
+def test_prompts_have_whole_steps_while_nobody_generates() -> None:
+    rig = Rig(num_blocks=1024, pace=PACE)
+    rig.local("a", tokens(0, 1000), greedy(2))
+    assert [rig.step() for _ in range(2)] == [[("a", 512)], [("a", 488)]]
 
 
 class Everything(RuleBasedStateMachine):

@@ -12,10 +12,10 @@ from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.step_cost import StepCost
 from kvrelay.prefill_worker.chunking import Prompt, Turn, step_tokens, turns
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
-from kvrelay.prefill_worker.speed import StepCost
 
 ROOT = root_hash(b"model")
 BLOCK = 16
