@@ -85,7 +85,7 @@ class Placement:
         num_cached = progress.prefix.cached_tokens(progress.output, [*prefills, *decodes])
         if progress.sampling.num_prompt_logprobs is not None:
             num_cached = {}  # all of the prompt is computed for them
-        cached = CachedPrefix(num_cached, self._settings.prefix_weight, local_max)
+        cached = CachedPrefix(num_cached, local_max)
         if not is_local and not prefills:
             decodes = [view for view in decodes if cached.is_enough(view, num_tokens)]
         self._sequence_number += 1

@@ -28,8 +28,8 @@ from kvrelay.gateway.placement import Pair, Placement, views
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta, Progress
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.worker import Worker
-from kvrelay.gateway.workers import WorkerPool, decode_target
-from kvrelay.wire.messages import ABOUT_GUIDE, FailureCode, Submit
+from kvrelay.gateway.workers import WorkerPool
+from kvrelay.wire.messages import ABOUT_GUIDE, DecodeTarget, FailureCode, Submit
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class Relay:
             token_ids=token_ids,
             num_prompt_tokens=len(request.prompt_token_ids),
             sampling=progress.sampling,
-            decode=None if prefill is None else decode_target(decode),
+            decode=None if prefill is None else DecodeTarget(address=decode.address),
             timeout_s=progress.deadline_s - asyncio.get_running_loop().time(),
             retention=request.retention,
             cache_salt=request.cache_salt,

@@ -67,7 +67,6 @@ class CachedPrefix(msgspec.Struct, frozen=True):
     """What workers have of one prompt, as far as this gateway knows (see :mod:`kvrelay.gateway.prefixes`)."""
 
     num_tokens: Mapping[str, int] = msgspec.field(default_factory=dict)  # by address; who has none is not in it
-    weight: float = 1.0  # how much a cached token counts, against load
     local_prefill_max_tokens: int = 0  # a decode worker computes a rest of a prompt up to this length itself
 
     def is_enough(self, view: WorkerView, num_tokens: int) -> bool:
@@ -118,11 +117,11 @@ def prefix(
 
     Both are costs, and the lowest wins. Of a prefill worker: the tokens to compute before this prompt has its first one, so
 
-        tokens that wait - weight * cached tokens
+        tokens that wait - cached tokens
 
     (the prompt's length is the same everywhere). Of a decode worker with room, as parts of its pool:
 
-        tokens in use / (1 + weight * 0.25 * cached part of the prompt) - weight * 4 * cached tokens
+        tokens in use / (1 + 0.25 * cached part of the prompt) - 4 * cached tokens
 
     So it may have four tokens more in use than others for each cached one, which spares a computation or a transfer, and a quarter
     more of what is in use: among many requests chance alone would else drive chats from their workers. On a worker whose batch
@@ -130,13 +129,13 @@ def prefix(
     """
 
     def decode_cost(view: WorkerView) -> tuple[bool, float, int]:
-        num_cached = 0.0 if view.is_full else cached.weight * cached.num_tokens.get(view.address, 0)
+        num_cached = 0 if view.is_full else cached.num_tokens.get(view.address, 0)
         used = (view.num_blocks - view.num_free_blocks) / (1 + _IN_USE_SLACK * num_cached / num_tokens)
         cost = (used - _IN_USE_PER_CACHED * num_cached / view.block_size) / view.num_blocks
         return (not view.has_room(num_tokens), cost, view.num_requests)
 
-    def prefill_cost(view: WorkerView) -> tuple[float, int]:
-        return (view.num_waiting_tokens - cached.weight * cached.num_tokens.get(view.address, 0), view.num_requests)
+    def prefill_cost(view: WorkerView) -> tuple[int, int]:
+        return (view.num_waiting_tokens - cached.num_tokens.get(view.address, 0), view.num_requests)
 
     route = _pick(
         prefills,
@@ -148,21 +147,6 @@ def prefix(
         return route
     decode = next(view for view in decodes if view.address == route.decode)
     return Route(None, decode.address) if cached.is_enough(decode, num_tokens - 1) else route
-
-
-def round_robin(
-    prefills: Sequence[WorkerView],
-    decodes: Sequence[WorkerView],
-    num_tokens: int,
-    sequence_number: int,
-    cached: CachedPrefix = _NOTHING,
-) -> Route | None:
-    """Everybody in turn, by ``sequence_number``. None as for :func:`least_loaded`."""
-
-    def turn(views: Sequence[WorkerView]) -> WorkerView:
-        return _rotated(views, sequence_number)[0]
-
-    return _pick(prefills, decodes, turn, turn)
 
 
 def choose_fingerprint(
@@ -183,7 +167,7 @@ def choose_fingerprint(
     return max(fingerprints, key=rank, default=current)
 
 
-POLICIES: dict[str, Policy] = {"prefix": prefix, "least_loaded": least_loaded, "round_robin": round_robin}
+POLICIES: dict[str, Policy] = {"prefix": prefix, "least_loaded": least_loaded}
 
 
 def _pick(

@@ -19,12 +19,8 @@ class RelaySettings:
 
     policy: str = setting(
         "prefix",
-        "how workers are picked: who has the longest prefix of the prompt and is not clearly more loaded, the least loaded, or "
-        "everybody in turn",
-        choices=("prefix", "least_loaded", "round_robin"),
-    )
-    prefix_weight: float = setting(
-        1.0, "policy prefix: how much a cached token of the prompt counts, against load", minimum=0, maximum=100
+        "how workers are picked: who has the longest prefix of the prompt and is not clearly more loaded, or the least loaded",
+        choices=("prefix", "least_loaded"),
     )
     prefix_map_blocks: int = setting(
         65536, "policy prefix: KV blocks of which the gateway remembers who has them; some 150 bytes each", minimum=1

@@ -18,7 +18,7 @@ from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.routing import choose_fingerprint
 from kvrelay.gateway.worker import AttemptEvent, Listener, Worker
 from kvrelay.wire.keys import WireKeys
-from kvrelay.wire.messages import DecodeTarget, Hello, Role, Status
+from kvrelay.wire.messages import Hello, Role, Status
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
@@ -239,8 +239,3 @@ def static_workers(prefill_addresses: Sequence[str], decode_addresses: Sequence[
         *(FoundWorker(Role.PREFILL, address) for address in prefill_addresses),
         *(FoundWorker(Role.DECODE, address) for address in decode_addresses),
     ]
-
-
-def decode_target(worker: Worker) -> DecodeTarget:
-    """How a prefill worker finds this decode worker."""
-    return DecodeTarget(address=worker.address)

@@ -15,6 +15,8 @@ import tokenizers.pre_tokenizers
 import tokenizers.trainers
 import uvloop
 
+from kvrelay.gateway.tokenizer import Tokenizer
+
 from .clock import Clock
 from .http_app import CHAT_TEMPLATE
 
@@ -30,6 +32,12 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
 def clock() -> Clock:
     """Of one test."""
     return Clock()
+
+
+@pytest.fixture
+def tokenizer(model_directory: Path) -> Callable[[], Tokenizer]:
+    """Loads the tokenizer of the model directory."""
+    return lambda: Tokenizer.load(model_directory)
 
 
 @pytest.fixture(scope="session")

@@ -22,11 +22,6 @@ USER = [{"role": "user", "content": "hand over"}]
 SAID = "the baton, née 🏃 here"
 
 
-@pytest.fixture
-def tokenizer(model_directory: Path) -> Callable[[], Tokenizer]:
-    return lambda: Tokenizer.load(model_directory)
-
-
 # -- shapes --------------------------------------------------------------------------------------------------------
 
 

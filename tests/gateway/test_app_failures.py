@@ -39,11 +39,6 @@ async def no_news() -> Message:
     raise AssertionError
 
 
-@pytest.fixture
-def tokenizer(model_directory: Path) -> Callable[[], Tokenizer]:
-    return lambda: Tokenizer.load(model_directory)
-
-
 # -- failures ------------------------------------------------------------------------------------------------------
 
 

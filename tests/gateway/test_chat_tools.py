@@ -34,11 +34,6 @@ THINKING = (
 
 
 @pytest.fixture
-def tokenizer(model_directory: Path) -> Callable[[], Tokenizer]:
-    return lambda: Tokenizer.load(model_directory)
-
-
-@pytest.fixture
 def thinking_directory(model_directory: Path, tmp_path: Path) -> Path:
     directory = tmp_path / "thinking"
     shutil.copytree(model_directory, directory)

@@ -23,11 +23,6 @@ USER = [{"role": "user", "content": "hand over"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-@pytest.fixture
-def tokenizer(model_directory: Path) -> Callable[[], Tokenizer]:
-    return lambda: Tokenizer.load(model_directory)
-
-
 def _guide(kind: GuideKind, text: Any = "") -> dict[str, Any]:
     return {"guide": Guide(kind=kind, text=text if isinstance(text, str) else json.dumps(text))}
 

@@ -73,10 +73,11 @@ async def test_a_gap_is_a_failure_not_a_hole() -> None:
         assert len(s.players[0].submits) == 2
 
 
-async def test_the_last_token_without_its_end_is_enough() -> None:
-    async with stage(failing(FailureCode.INTERNAL, after=4)) as s:
+@pytest.mark.parametrize("max_attempts", [1, 4])
+async def test_the_last_token_without_its_end_is_enough(max_attempts: int) -> None:
+    async with stage(failing(FailureCode.INTERNAL, after=4), max_attempts=max_attempts) as s:
         assert await s.run() == ALL
-        assert len(s.players[0].submits) == 1
+        assert (len(s.players[0].submits), s.attempts("finished")) == (1, 1)
 
 
 async def test_attempts_are_bounded_and_the_error_is_honest() -> None:
@@ -310,12 +311,6 @@ async def test_a_request_that_a_worker_gave_up_goes_on() -> None:
     async with stage(script) as s:
         assert await s.run() == ALL
         assert [submit.attempt for submit in s.players[0].submits] == [1, 2, 3]
-
-
-async def test_the_last_attempts_last_token_is_enough_too() -> None:
-    async with stage(failing(FailureCode.INTERNAL, after=4), max_attempts=1) as s:
-        assert await s.run() == ALL
-        assert s.attempts("finished") == 1
 
 
 async def test_what_an_earlier_attempt_computed_was_computed() -> None:

@@ -31,11 +31,6 @@ WEATHER: Any = {
 }
 
 
-@pytest.fixture
-def tokenizer(model_directory: Path) -> Callable[[], Tokenizer]:
-    return lambda: Tokenizer.load(model_directory)
-
-
 @asynccontextmanager
 async def served(directory: Path, script: Script) -> AsyncIterator[tuple[App, openai.AsyncOpenAI]]:
     async with (

@@ -20,11 +20,6 @@ from .tgi_scripts import events_of, sampled, saying_to_the_end
 SAID = "the baton, née 🏃 here"
 
 
-@pytest.fixture
-def tokenizer(model_directory: Path) -> Callable[[], Tokenizer]:
-    return lambda: Tokenizer.load(model_directory)
-
-
 @pytest.mark.parametrize("per_message", [1, 3, 100])
 async def test_an_event_for_each_token_however_they_come(
     model_directory: Path, tokenizer: Callable[[], Tokenizer], per_message: int

@@ -31,11 +31,6 @@ from .players import failing, good
 from .test_api_keys import keys_file
 
 
-@pytest.fixture
-def tokenizer(model_directory: Path) -> Callable[[], Tokenizer]:
-    return lambda: Tokenizer.load(model_directory)
-
-
 @pytest.mark.parametrize(
     ("error", "status", "kind", "text"),
     [

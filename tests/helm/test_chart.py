@@ -323,12 +323,12 @@ def test_policies_name_who_may_talk_to_whom() -> None:
 def test_settings_reach_the_program_as_they_are() -> None:
     found = objects(
         "--set-json", 'decode.settings={"max_num_seqs": 1000000, "lease_ttl_s": 2.5, "seal_kv": true}',
-        "--set", "gateway.settings.policy=round_robin,model.servedName=small",
+        "--set", "gateway.settings.policy=least_loaded,model.servedName=small",
     )  # fmt: skip
     decode, gateway = env_of(pod_of(found, "decode-worker")), env_of(pod_of(found, "gateway"))
     assert decode["KVRELAY_MAX_NUM_SEQS"] == "1000000"
     assert (decode["KVRELAY_LEASE_TTL_S"], decode["KVRELAY_SEAL_KV"]) == ("2.5", "true")
-    assert (gateway["KVRELAY_POLICY"], gateway["KVRELAY_SERVED_MODEL_NAME"]) == ("round_robin", "small")
+    assert (gateway["KVRELAY_POLICY"], gateway["KVRELAY_SERVED_MODEL_NAME"]) == ("least_loaded", "small")
     selector = "app.kubernetes.io/name=kvrelay,app.kubernetes.io/instance=relay"
     assert gateway["KVRELAY_WORKER_SELECTOR"] == selector
     labels = found["Deployment", "relay-kvrelay-decode-worker"]["spec"]["template"]["metadata"]["labels"]
