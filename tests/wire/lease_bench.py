@@ -5,17 +5,16 @@ from __future__ import annotations
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
-from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.block_manager import BlockManager
 from kvrelay.wire.block_frames import BlockHeader, parse_header
 from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.lease import LeaseSettings
 from kvrelay.wire.leases import LeaseTable
-from kvrelay.wire.messages import Commit, Grant, Offer, Timings
+from kvrelay.wire.messages import Commit, Grant, Offer
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import TAG_NBYTES, BlockSealer
 
+from .handoffs import commit_of
 from .rig import (
     BLOCK_NBYTES,
     BLOCK_SIZE,
@@ -27,6 +26,7 @@ from .rig import (
     LeaseBlocks,
     LeaseEnds,
     content_of,
+    offer_of,
 )
 
 Frames = tuple[bytes, bytes]  # header, payload
@@ -47,7 +47,7 @@ class LeaseBench:
 
     def granted(self, num_tokens: int = 10, request_id: str = "r") -> Granted:
         """A lease; by default of two full blocks and a partial one."""
-        offer = offer_of(num_tokens, request_id)
+        offer = offer_of(list(range(num_tokens)), request_id)
         grant = self.table.offer("p", offer)
         assert isinstance(grant, Grant)
         return Granted(offer, grant)
@@ -98,29 +98,4 @@ class Granted:
         return frame, bytes(sealed) if payload is None else payload
 
     def commit(self, **changes: object) -> Commit:
-        return msgspec.structs.replace(commit_of(self.offer, self.grant.lease_id), **changes)
-
-
-def offer_of(num_tokens: int, request_id: str = "r", first: int = 0) -> Offer:
-    token_ids = list(range(first, first + num_tokens))
-    return Offer(
-        request_id=request_id,
-        attempt=1,
-        gateway_id="g",
-        fingerprint=FINGERPRINT,
-        token_ids=token_ids,
-        num_prompt_tokens=num_tokens,
-        sampling=SamplingParams(max_tokens=8),
-        block_hashes=chain_hashes(root_hash(FINGERPRINT), token_ids, BLOCK_SIZE),
-    )
-
-
-def commit_of(offer: Offer, lease_id: int) -> Commit:
-    return Commit(
-        lease_id=lease_id,
-        epoch=EPOCH,
-        chain_hash=offer.block_hashes[-1],
-        first_token=SampledToken(1),
-        num_cached_tokens=0,
-        timings=Timings(),
-    )
+        return commit_of(self.offer, self.grant, **changes)

@@ -253,16 +253,7 @@ class Rig:
     # -- the prefill side ------------------------------------------------------------------------------------------
 
     def offer_of(self, token_ids: list[int], request_id: str = "r", attempt: int = 1) -> Offer:
-        return Offer(
-            request_id=request_id,
-            attempt=attempt,
-            gateway_id="g",
-            fingerprint=FINGERPRINT,
-            token_ids=token_ids,
-            num_prompt_tokens=len(token_ids),
-            sampling=SamplingParams(max_tokens=8),
-            block_hashes=chain_hashes(root_hash(FINGERPRINT), token_ids, BLOCK_SIZE),
-        )
+        return offer_of(token_ids, request_id, attempt)
 
     def fill(self, offer: Offer) -> list[int]:
         """Source blocks for the offer, each holding bytes that depend on its hash."""
@@ -372,6 +363,20 @@ class Rig:
         self.shared.stop()
         self.assert_books()
         assert all(count >= 0 for count in self.source.reads.values())
+
+
+def offer_of(token_ids: list[int], request_id: str = "r", attempt: int = 1) -> Offer:
+    """What an honest prefill worker offers."""
+    return Offer(
+        request_id=request_id,
+        attempt=attempt,
+        gateway_id="g",
+        fingerprint=FINGERPRINT,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling=SamplingParams(max_tokens=8),
+        block_hashes=chain_hashes(root_hash(FINGERPRINT), token_ids, BLOCK_SIZE),
+    )
 
 
 def content_of(block_hash: bytes) -> bytes:

@@ -14,8 +14,8 @@ from kvrelay.wire.block_frames import BlockHeader, parse_header
 from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.messages import Abort, Grant, Offer, Renew
 
-from .lease_bench import Granted, LeaseBench, offer_of
-from .rig import EPOCH, TTL_S, content_of
+from .lease_bench import Granted, LeaseBench
+from .rig import EPOCH, TTL_S, content_of, offer_of
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -51,7 +51,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(target=leases, num_tokens=st.integers(1, 14), request=st.integers(0, 3), peer=st.sampled_from("pq"))
     def offer(self, num_tokens: int, request: int, peer: str) -> Any:
-        offer = offer_of(num_tokens, str(request))
+        offer = offer_of(list(range(num_tokens)), str(request))
         answer = self.table.offer(peer, offer)
         if not isinstance(answer, Grant):
             return multiple()
@@ -176,7 +176,7 @@ def test_threads_at_once(kind: type[LeaseMachine]) -> None:
     """Two receiver threads are sent the same blocks while the network thread commits and cancels: each lease ends exactly once."""
     machine = kind()
     table = machine.table
-    offers = [offer_of(7, str(request), first=request) for request in range(100)]
+    offers = [offer_of(list(range(request, request + 7)), str(request)) for request in range(100)]
     turn = threading.Barrier(3, timeout=20)
     leases: list[Granted] = []
 
