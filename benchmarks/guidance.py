@@ -24,7 +24,7 @@ import click
 from kvrelay.common.sampling import Guide, GuideKind, SamplingParams
 from kvrelay.engine.engine_options import EngineOptions
 from kvrelay.engine.guidance import GuideRefusal, GuideResult
-from kvrelay.engine.guide_compiler import XGrammarCompiler
+from kvrelay.engine.guide_compiler import GrammarCompiler
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import GuideState, Sequence
 from kvrelay.engine.torch_engine import TorchEngine
@@ -77,7 +77,7 @@ class Batch:
     """Sequences that decode together, for ever."""
 
     engine: TorchEngine
-    compiler: XGrammarCompiler
+    compiler: GrammarCompiler
     guide: Guide | None
     temperature: float
     sequences: list[Sequence] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Batch:
                     one.guide = compiled(self.compiler, one.sampling)
 
 
-def compiled(compiler: XGrammarCompiler, sampling: SamplingParams) -> GuideState:
+def compiled(compiler: GrammarCompiler, sampling: SamplingParams) -> GuideState:
     """The guide's state, when it is there."""
     answers: queue.SimpleQueue[GuideResult] = queue.SimpleQueue()
     compiler.start(sampling, (), answers.put)
@@ -141,7 +141,7 @@ def main(model: str, rows: int, rounds: int, threads: int) -> None:
     directory = resolve_model(model)
     options = EngineOptions(directory, directory.name, device="cpu", kv_memory_bytes=2**29, num_threads=threads)
     engine = TorchEngine.load(options, lambda done, total: None)
-    compiler = XGrammarCompiler(directory, engine.card.vocab_size)
+    compiler = GrammarCompiler(directory, engine.card.vocab_size)
     guides = {**_GUIDES, "a call of one of two tools": _call_guide()}
     try:
         print("| guide | compiled in |\n| --- | --- |")
@@ -172,7 +172,7 @@ def _call_guide() -> Guide:
     return guide
 
 
-def _time_ms(compiler: XGrammarCompiler, sampling: SamplingParams) -> float:
+def _time_ms(compiler: GrammarCompiler, sampling: SamplingParams) -> float:
     begun_s = time.perf_counter()
     compiled(compiler, sampling)
     return 1e3 * (time.perf_counter() - begun_s)

@@ -26,7 +26,7 @@ class GuideKind(enum.StrEnum):
     JSON_OBJECT = "json_object"  # any JSON object; no text
     JSON_SCHEMA = "json_schema"  # a JSON Schema, as JSON
     REGEX = "regex"
-    GRAMMAR = "grammar"  # EBNF in xgrammar's (GBNF) notation; its first rule is ``root``
+    GRAMMAR = "grammar"  # EBNF in llama.cpp's notation (GBNF); its first rule is ``root``
     CHOICE = "choice"  # a JSON array of strings, one of which is the whole output
     STRUCTURAL_TAG = "structural_tag"  # xgrammar's structural tag, as JSON
 

@@ -60,21 +60,18 @@ class NoGuides:
         """See GuideCompiler."""
 
 
-class DeferredGuides:
-    """Makes its compiler when the first guide comes, on a thread: who has no guides pays nothing.
+class GuidesInBackground:
+    """Makes its compiler on a thread, at once: a worker is ready before that, and a guide waits at most for the rest of it.
 
     Implements :class:`GuideCompiler`. ``start`` and ``close`` from one thread.
     """
 
     def __init__(self, make: Callable[[], GuideCompiler]) -> None:
-        self._make = make
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="guides")
-        self._compiler: Future[GuideCompiler] | None = None
+        self._compiler: Future[GuideCompiler] = self._thread.submit(make)
 
     def start(self, sampling: SamplingParams, output: Seq[int], done: Callable[[GuideResult], None]) -> None:
         """See GuideCompiler. If there is no compiler to be had, all guides are refused with the reason."""
-        if self._compiler is None:
-            self._compiler = self._thread.submit(self._make)
 
         def forward(compiler: Future[GuideCompiler]) -> None:
             if compiler.cancelled():
@@ -90,9 +87,8 @@ class DeferredGuides:
     def close(self) -> None:
         """See GuideCompiler."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        compiler = self._compiler
-        if compiler is not None and not compiler.cancelled() and compiler.exception() is None:
-            compiler.result().close()
+        if not self._compiler.cancelled() and self._compiler.exception() is None:
+            self._compiler.result().close()
 
 
 class GuidesOnLoop:

@@ -23,7 +23,6 @@ class GuideLimits:
 
     cpu_s: float = 10.0
     wall_s: float = 60.0  # more than enough for cpu_s on a busy machine; then something hangs
-    grammar_bytes: int = 2**26  # serialized
     start_s: float = 120.0  # of a process to be ready
 
 
@@ -40,6 +39,10 @@ class GuideProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
 
+    def start(self) -> None:
+        """Start the process if there is none; returns when it is ready. Raises GuideProcessError."""
+        self._running()
+
     def compile(self, guide: Guide) -> Answer:
         """Have a guide compiled; a guide that took too much is answered with an error, and a new process is next.
 
@@ -47,7 +50,7 @@ class GuideProcess:
         """
         process = self._running()
         assert process.stdin is not None
-        request = Request(guide, self._limits.cpu_s, self._limits.grammar_bytes)
+        request = Request(guide, self._limits.cpu_s)
         with contextlib.suppress(BrokenPipeError):  # what it died of is told below
             write_frame(process.stdin, msgspec.msgpack.encode(request))
         answer = _read_answer(process, self._limits.wall_s)

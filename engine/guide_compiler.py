@@ -1,9 +1,9 @@
-"""Compiles guides, off the model loop and off the asyncio loop, each once: to automata, or with xgrammar.
+"""Compiles guides, off the model loop and off the asyncio loop, each once.
 
-A guide is compiled by a process (:mod:`kvrelay.engine.guide_process`), is read back here, and kept: the least recently
-used go when the memory that is theirs is full. Guides that are equal and in flight are compiled once. A guide that was refused is
-remembered too. The first process starts with the first guide: before that, a worker has none. Import this module on a thread
-where a second does not matter: xgrammar brings transformers.
+A process (:mod:`kvrelay.engine.guide_process`) makes a grammar of a guide and tries it. What comes back is the grammar's text:
+from that, a sequence's state is made in about a millisecond. Texts and refusals are kept, the least recently used go first.
+Guides that are equal and in flight are compiled once. One process starts with the compiler, a second one when two guides come
+at once.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import LifoQueue
 
-import xgrammar as xgr
+import numpy as np
 
 from kvrelay.common.sampling import Guide, SamplingParams
+from kvrelay.engine.bitmask import num_words
 from kvrelay.engine.guidance import GuideRefusal, GuideResult
 from kvrelay.engine.guide_child import GuideLimits, GuideProcess, GuideProcessError
-from kvrelay.engine.guide_process import tokenizer_info
-from kvrelay.engine.guide_regular import RegularGuide, RegularState
-from kvrelay.engine.guide_state import XGrammarState
+from kvrelay.engine.guide_state import GrammarState
 from kvrelay.engine.guide_vocabulary import load_vocabulary
 
 logger = logging.getLogger(__name__)
 
 _NUM_PROCESSES = 2  # so that one bad guide at a time is in nobody's way
 _NUM_MASK_THREADS = 2  # for the masks of slow grammars
-_CACHE_BYTES = 2**28  # of grammars, as xgrammar counts them
+_CACHE_BYTES = 2**26  # of guides and their grammars' texts
 _MAX_DETAIL = 500
-_REFUSAL_BYTES = 1024  # what a remembered refusal counts
 
-Compiled = xgr.CompiledGrammar | RegularGuide | GuideRefusal
+Compiled = str | GuideRefusal  # a grammar's text
 
 
-class XGrammarCompiler:
+class GrammarCompiler:
     """Implements :class:`kvrelay.engine.guidance.GuideCompiler` for one model. ``start`` from any thread."""
 
     def __init__(
@@ -46,8 +44,7 @@ class XGrammarCompiler:
     ) -> None:
         """``vocab_size``: the width of the model's logits. Raises ModelError if the model's files have no vocabulary."""
         self._vocab_size = vocab_size
-        self._vocabulary, end_token = load_vocabulary(model_dir, vocab_size)
-        self._info = tokenizer_info(self._vocabulary, end_token)
+        self._vocabulary = load_vocabulary(model_dir, vocab_size)
         self._cache = _Cache(cache_bytes)
         self._lock = threading.Lock()
         self._in_flight: dict[Guide, Future[Compiled]] = {}
@@ -59,6 +56,7 @@ class XGrammarCompiler:
         self._idle: LifoQueue[GuideProcess] = LifoQueue()  # the last one used first: others need never start
         for process in self._all:
             self._idle.put(process)
+        self._threads.submit(self._warm)
 
     def start(self, sampling: SamplingParams, output: Seq[int], done: Callable[[GuideResult], None]) -> None:
         """See GuideCompiler."""
@@ -97,18 +95,22 @@ class XGrammarCompiler:
                 future.cancel()
             return future
 
+    def _warm(self) -> None:
+        """Start a process before the first guide comes."""
+        process = self._idle.get_nowait()
+        try:
+            process.start()
+        except GuideProcessError:
+            logger.exception("guides cannot be compiled here")
+        finally:
+            self._idle.put(process)
+
     def _compile(self, guide: Guide) -> Compiled:
         process = self._idle.get_nowait()  # there are as many as threads
         is_known = True
         try:
             answer = process.compile(guide)
-            compiled: Compiled
-            if answer.error:
-                compiled = GuideRefusal(_detail(answer.error))
-            elif answer.regular:
-                compiled = RegularGuide.from_bytes(answer.regular, self._vocab_size)
-            else:
-                compiled = xgr.CompiledGrammar.deserialize_json(answer.grammar.decode(), self._info)
+            compiled: Compiled = GuideRefusal(_detail(answer.error)) if answer.error else answer.grammar
         except Exception as error:
             is_known = False
             if not isinstance(error, GuideProcessError):
@@ -128,16 +130,13 @@ class XGrammarCompiler:
         # A model's list of them may name tokens that it has no logits for.
         stops = [token_id for token_id in sampling.stop_token_ids if 0 <= token_id < self._vocab_size]
         try:
-            state: XGrammarState | RegularState
-            if isinstance(compiled, RegularGuide):
-                state = RegularState(compiled, self._vocabulary, stops)
-            else:
-                state = XGrammarState(compiled, stops, self._vocab_size, self._mask_threads)
+            state = GrammarState(self._vocabulary, compiled, stops, self._mask_threads)
             for position, token_id in enumerate(output):
                 try:
                     state.accept(token_id)
                 except ValueError as error:
                     return GuideRefusal(f"the output so far does not match the guide at its token {position}: {error}")
+            state.fill(np.empty(num_words(self._vocab_size), dtype=np.int32))  # the first mask takes longest
         except Exception as error:
             logger.exception("a guide's state could not be made")
             return GuideRefusal(_detail(f"the guide cannot be followed: {error}"), is_invalid=False)
@@ -159,8 +158,7 @@ class _Cache:
         return self._entries[guide][0]
 
     def put(self, guide: Guide, compiled: Compiled) -> None:
-        size = _REFUSAL_BYTES if isinstance(compiled, GuideRefusal) else compiled.memory_size_bytes
-        size += len(guide.text)
+        size = 4 * (len(guide.text) + len(compiled.detail if isinstance(compiled, GuideRefusal) else compiled))
         if guide in self._entries:
             self._num_bytes -= self._entries.pop(guide)[1]
         self._entries[guide] = compiled, size

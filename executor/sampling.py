@@ -23,7 +23,7 @@ class StructuredOutputsParams:
     json: str | Mapping[str, Any] | None = None  # a JSON Schema
     regex: str | None = None
     choice: Sequence[str] | None = None  # the whole output is one of these
-    grammar: str | None = None  # EBNF, as xgrammar writes it
+    grammar: str | None = None  # EBNF, as llama.cpp writes it (GBNF)
     json_object: bool | None = None  # any JSON object
     structural_tag: str | Mapping[str, Any] | None = None  # xgrammar's
 

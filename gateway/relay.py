@@ -37,7 +37,7 @@ _AVOID_S = 2.0  # how long a request avoids what failed it, unless that comes up
 _DEFAULT_RETRY_S = 0.5
 _RETRY_AFTER_S = 1.0
 _SHORTAGES = (FailureCode.NO_ROOM, FailureCode.QUEUE_FULL, FailureCode.DRAINING)  # waiting helps; nothing is broken
-_EXPECTED = (*_SHORTAGES, FailureCode.NOT_CACHED)
+_EXPECTED = (*_SHORTAGES, FailureCode.NOT_CACHED, FailureCode.INVALID)
 
 
 class Relay:

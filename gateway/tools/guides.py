@@ -31,7 +31,7 @@ from kvrelay.gateway.structural_tag import (
 )
 from kvrelay.gateway.tools.families import Spelling, ToolFamily
 from kvrelay.gateway.tools.functions import Function, ToolChoice, ToolMode
-from kvrelay.gateway.tools.schemas import ANY_OBJECT, NO_ARGUMENTS, closed, loosened
+from kvrelay.gateway.tools.schemas import ANY_OBJECT, NO_ARGUMENTS, loosened
 
 
 def tool_guide(family: ToolFamily, choice: ToolChoice, content: Guide | None = None) -> Guide | None:
@@ -97,7 +97,7 @@ def arguments_schema(function: Function, mode: ToolMode) -> dict[str, Any]:
         return ANY_OBJECT
     if function.strict is None and mode is ToolMode.AUTO:
         return loosened(function.parameters)
-    schema = {"type": "object", **closed(function.parameters)}
+    schema = {"type": "object", **function.parameters}
     return schema if schema.keys() - {"type"} else ANY_OBJECT
 
 

@@ -1,9 +1,8 @@
 """Schemas of arguments, as guides use them.
 
-Two changes are made to what the client sent. Objects that name their properties and say nothing of others are *closed*: who must
-follow the schema should not invent arguments. And where nobody asked for strictness, a schema is *loosened* to the keywords that
-always compile: a tool with an exotic schema must not make a request fail that could have been answered with text. Loosening admits
-more values, but for that.
+Where nobody asked for strictness, a schema is *loosened* to the keywords that always compile: a tool with an exotic schema must not
+make a request fail that could have been answered with text. Loosening admits more values. But objects that name their properties
+and say nothing of others have no others.
 """
 
 from __future__ import annotations
@@ -20,42 +19,6 @@ _TYPES = frozenset({"string", "number", "integer", "boolean", "array", "object",
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "patternProperties", "propertyNames",
                         "dependentSchemas", "unevaluatedProperties", "minProperties"})  # fmt: skip
 _DEFINITIONS = ("$defs", "definitions")
-_OF_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", *_DEFINITIONS})  # names to schemas
-_OF_ONE = frozenset({"items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"})
-_OF_MANY = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
-
-
-def closed(schema: Any) -> Any:
-    """A copy in which objects that list their properties have no others, unless they say so or are parts of a combination.
-
-    What is required is listed, too: grammars know no other way to require it.
-    """
-    if not isinstance(schema, Mapping):
-        return schema
-    copy = {key: _closed_parts(key, value) for key, value in schema.items()}
-    if _COMBINING & copy.keys():
-        return copy
-    if isinstance(copy.get("required"), list):
-        copy["properties"] = {**copy.get("properties", {}), **{name: {} for name in _unlisted(copy)}}
-    if copy.get("properties"):
-        copy.setdefault("additionalProperties", False)
-    return copy
-
-
-def _unlisted(schema: Mapping[str, Any]) -> list[str]:
-    return [name for name in schema["required"] if isinstance(name, str) and name not in schema.get("properties", {})]
-
-
-def _closed_parts(key: str, value: Any) -> Any:
-    if key == "allOf":
-        return value  # each part would forbid what the others name
-    if key in _OF_SCHEMAS and isinstance(value, Mapping):
-        return {name: closed(part) for name, part in value.items()}
-    if key in _OF_ONE:
-        return closed(value)
-    if key in _OF_MANY and isinstance(value, list):
-        return [closed(part) for part in value]
-    return value
 
 
 def loosened(schema: Mapping[str, Any]) -> Schema:

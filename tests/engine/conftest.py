@@ -13,7 +13,7 @@ import transformers
 
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.engine_options import EngineOptions
-from kvrelay.engine.guide_compiler import XGrammarCompiler
+from kvrelay.engine.guide_compiler import GrammarCompiler
 from kvrelay.engine.guide_vocabulary import load_vocabulary
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
@@ -95,13 +95,15 @@ def demo_directory() -> Path:
 
 @pytest.fixture(scope="session")
 def vocabulary(demo_directory: Path) -> list[bytes]:
-    """The bytes of the demo model's tokens."""
-    return load_vocabulary(demo_directory, DEMO_VOCAB)[0]
+    """The bytes of the demo model's tokens; special ones begin with a byte that no text has."""
+    tokens = load_vocabulary(demo_directory, DEMO_VOCAB)
+    special = [b"\xff" if tokens.is_special_token(token_id) else b"" for token_id in range(DEMO_VOCAB)]
+    return [mark + tokens.decode_bytes([token_id]) for token_id, mark in enumerate(special)]
 
 
 @pytest.fixture(scope="session")
-def guide_compiler(demo_directory: Path) -> Iterator[XGrammarCompiler]:
+def guide_compiler(demo_directory: Path) -> Iterator[GrammarCompiler]:
     """A compiler for the demo model."""
-    compiler = XGrammarCompiler(demo_directory, DEMO_VOCAB)
+    compiler = GrammarCompiler(demo_directory, DEMO_VOCAB)
     yield compiler
     compiler.close()

@@ -33,6 +33,18 @@ def refusal(compiler: GuideCompiler, kind: GuideKind, text: str) -> str:
     return result.detail
 
 
+def has_end(state: GuideState, vocabulary: list[bytes], text: str, end: int = 2) -> bool:
+    """Whether the text, byte by byte, is a whole output."""
+    try:
+        for byte in text.encode():
+            state.accept(vocabulary.index(bytes([byte])))
+    except ValueError:
+        return False
+    mask = np.zeros(-(-len(vocabulary) // 32), dtype=np.int32)
+    state.fill(mask)
+    return bool(mask[end // 32] >> end % 32 & 1)
+
+
 class RandomModel:
     """Logits at random, with a bias that grows toward what ends strings, objects, lists and numbers: or nothing would ever end."""
 

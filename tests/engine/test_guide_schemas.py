@@ -1,35 +1,26 @@
-"""Documents of random schemas meet them, written by random logits with the demo model's tokenizer.
-
-KVRELAY_TEST_SCHEMAS=500 tries more of them.
-"""
+"""Documents of random schemas meet them, written by random logits with the demo model's tokenizer."""
 
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrelay.common.sampling import GuideKind
 from kvrelay.engine.guidance import GuideRefusal
-from kvrelay.engine.guide_compiler import XGrammarCompiler
+from kvrelay.engine.guide_compiler import GrammarCompiler
 
 from .guided import RandomModel, compiled
 from .schemas import any_schemas, followable_schemas
 
-NUM_SCHEMAS = int(os.environ.get("KVRELAY_TEST_SCHEMAS", "60"))
-MANY = settings(
-    max_examples=NUM_SCHEMAS, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
-
-pytestmark = pytest.mark.timeout(300 + 3 * NUM_SCHEMAS)
+pytestmark = pytest.mark.timeout(900)
 
 
-def document(compiler: XGrammarCompiler, vocabulary: list[bytes], schema: Any, seed: int) -> Any:
+def document(compiler: GrammarCompiler, vocabulary: list[bytes], schema: Any, seed: int) -> Any:
     """What random logits make of the schema; a refusal if it is refused. Fails if the text is no JSON, or has no end."""
     state = compiled(compiler, GuideKind.JSON_SCHEMA, json.dumps(schema))
     if isinstance(state, GuideRefusal):
@@ -40,22 +31,20 @@ def document(compiler: XGrammarCompiler, vocabulary: list[bytes], schema: Any, s
     return json.loads(model.text(output))
 
 
-@MANY
 @given(schema=followable_schemas(), seed=st.integers(0, 2**32))
 def test_every_document_of_a_followable_schema_meets_it(
-    guide_compiler: XGrammarCompiler, vocabulary: list[bytes], schema: Any, seed: int
+    guide_compiler: GrammarCompiler, vocabulary: list[bytes], schema: Any, seed: int
 ) -> None:
     found = document(guide_compiler, vocabulary, schema, seed)
     assert not isinstance(found, GuideRefusal), f"{found.detail}: {json.dumps(schema)}"
     jsonschema.Draft202012Validator(schema).validate(found)
 
 
-@MANY
 @given(schema=any_schemas(), seed=st.integers(0, 2**32))
 @example(schema={"type": "object", "required": ["a"]}, seed=0)
 @example(schema={"type": "string", "maxLength": 3}, seed=0)
 def test_a_schema_is_refused_or_followed_to_the_letter(
-    guide_compiler: XGrammarCompiler, vocabulary: list[bytes], schema: Any, seed: int
+    guide_compiler: GrammarCompiler, vocabulary: list[bytes], schema: Any, seed: int
 ) -> None:
     found = document(guide_compiler, vocabulary, schema, seed)
     if not isinstance(found, GuideRefusal):

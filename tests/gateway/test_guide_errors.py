@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,12 @@ async def test_the_field_is_named(model_directory: Path, path: str, body: dict[s
         assert (error["param"], error["type"], error["code"]) == (param, "invalid_request_error", "invalid_value")
         assert error["message"] == f"{param or 'the guide'} cannot be followed: too odd"
         assert len(app.player.submits) == 1, "no other worker would do"
+
+
+async def test_a_clients_mistake_is_no_warning(model_directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with app_for(model_directory, refusing) as app:
+        await app.post(TEXT, 400, prompt="x", guided_regex="(")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_tgis_routes_name_it_in_their_text(model_directory: Path) -> None:

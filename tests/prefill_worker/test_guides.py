@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from kvrelay.common.sampling import FinishReason, Guide, GuideKind
-from kvrelay.engine.sequence import Sequence
 from kvrelay.prefill_worker.model_worker import Add
 from kvrelay.wire.messages import ABOUT_GUIDE, Cancel, Cancelled, Failed, FailureCode, HandedOver, Role, Submit, Tokens
 
@@ -100,18 +99,6 @@ def test_a_guide_that_does_not_compile_is_told_with_the_reason(text: str, code: 
     rig.assert_nothing_left()
 
 
-def test_a_guide_of_too_many_bytes_is_refused_at_once() -> None:
-    rig = GuidedRig()
-    request = guided("a", 1)
-    sampling = msgspec.structs.replace(request.sampling, guide=Guide(kind=GuideKind.REGEX, text="a" * 70_000))
-    rig.ask(msgspec.structs.replace(request, sampling=sampling))
-    [failed] = rig.told(Failed)
-    assert isinstance(failed, Failed)
-    assert failed.code is FailureCode.INVALID
-    assert failed.detail == "the guide has 70000 bytes; it must have at most 65536"
-    rig.assert_nothing_left()
-
-
 def test_a_worker_without_a_compiler_says_so() -> None:
     rig = Rig()
     rig.ask(guided("a", 1))
@@ -166,16 +153,3 @@ async def test_a_drain_waits_for_what_compiles() -> None:
     rig.release_sends()
     await drain
     rig.assert_nothing_left()
-
-
-def test_a_sequence_with_a_guide_is_over_at_its_dead_end() -> None:
-    rig = GuidedRig()
-    rig.ask(guided("a", -1))
-    rig.guides.answer()
-    [command] = rig.commands
-    assert isinstance(command, Add)
-    assert isinstance(command.sequence, Sequence)
-    rig.handle()
-    rig.model.step()
-    assert command.sequence.is_over
-    assert command.sequence.finish_reason is None

@@ -1,4 +1,4 @@
-"""xgrammar over a small vocabulary, and random answers that follow a guide."""
+"""Grammars over a small vocabulary, and random answers that follow a guide."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import random
 import re
 from collections.abc import Sequence
 
+import llguidance
 import numpy as np
-import xgrammar
 
 from kvrelay.common.sampling import Guide
+from kvrelay.engine.guide_grammar import lark_of
+from kvrelay.engine.guide_state import GrammarState
 
 # Bytes, and tokens that cross the borders between what a grammar fixes and what it leaves open.
 _PIECES = (
@@ -24,6 +26,19 @@ _LIKELY_PIECES = ('"', "}", "]", ")", "</", "</parameter>", "</arg_value>", ">",
 _LIKELY = [VOCABULARY.index(piece.encode()) for piece in _LIKELY_PIECES]
 
 
+class _Tokens:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.tokens = tokens
+        self.eos_token_id = _END
+        self.bos_token_id = None
+        self.special_token_ids = [number for number, token in enumerate(tokens) if token.startswith(b"\xff<")]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        raise AssertionError("guides force no tokens")
+
+
 class Grammars:
     """Compiles guides and follows them, for a model that has ``special`` tokens; in texts, those stand by their names."""
 
@@ -32,47 +47,49 @@ class Grammars:
         # As the workers have it: special tokens begin with a byte that no text has.
         vocabulary = [*VOCABULARY, *(b"\xff" + name.encode() for name in special)]
         self._texts = [*VOCABULARY, *(name.encode() for name in special)]
-        info = xgrammar.TokenizerInfo(vocabulary, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[_END])
-        # With its cache, xgrammar 0.2 takes rules for the same that differ in a token's id only; workers compile without it, too.
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokens(vocabulary)), eos_token=_END)
 
     def answer(self, guide: Guide, seed: int, start: str = "", max_tokens: int = 3000) -> str:
         """A random text that the guide allows, from ``start`` on. Raises AssertionError if it does not end in time."""
         rng = random.Random(seed)
-        matcher = xgrammar.GrammarMatcher(self._compiler.compile_structural_tag(guide.text))
-        assert self._accept(matcher, start), f"the guide does not allow {start!r}"
-        bitmask = xgrammar.allocate_token_bitmask(1, len(self._texts))
+        state = self._state(guide)
+        self._accept(state, start)
         tokens: list[int] = []
         for _ in range(max_tokens):
-            matcher.fill_next_token_bitmask(bitmask)
-            bits = np.unpackbits(bitmask[0].numpy().view(np.uint8), bitorder="little")[: len(self._texts)]
+            bits = self._allowed(state)
             allowed = np.flatnonzero(bits).tolist()
+            assert allowed, f"nothing may follow {start + self._text(tokens)!r}"
             likely = [token for token in _LIKELY if bits[token]]
             token = rng.choice(likely if likely and rng.random() < 0.4 else allowed)
-            if bits[_END] and rng.random() < 0.2:
-                token = _END
-            assert matcher.accept_token(token)
-            if token == _END or matcher.is_terminated():
+            if state.is_complete or token == _END or (bits[_END] and rng.random() < 0.2):
                 return start + self._text(tokens)
+            state.accept(token)
             tokens.append(token)
         raise AssertionError(f"no end after {max_tokens} tokens: {self._text(tokens)[-200:]!r}")
 
     def allows(self, guide: Guide, text: str) -> bool:
         """Whether ``text`` is a whole answer under the guide."""
-        matcher = xgrammar.GrammarMatcher(
-            self._compiler.compile_structural_tag(guide.text), terminate_without_stop_token=True
-        )
-        return self._accept(matcher, text) and bool(matcher.is_terminated())
+        state = self._state(guide)
+        try:
+            self._accept(state, text)
+        except ValueError:
+            return False
+        return bool(self._allowed(state)[_END])
 
-    def _accept(self, matcher: xgrammar.GrammarMatcher, text: str) -> bool:
+    def _state(self, guide: Guide) -> GrammarState:
+        return GrammarState(self._vocabulary, lark_of(guide), (_END,))
+
+    def _allowed(self, state: GrammarState) -> np.ndarray:
+        mask = np.zeros(-(-len(self._texts) // 32), dtype=np.int32)
+        state.fill(mask)
+        return np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(self._texts)]
+
+    def _accept(self, state: GrammarState, text: str) -> None:
         names = [re.escape(name) for name in self.special_ids]
         pieces = re.split(f"({'|'.join(names)})", text) if names else [text]
-        tokens = [
-            token
-            for piece in pieces
-            for token in ([self.special_ids[piece]] if piece in self.special_ids else piece.encode())
-        ]
-        return all(matcher.accept_token(token) for token in tokens)
+        for piece in pieces:
+            for token in [self.special_ids[piece]] if piece in self.special_ids else piece.encode():
+                state.accept(token)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return b"".join(self._texts[token] for token in tokens).decode("utf-8", "replace")
