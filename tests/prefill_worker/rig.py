@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.interface import Engine
@@ -18,7 +19,7 @@ from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 class ModelRig:
     """A model worker over an engine. Computed prompts give their blocks back at once."""
 
-    def __init__(self, engine: Engine, **settings: int) -> None:
+    def __init__(self, engine: Engine, clock: Clock = lambda: 0.0, **settings: int) -> None:
         card = engine.card
         self.blocks = BlockManager(card.num_blocks, card.layout.block_size, lambda: 0.0)
         self.scheduler = PrefillScheduler(PrefillSchedulerSettings(**settings), self.blocks, card.max_model_len)
@@ -27,7 +28,7 @@ class ModelRig:
         self.reports: list[Report] = []
         self._root_hash = root_hash(card.layout.fingerprint())
         metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.worker = PrefillModelWorker(engine, self.scheduler, metrics, self._hear, lambda: 0.0)
+        self.worker = PrefillModelWorker(engine, self.scheduler, metrics, self._hear, clock)
 
     def _hear(self, report: Report) -> None:
         self.reports.append(report)
