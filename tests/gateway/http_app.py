@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +67,7 @@ async def app_for(
     network = Network.open()
     player = Player(Role.DECODE, script, network, card or fake_card(vocab_size=300, num_blocks=num_blocks))
     player.address = await player.server.start()
+    player.tokenizer = Tokenizer.load(directory)
     relay = RelaySettings(**{"room_timeout_s": 0.2, **settings.pop("relay", {})})
     chosen = GatewaySettings(
         relay=relay,
@@ -82,7 +83,7 @@ async def app_for(
             async with asyncio.timeout(20):
                 while (await client.get("/health/ready")).status_code != 200:
                     await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
-            yield App(app, client, player, Tokenizer.load(directory))
+            yield App(app, client, player, player.tokenizer)
     finally:
         await player.server.stop()
         await asyncio.to_thread(network.close)
@@ -108,13 +109,11 @@ async def _run(app: ASGIApp, to_app: asyncio.Queue[Message], from_app: asyncio.Q
     await app({"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}, to_app.get, from_app.put)
 
 
-def saying(
-    tokenizer: Callable[[], Tokenizer], text: str, *, per_message: int = 1, end: FinishReason | None = FinishReason.STOP
-) -> Script:
+def saying(text: str, *, per_message: int = 1, end: FinishReason | None = FinishReason.STOP) -> Script:
     """Generates ``text``, ``per_message`` tokens at a time, then ``end`` (None: stays silent)."""
 
     def script(player: Player, submit: Submit) -> None:
-        sampled = tokens_of(tokenizer(), text)
+        sampled = tokens_of(player.tokenizer, text)
         for index in range(0, len(sampled), per_message):
             part = sampled[index : index + per_message]
             is_last = index + per_message >= len(sampled)

@@ -16,6 +16,7 @@ from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.timings import RequestTimings
+from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.messages import (
@@ -47,6 +48,8 @@ Script = Callable[["Player", Submit], None]
 
 class Player:
     """A worker that plays ``script`` on every Submit. Implements ServerHandler."""
+
+    tokenizer: Tokenizer  # of the application in front of it, if there is one
 
     def __init__(
         self,

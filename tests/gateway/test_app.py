@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 from pydantic import ValidationError
 
 from kvrelay.gateway.openai_schema import CompletionBody
-from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.wire.messages import Submit
 
 from .http_app import CHAT, TEXT, app_for, saying
@@ -26,10 +25,8 @@ SAID = "the baton, née 🏃 here"
 
 
 @pytest.mark.parametrize("per_message", [1, 3, 100])
-async def test_text_is_whole_and_the_same_however_it_comes(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer], per_message: int
-) -> None:
-    async with app_for(model_directory, saying(tokenizer, SAID, per_message=per_message)) as app:
+async def test_text_is_whole_and_the_same_however_it_comes(model_directory: Path, per_message: int) -> None:
+    async with app_for(model_directory, saying(SAID, per_message=per_message)) as app:
         num_tokens = len(app.tokenizer.encode(SAID, add_special_tokens=False))
         whole = await app.post(CHAT, messages=USER)
         assert whole["object"] == "chat.completion"
@@ -49,8 +46,8 @@ async def test_text_is_whole_and_the_same_however_it_comes(
         assert "".join(texts) == SAID
 
 
-async def test_log_probabilities(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, saying(tokenizer, "one relay")) as app:
+async def test_log_probabilities(model_directory: Path) -> None:
+    async with app_for(model_directory, saying("one relay")) as app:
         ids = app.tokenizer.encode("one relay", add_special_tokens=False)
         texts = [app.tokenizer.token_text(token_id) for token_id in ids]
         chat = (await app.post(CHAT, messages=USER, logprobs=True, top_logprobs=2))["choices"][0]["logprobs"]["content"]
@@ -68,9 +65,9 @@ async def test_log_probabilities(model_directory: Path, tokenizer: Callable[[], 
         assert app.player.submits[-1].sampling.num_logprobs is None
 
 
-async def test_the_openai_client(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+async def test_the_openai_client(model_directory: Path) -> None:
     async with (
-        app_for(model_directory, saying(tokenizer, SAID)) as app,
+        app_for(model_directory, saying(SAID)) as app,
         openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="x", max_retries=0, http_client=app.client) as client,
     ):
         messages: Any = USER
@@ -83,11 +80,9 @@ async def test_the_openai_client(model_directory: Path, tokenizer: Callable[[], 
             await client.completions.create(model="tiny", prompt=[5] * 600)
 
 
-async def test_a_stop_string_over_tokens_ends_the_work(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer]
-) -> None:
+async def test_a_stop_string_over_tokens_ends_the_work(model_directory: Path) -> None:
     """The worker would say more; it is told to stop, and nothing of the stop string is seen."""
-    async with app_for(model_directory, saying(tokenizer, SAID, end=None)) as app:
+    async with app_for(model_directory, saying(SAID, end=None)) as app:
         for run in (1, 2):
             if run == 1:
                 text = (await app.post(CHAT, messages=USER, stop=["n, n", "zzz"]))["choices"][0]["message"]["content"]
@@ -113,9 +108,9 @@ async def test_a_stop_string_over_tokens_ends_the_work(
     ],
 )
 async def test_defaults_are_openais(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer], path: str, body: dict[str, Any], max_tokens: int | None
+    model_directory: Path, path: str, body: dict[str, Any], max_tokens: int | None
 ) -> None:
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+    async with app_for(model_directory, saying("x")) as app:
         await app.post(path, **body)
         await app.post(path, **body, seed=-3, ignore_eos=True)
         first, second = app.player.submits
@@ -148,11 +143,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_cannot_be_served_is_refused_by_name(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer], name: str
-) -> None:
+async def test_what_cannot_be_served_is_refused_by_name(model_directory: Path, name: str) -> None:
     path, body, param, text = REFUSED[name]
-    async with app_for(model_directory, saying(tokenizer, "x"), max_body_bytes=8_000_000) as app:
+    async with app_for(model_directory, saying("x"), max_body_bytes=8_000_000) as app:
         async with asyncio.timeout(5):
             error = (await app.post(path, 400, **body))["error"]
         assert (error["param"], error["type"]) == (param, "invalid_request_error")
@@ -169,10 +162,8 @@ def test_a_long_bad_list_is_not_complained_about_item_by_item(prompt: Any) -> No
     assert caught.value.error_count() < 10
 
 
-async def test_fields_that_ask_for_nothing_are_no_trouble(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer]
-) -> None:
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+async def test_fields_that_ask_for_nothing_are_no_trouble(model_directory: Path) -> None:
+    async with app_for(model_directory, saying("x")) as app:
         harmless = {
             "n": 1,
             "tools": [],
@@ -184,12 +175,12 @@ async def test_fields_that_ask_for_nothing_are_no_trouble(
         await app.post(CHAT, messages=USER, **harmless)
 
 
-async def test_bodies(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+async def test_bodies(model_directory: Path) -> None:
     async def chunked(size: int) -> AsyncIterator[bytes]:
         for _ in range(size // 500):
             yield b" " * 500
 
-    async with app_for(model_directory, saying(tokenizer, "x"), max_body_bytes=2000) as app:
+    async with app_for(model_directory, saying("x"), max_body_bytes=2000) as app:
         for content in (b" " * 2001, chunked(3000)):
             response = await app.client.post(TEXT, content=content)
             assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
@@ -206,8 +197,8 @@ async def test_bodies(model_directory: Path, tokenizer: Callable[[], Tokenizer])
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
 
-async def test_request_ids(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+async def test_request_ids(model_directory: Path) -> None:
+    async with app_for(model_directory, saying("x")) as app:
         for given, is_taken in (("trace-1.a:b_c", True), ("x" * 129, False), ("a b", False), ("", False)):
             response = await app.client.post(TEXT, json={"prompt": "x"}, headers={"x-request-id": given})
             answered = response.headers["x-request-id"]
@@ -216,25 +207,23 @@ async def test_request_ids(model_directory: Path, tokenizer: Callable[[], Tokeni
             assert app.player.submits[-1].request_id.startswith(answered)
 
 
-async def test_no_line_ends_within_an_event(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+async def test_no_line_ends_within_an_event(model_directory: Path) -> None:
     """However a client's library splits lines: Unicode knows more ends than the format of events does."""
     said = "one\x85two\u2028three\u2029née\r\n🏃"
-    async with app_for(model_directory, saying(tokenizer, said)) as app:
+    async with app_for(model_directory, saying(said)) as app:
         response = await app.client.post(TEXT, json={"prompt": "a", "stream": True, "max_tokens": 99})
         lines = [line for line in response.text.splitlines() if line]
         assert all(line.startswith("data: ") for line in lines), lines
         assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == said
 
 
-async def test_nothing_in_a_request_chooses_a_worker_a_path_or_an_address(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer]
-) -> None:
+async def test_nothing_in_a_request_chooses_a_worker_a_path_or_an_address(model_directory: Path) -> None:
     """What no route knows is ignored, wherever it stands: the same goes to the same worker as without it."""
     evil = "tcp://evil.example:1"
     fields = {"decode": {"address": evil}, "address": evil, "worker": evil, "data_address": evil, "attempt": 7}
     fields |= {"request_id": "../../etc/passwd", "adapter": "/etc/passwd", "tokenizer": "/etc/passwd", "lora": evil}
     headers = {"x-worker": evil, "x-forwarded-host": "evil.example", "x-request-id": "../../etc/passwd"}
-    async with app_for(model_directory, saying(tokenizer, "a")) as app:
+    async with app_for(model_directory, saying("a")) as app:
         for path, body in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})):
             plain = await app.client.post(path, json={**body, "max_tokens": 3, "temperature": 0})
             laden = await app.client.post(

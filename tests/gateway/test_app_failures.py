@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,8 @@ async def no_news() -> Message:
 # -- failures ------------------------------------------------------------------------------------------------------
 
 
-async def test_without_workers_every_request_gets_503_at_once(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer]
-) -> None:
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+async def test_without_workers_every_request_gets_503_at_once(model_directory: Path) -> None:
+    async with app_for(model_directory, saying("x")) as app:
         await app.player.server.stop()
         async with asyncio.timeout(20):
             while (await app.client.get("/health/ready")).status_code == 200:
@@ -59,7 +56,7 @@ async def test_without_workers_every_request_gets_503_at_once(
 
 
 async def test_workers_that_go_while_a_prompt_is_encoded_are_a_503(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools: list[WorkerPool] = []
     init = WorkerPool.__init__
@@ -69,7 +66,7 @@ async def test_workers_that_go_while_a_prompt_is_encoded_are_a_503(
         init(self, *args, **kwargs)
 
     monkeypatch.setattr(WorkerPool, "__init__", kept)
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+    async with app_for(model_directory, saying("x")) as app:
         encode = Tokenizer.encode
         (pool,) = pools
 
@@ -82,11 +79,9 @@ async def test_workers_that_go_while_a_prompt_is_encoded_are_a_503(
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 
 
-async def test_a_token_that_cannot_be_has_a_finite_log_probability(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer]
-) -> None:
+async def test_a_token_that_cannot_be_has_a_finite_log_probability(model_directory: Path) -> None:
     def script(player: Player, submit: Submit) -> None:
-        (token,) = tokens_of(tokenizer(), "x")
+        (token,) = tokens_of(player.tokenizer, "x")
         impossible = SampledToken(token.token_id, float("-inf"), ((token.token_id, float("-inf")), (5, float("nan"))))
         player.tokens(submit, 0, [impossible], FinishReason.STOP)
 
@@ -145,14 +140,13 @@ async def test_a_failure_in_the_middle_is_one_event(model_directory: Path) -> No
 
 async def test_an_unexpected_error_is_logged_and_not_told(
     model_directory: Path,
-    tokenizer: Callable[[], Tokenizer],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("a secret")
 
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+    async with app_for(model_directory, saying("x")) as app:
         monkeypatch.setattr(Tokenizer, "encode", broken)
         with caplog.at_level(logging.ERROR, "kvrelay.gateway"):
             response = await app.client.post(TEXT, json={"prompt": "x"}, headers={"x-request-id": "mine"})
@@ -165,7 +159,7 @@ async def test_an_unexpected_error_is_logged_and_not_told(
         assert record.exc_info is not None
 
 
-async def test_a_client_that_leaves_while_it_sends(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+async def test_a_client_that_leaves_while_it_sends(model_directory: Path) -> None:
     """Half a body is not a request."""
     incoming: list[Message] = [
         {"type": "http.request", "body": b'{"prompt": "x"}', "more_body": True},
@@ -179,7 +173,7 @@ async def test_a_client_that_leaves_while_it_sends(model_directory: Path, tokeni
     async def send(message: Message) -> None:
         sent.append(message)
 
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+    async with app_for(model_directory, saying("x")) as app:
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": TEXT, "headers": headers, "query_string": b""}
         await app.asgi(scope, receive, send)
@@ -332,9 +326,9 @@ async def test_the_lifespan_ends_with_workers_that_never_came(model_directory: P
         assert (await client.get("/v1/models")).json()["data"][0]["id"] == model_directory.name
 
 
-async def test_every_metric_of_the_gateway_moves(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+async def test_every_metric_of_the_gateway_moves(model_directory: Path) -> None:
     def script(player: Player, submit: Submit) -> None:
-        say = saying(tokenizer, "one relay", end=FinishReason.LENGTH)
+        say = saying("one relay", end=FinishReason.LENGTH)
         (failing(FailureCode.INTERNAL) if len(player.submits) == 1 else say)(player, submit)
 
     async with app_for(model_directory, script, relay={"max_attempts": 1}) as app:

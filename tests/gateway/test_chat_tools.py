@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import openai
 import pytest
 
 from kvrelay.common.sampling import GuideKind
-from kvrelay.gateway.tokenizer import Tokenizer
 
 from .http_app import CHAT, app_for, saying
 
@@ -41,9 +39,9 @@ def thinking_directory(model_directory: Path, tmp_path: Path) -> Path:
     return directory
 
 
-async def test_a_call_streamed_and_whole(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+async def test_a_call_streamed_and_whole(model_directory: Path) -> None:
     async with (
-        app_for(model_directory, saying(tokenizer, f"One moment. {CALL}{CALL}")) as app,
+        app_for(model_directory, saying(f"One moment. {CALL}{CALL}")) as app,
         openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="x", max_retries=0, http_client=app.client) as client,
     ):
         request: Any = {"model": "tiny", "messages": USER, "tools": [WEATHER]}
@@ -77,10 +75,8 @@ async def test_a_call_streamed_and_whole(model_directory: Path, tokenizer: Calla
         assert all(len(pieces) > 4 for pieces in calls.values()), "arguments come as they are written"
 
 
-async def test_the_model_is_told_of_its_tools_and_of_what_came_of_them(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer]
-) -> None:
-    async with app_for(model_directory, saying(tokenizer, "fine"), num_blocks=512) as app:
+async def test_the_model_is_told_of_its_tools_and_of_what_came_of_them(model_directory: Path) -> None:
+    async with app_for(model_directory, saying("fine"), num_blocks=512) as app:
         call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
         messages = [
             *USER,
@@ -99,10 +95,8 @@ async def test_the_model_is_told_of_its_tools_and_of_what_came_of_them(
     ("choice", "is_guided"),
     [("none", False), ("required", True), ({"type": "function", "function": {"name": "weather"}}, True)],
 )
-async def test_tool_choice(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer], choice: Any, is_guided: bool
-) -> None:
-    async with app_for(model_directory, saying(tokenizer, CALL), num_blocks=512) as app:
+async def test_tool_choice(model_directory: Path, choice: Any, is_guided: bool) -> None:
+    async with app_for(model_directory, saying(CALL), num_blocks=512) as app:
         answer = await app.post(CHAT, messages=USER, tools=[WEATHER], tool_choice=choice)
         guide = app.player.submits[-1].sampling.guide
         message = answer["choices"][0]["message"]
@@ -130,17 +124,17 @@ async def test_tool_choice(
     ],
 )
 async def test_what_is_wrong_with_tools_is_named(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer], fields: dict[str, Any], param: str, text: str
+    model_directory: Path, fields: dict[str, Any], param: str, text: str
 ) -> None:
-    async with app_for(model_directory, saying(tokenizer, "x"), max_body_bytes=100_000) as app:
+    async with app_for(model_directory, saying("x"), max_body_bytes=100_000) as app:
         error = (await app.post(CHAT, 400, messages=USER, **fields))["error"]
         assert error["param"] == param
         assert text in error["message"]
 
 
-async def test_thoughts_are_apart(thinking_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+async def test_thoughts_are_apart(thinking_directory: Path) -> None:
     """The template opens them; the answer says where they end."""
-    async with app_for(thinking_directory, saying(tokenizer, "Well, a < b.</think>\n\nThus: yes")) as app:
+    async with app_for(thinking_directory, saying("Well, a < b.</think>\n\nThus: yes")) as app:
         message = (await app.post(CHAT, messages=USER))["choices"][0]["message"]
         assert message["reasoning_content"].strip() == "Well, a < b."
         assert message["content"].strip() == "Thus: yes"
@@ -153,10 +147,8 @@ async def test_thoughts_are_apart(thinking_directory: Path, tokenizer: Callable[
         assert (thoughts.strip(), content.strip()) == ("Well, a < b.", "Thus: yes")
 
 
-async def test_a_format_binds_the_answer_and_not_the_thoughts(
-    thinking_directory: Path, tokenizer: Callable[[], Tokenizer]
-) -> None:
-    async with app_for(thinking_directory, saying(tokenizer, "x")) as app:
+async def test_a_format_binds_the_answer_and_not_the_thoughts(thinking_directory: Path) -> None:
+    async with app_for(thinking_directory, saying("x")) as app:
         await app.post(CHAT, messages=USER, response_format={"type": "json_object"})
         guide = app.player.submits[-1].sampling.guide
         assert guide is not None
@@ -164,8 +156,8 @@ async def test_a_format_binds_the_answer_and_not_the_thoughts(
         assert "</think>" in guide.text
 
 
-async def test_an_answer_that_is_begun_goes_on(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, saying(tokenizer, " and done")) as app:
+async def test_an_answer_that_is_begun_goes_on(model_directory: Path) -> None:
+    async with app_for(model_directory, saying(" and done")) as app:
         messages = [*USER, {"role": "assistant", "content": "Begun"}]
         fields = {"messages": messages, "continue_final_message": True}
         assert (await app.post(CHAT, **fields))["choices"][0]["message"]["content"] == " and done"
@@ -177,9 +169,7 @@ async def test_an_answer_that_is_begun_goes_on(model_directory: Path, tokenizer:
         assert "".join(event["choices"][0]["delta"].get("content", "") for event in streamed) == "Begun and done"
 
 
-async def test_a_model_whose_answers_are_messages_in_channels(
-    model_directory: Path, tmp_path: Path, tokenizer: Callable[[], Tokenizer]
-) -> None:
+async def test_a_model_whose_answers_are_messages_in_channels(model_directory: Path, tmp_path: Path) -> None:
     """gpt-oss's way: with or without tools its channels are told apart, and its call ends the answer."""
     directory = tmp_path / "channels"
     shutil.copytree(model_directory, directory)
@@ -188,7 +178,7 @@ async def test_a_model_whose_answers_are_messages_in_channels(
         f"{template}{{% if tools and messages[0].tool_calls %}}{{% endif %}}"
     )
     thought = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant"
-    async with app_for(directory, saying(tokenizer, f"{thought}<|channel|>final<|message|>Yes, a < b.")) as app:
+    async with app_for(directory, saying(f"{thought}<|channel|>final<|message|>Yes, a < b.")) as app:
         message = (await app.post(CHAT, messages=USER))["choices"][0]["message"]
         assert (message["content"], message["reasoning_content"]) == ("Yes, a < b.", "Well.")
         events = await app.events(CHAT, messages=USER)
@@ -196,7 +186,7 @@ async def test_a_model_whose_answers_are_messages_in_channels(
         assert "".join(delta.get("content", "") for delta in deltas) == "Yes, a < b."
         assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Well."
     call = f"{thought}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{json.dumps(ARGUMENTS)}"
-    async with app_for(directory, saying(tokenizer, call)) as app:
+    async with app_for(directory, saying(call)) as app:
         choice = (await app.post(CHAT, messages=USER, tools=[WEATHER]))["choices"][0]
         assert choice["finish_reason"] == "tool_calls"
         (told,) = choice["message"]["tool_calls"]

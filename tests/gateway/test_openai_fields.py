@@ -13,7 +13,6 @@ import pytest
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import BeamSearch, FinishReason, Guide, GuideKind, SampledToken, SamplingParams, Watermark
 from kvrelay.engine.fake import fake_card
-from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.wire.messages import Beam, Submit, TokenDelta, Tokens
 
 from .http_app import CHAT, TEXT, app_for, saying, tokens_of
@@ -63,44 +62,40 @@ BECOMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", BECOMES)
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-async def test_what_fields_become(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer], path: str, name: str
-) -> None:
+async def test_what_fields_become(model_directory: Path, path: str, name: str) -> None:
     fields, expected = BECOMES[name]
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+    async with app_for(model_directory, saying("x")) as app:
         await app.post(path, **({"messages": USER} if path == CHAT else {"prompt": "x"}), **fields)
         sampling = app.player.submits[-1].sampling
         assert {field: getattr(sampling, field) for field in expected} == expected
 
 
-async def test_stop_tokens_are_beside_the_models_own(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+async def test_stop_tokens_are_beside_the_models_own(model_directory: Path) -> None:
+    async with app_for(model_directory, saying("x")) as app:
         await app.post(TEXT, prompt="x", stop_token_ids=[9, 9, 8])
         assert app.player.submits[-1].sampling.stop_token_ids == (*app.tokenizer.eos_ids, 9, 8)
         await app.post(TEXT, prompt="x", stop_token_ids=[9], ignore_eos=True)
         assert app.player.submits[-1].sampling.stop_token_ids == (9,)
 
 
-async def test_bad_words_are_spelled_with_and_without_a_space(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer]
-) -> None:
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+async def test_bad_words_are_spelled_with_and_without_a_space(model_directory: Path) -> None:
+    async with app_for(model_directory, saying("x")) as app:
         await app.post(TEXT, prompt="x", bad_words=["relay", ""])
         spelled = [app.tokenizer.decode(ids) for ids in app.player.submits[-1].sampling.bad_words]
         assert spelled == ["relay", " relay"]
 
 
-async def test_the_operators_processors_go_by_name(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+async def test_the_operators_processors_go_by_name(model_directory: Path) -> None:
     card = msgspec.structs.replace(fake_card(vocab_size=300, num_blocks=128), processors=("quiet", "calm"))
-    async with app_for(model_directory, saying(tokenizer, "x"), card=card) as app:
+    async with app_for(model_directory, saying("x"), card=card) as app:
         await app.post(TEXT, prompt="x", logits_processors=["quiet"])
         assert app.player.submits[-1].sampling.processors == ("quiet",)
         error = (await app.post(TEXT, 400, prompt="x", logits_processors=["loud"]))["error"]
         assert "calm, quiet" in error["message"]
 
 
-async def test_retention_hints_travel(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+async def test_retention_hints_travel(model_directory: Path) -> None:
+    async with app_for(model_directory, saying("x")) as app:
         for fields, expected in (
             ({}, None),
             ({"cache_ttl": 60}, Retention(priority=80, ttl_s=60.0)),
@@ -114,10 +109,8 @@ async def test_retention_hints_travel(model_directory: Path, tokenizer: Callable
 @pytest.mark.parametrize(
     ("path", "fields"), [(CHAT, {"messages": USER}), (TEXT, {"prompt": "x"}), ("/v1/responses", {"input": "x"})]
 )
-async def test_a_cache_salt_travels(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer], path: str, fields: dict[str, Any]
-) -> None:
-    async with app_for(model_directory, saying(tokenizer, "x"), num_blocks=512) as app:
+async def test_a_cache_salt_travels(model_directory: Path, path: str, fields: dict[str, Any]) -> None:
+    async with app_for(model_directory, saying("x"), num_blocks=512) as app:
         for salt in (None, "mine"):
             await app.post(path, **fields, cache_salt=salt)
             assert app.player.submits[-1].cache_salt == (salt or "")
@@ -129,14 +122,13 @@ async def test_a_cache_salt_travels(
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_fields_that_nobody_knows_are_named(
     model_directory: Path,
-    tokenizer: Callable[[], Tokenizer],
     caplog: pytest.LogCaptureFixture,
     path: str,
     fields: dict[str, Any],
     is_stream: bool,
 ) -> None:
     unknown = {"temprature": 0, "user": "u", "store": False, "a\nb": 1, **{f"f{index}": 1 for index in range(20)}}
-    async with app_for(model_directory, saying(tokenizer, "x"), num_blocks=512) as app:
+    async with app_for(model_directory, saying("x"), num_blocks=512) as app:
         for _ in range(2):
             answer = await app.client.post(path, json={**fields, **unknown, "stream": is_stream})
             named = answer.headers["x-ignored-fields"].split(", ")
@@ -149,8 +141,8 @@ async def test_fields_that_nobody_knows_are_named(
 # -- what the answer shows -----------------------------------------------------------------------------------------
 
 
-async def test_the_stop_string_and_why_it_ended(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, saying(tokenizer, "one two three")) as app:
+async def test_the_stop_string_and_why_it_ended(model_directory: Path) -> None:
+    async with app_for(model_directory, saying("one two three")) as app:
         choice = (await app.post(TEXT, prompt="x", max_tokens=99, stop=["zzz", " two"]))["choices"][0]
         assert (choice["text"], choice["stop_reason"], choice["finish_reason"]) == ("one", " two", "stop")
         fields = {"stop": " two", "include_stop_str_in_output": True}
@@ -188,7 +180,7 @@ async def test_special_tokens_are_shown_on_demand(model_directory: Path) -> None
         assert app.tokenizer.token_text(special) in shown
 
 
-def _with_prompt_logprobs(tokenizer: Callable[[], Tokenizer], text: str) -> Callable[[Player, Submit], None]:
+def _with_prompt_logprobs(text: str) -> Callable[[Player, Submit], None]:
     def script(player: Player, submit: Submit) -> None:
         known = [SampledToken(token_id, -0.25, ((token_id, -0.25), (3, -2.0))) for token_id in submit.token_ids[1:]]
         asked = submit.sampling.num_prompt_logprobs is not None
@@ -196,7 +188,7 @@ def _with_prompt_logprobs(tokenizer: Callable[[], Tokenizer], text: str) -> Call
             request_id=submit.request_id,
             attempt=submit.attempt,
             index=0,
-            tokens=tokens_of(tokenizer(), text),
+            tokens=tokens_of(player.tokenizer, text),
             finish_reason=FinishReason.LENGTH,
             prompt_logprobs=known if asked else None,
         )
@@ -205,8 +197,8 @@ def _with_prompt_logprobs(tokenizer: Callable[[], Tokenizer], text: str) -> Call
     return script
 
 
-async def test_echo(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, _with_prompt_logprobs(tokenizer, " the baton")) as app:
+async def test_echo(model_directory: Path) -> None:
+    async with app_for(model_directory, _with_prompt_logprobs(" the baton")) as app:
         plain = (await app.post(TEXT, prompt="hand over", echo=True))["choices"][0]
         assert (plain["text"], plain["logprobs"]) == ("hand over the baton", None)
         both = await app.post(TEXT, prompt=["hand over", "run"], echo=True, n=2)
@@ -224,9 +216,9 @@ async def test_echo(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -
         assert pieces == shown["tokens"]
 
 
-async def test_no_output_at_all(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+async def test_no_output_at_all(model_directory: Path) -> None:
     """How others' tools rate a text: its log probabilities, and nothing behind it."""
-    async with app_for(model_directory, _with_prompt_logprobs(tokenizer, "x")) as app:
+    async with app_for(model_directory, _with_prompt_logprobs("x")) as app:
         answer = await app.post(TEXT, prompt="hand over", echo=True, logprobs=1, max_tokens=0)
         assert answer["choices"][0]["text"] == "hand over"
         assert answer["choices"][0]["finish_reason"] == "length"
@@ -235,8 +227,8 @@ async def test_no_output_at_all(model_directory: Path, tokenizer: Callable[[], T
         assert app.player.submits[-1].sampling.max_tokens == 1
 
 
-async def test_prompt_logprobs(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, _with_prompt_logprobs(tokenizer, "x")) as app:
+async def test_prompt_logprobs(model_directory: Path) -> None:
+    async with app_for(model_directory, _with_prompt_logprobs("x")) as app:
         ids = app.tokenizer.encode("hand over", add_special_tokens=False)
         text = (await app.post(TEXT, prompt="hand over", prompt_logprobs=2, n=2))["choices"]
         for choice in text:
@@ -255,8 +247,8 @@ async def test_prompt_logprobs(model_directory: Path, tokenizer: Callable[[], To
         assert sum("prompt_logprobs" in event for event in events) == 1
 
 
-async def test_what_backs_an_answer(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+async def test_what_backs_an_answer(model_directory: Path) -> None:
+    async with app_for(model_directory, saying("x")) as app:
         answers = [await app.post(TEXT, prompt="x"), await app.post(CHAT, messages=USER)]
         answers += await app.events(CHAT, messages=USER)
         fingerprints = {answer["system_fingerprint"] for answer in answers}
@@ -267,20 +259,20 @@ async def test_what_backs_an_answer(model_directory: Path, tokenizer: Callable[[
 # -- several choices -----------------------------------------------------------------------------------------------
 
 
-def _by_choice(tokenizer: Callable[[], Tokenizer], texts: list[str], logprobs: list[float]) -> Any:
+def _by_choice(texts: list[str], logprobs: list[float]) -> Any:
     def script(player: Player, submit: Submit) -> None:
         choice = submit.sampling.choice
-        tokens = [SampledToken(token.token_id, logprobs[choice]) for token in tokens_of(tokenizer(), texts[choice])]
+        tokens = [
+            SampledToken(token.token_id, logprobs[choice]) for token in tokens_of(player.tokenizer, texts[choice])
+        ]
         player.tokens(submit, 0, tokens, FinishReason.STOP)
 
     return script
 
 
-async def test_choices_have_noise_of_their_own_and_one_seed(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer]
-) -> None:
+async def test_choices_have_noise_of_their_own_and_one_seed(model_directory: Path) -> None:
     texts = ["one", "two", "three"]
-    async with app_for(model_directory, _by_choice(tokenizer, texts, [-1.0] * 3)) as app:
+    async with app_for(model_directory, _by_choice(texts, [-1.0] * 3)) as app:
         whole = await app.post(CHAT, messages=USER, n=3)
         assert [choice["message"]["content"] for choice in whole["choices"]] == texts
         assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
@@ -301,10 +293,10 @@ async def test_choices_have_noise_of_their_own_and_one_seed(
         assert roles == [0, 1, 2]
 
 
-async def test_the_best_of_several(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+async def test_the_best_of_several(model_directory: Path) -> None:
     """By log probability per token, so that length alone decides nothing."""
     texts, logprobs = ["a long one indeed", "two", "three"], [-0.5, -2.0, -0.1]
-    async with app_for(model_directory, _by_choice(tokenizer, texts, logprobs)) as app:
+    async with app_for(model_directory, _by_choice(texts, logprobs)) as app:
         whole = await app.post(TEXT, prompt=["x", "y"], n=2, best_of=3)
         assert [choice["text"] for choice in whole["choices"]] == ["three", texts[0]] * 2
         assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
@@ -313,10 +305,10 @@ async def test_the_best_of_several(model_directory: Path, tokenizer: Callable[[]
         assert whole["usage"]["completion_tokens"] == 2 * sum(lengths), "what was generated counts, not what is shown"
 
 
-async def test_a_beam_search(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+async def test_a_beam_search(model_directory: Path) -> None:
     def script(player: Player, submit: Submit) -> None:
         beams = [
-            Beam(tokens=tokens_of(tokenizer(), text), finish_reason=reason, score=-1.0)
+            Beam(tokens=tokens_of(player.tokenizer, text), finish_reason=reason, score=-1.0)
             for text, reason in (("first", FinishReason.STOP), ("second", FinishReason.LENGTH))
         ]
         item = TokenDelta(
@@ -394,11 +386,9 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-async def test_what_is_wrong_is_named(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer], path: str, name: str
-) -> None:
+async def test_what_is_wrong_is_named(model_directory: Path, path: str, name: str) -> None:
     fields, param, text = WRONG[name]
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+    async with app_for(model_directory, saying("x")) as app:
         body = {"messages": USER} if path == CHAT else {"prompt": "x"}
         error = (await app.post(path, 400, **body, **fields))["error"]
         assert (error["param"], error["type"]) == (param, "invalid_request_error")
@@ -430,9 +420,9 @@ async def test_what_is_wrong_is_named(
     ],
 )
 async def test_what_is_wrong_with_a_chat_is_named(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer], fields: dict[str, Any], param: str, text: str
+    model_directory: Path, fields: dict[str, Any], param: str, text: str
 ) -> None:
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+    async with app_for(model_directory, saying("x")) as app:
         error = (await app.post(CHAT, 400, **fields))["error"]
         assert error["param"] == param
         assert text in error["message"]

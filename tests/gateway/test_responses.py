@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import pytest
 
 from kvrelay.common.sampling import FinishReason, GuideKind
 from kvrelay.gateway.response_items import ResponseItems
-from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.tools.calls import ParsedDelta, Said, Thought, ToolCallDelta
 from kvrelay.wire.messages import FailureCode, Submit
 
@@ -40,8 +39,8 @@ async def served(directory: Path, script: Script) -> AsyncIterator[tuple[App, op
         yield app, client
 
 
-async def test_text(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with served(model_directory, saying(tokenizer, "the baton, née")) as (app, client):
+async def test_text(model_directory: Path) -> None:
+    async with served(model_directory, saying("the baton, née")) as (app, client):
         response = await client.responses.create(model="tiny", input="hand over", instructions="Be brief.")
         assert (response.output_text, response.status) == ("the baton, née", "completed")
         assert response.usage is not None
@@ -50,8 +49,8 @@ async def test_text(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -
         assert prompt.index("Be brief.") < prompt.index("hand over")
 
 
-async def test_events_tell_the_same_as_the_whole(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with served(model_directory, saying(tokenizer, "the baton, née")) as (_, client):
+async def test_events_tell_the_same_as_the_whole(model_directory: Path) -> None:
+    async with served(model_directory, saying("the baton, née")) as (_, client):
         events = [event async for event in await client.responses.create(model="tiny", input="x", stream=True)]
         kinds = [event.type for event in events]
         assert kinds[:4] == [
@@ -78,8 +77,8 @@ async def test_events_tell_the_same_as_the_whole(model_directory: Path, tokenize
         assert final.output_text == "the baton, née"
 
 
-async def test_calls_both_ways(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with served(model_directory, saying(tokenizer, f"One moment. {CALL}")) as (app, client):
+async def test_calls_both_ways(model_directory: Path) -> None:
+    async with served(model_directory, saying(f"One moment. {CALL}")) as (app, client):
         history: Any = [
             {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
             {"type": "reasoning", "id": "rs_1", "summary": []},
@@ -111,13 +110,11 @@ async def test_calls_both_ways(model_directory: Path, tokenizer: Callable[[], To
         assert guide.kind is GuideKind.STRUCTURAL_TAG
 
 
-async def test_thoughts_are_an_item_of_their_own(
-    model_directory: Path, tmp_path: Path, tokenizer: Callable[[], Tokenizer]
-) -> None:
+async def test_thoughts_are_an_item_of_their_own(model_directory: Path, tmp_path: Path) -> None:
     directory = tmp_path / "thinking"
     shutil.copytree(model_directory, directory)
     (directory / "chat_template.jinja").write_text(THINKING)
-    async with served(directory, saying(tokenizer, "Well.</think>Yes")) as (_, client):
+    async with served(directory, saying("Well.</think>Yes")) as (_, client):
         response = await client.responses.create(model="tiny", input="x")
         thought, said = response.output
         assert (thought.type, said.type) == ("reasoning", "message")
@@ -129,8 +126,8 @@ async def test_thoughts_are_an_item_of_their_own(
         assert told == "Well."
 
 
-async def test_what_is_cut_off_is_incomplete(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    script = saying(tokenizer, "the bat", end=FinishReason.LENGTH)
+async def test_what_is_cut_off_is_incomplete(model_directory: Path) -> None:
+    script = saying("the bat", end=FinishReason.LENGTH)
     async with served(model_directory, script) as (_, client):
         response = await client.responses.create(model="tiny", input="x", max_output_tokens=16)
         assert response.status == "incomplete"
@@ -140,10 +137,10 @@ async def test_what_is_cut_off_is_incomplete(model_directory: Path, tokenizer: C
         assert events[-1].type == "response.incomplete"
 
 
-async def test_a_stream_that_fails_says_so(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+async def test_a_stream_that_fails_says_so(model_directory: Path) -> None:
     def script(player: Player, submit: Submit) -> None:
         if submit.attempt == 1:
-            player.tokens(submit, 0, tokens_of(tokenizer(), "the"))
+            player.tokens(submit, 0, tokens_of(player.tokenizer, "the"))
         player.fail(submit, FailureCode.DEADLINE)
 
     async with served(model_directory, script) as (_, client):
@@ -154,8 +151,8 @@ async def test_a_stream_that_fails_says_so(model_directory: Path, tokenizer: Cal
         assert "timeout" in last.response.error.message
 
 
-async def test_formats_and_log_probabilities(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with served(model_directory, saying(tokenizer, "{}")) as (app, client):
+async def test_formats_and_log_probabilities(model_directory: Path) -> None:
+    async with served(model_directory, saying("{}")) as (app, client):
         schema: Any = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
         await client.responses.create(model="tiny", input="x", text={"format": schema})
         guide = app.player.submits[-1].sampling.guide
@@ -187,10 +184,8 @@ async def test_formats_and_log_probabilities(model_directory: Path, tokenizer: C
         ({"input": "x", "max_output_tokens": 9999}, "max_output_tokens", "2048"),
     ],
 )
-async def test_what_is_wrong_is_named(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer], fields: dict[str, Any], param: str, text: str
-) -> None:
-    async with app_for(model_directory, saying(tokenizer, "x"), num_blocks=512) as app:
+async def test_what_is_wrong_is_named(model_directory: Path, fields: dict[str, Any], param: str, text: str) -> None:
+    async with app_for(model_directory, saying("x"), num_blocks=512) as app:
         error = (await app.post(ROUTE, 400, **fields))["error"]
         assert error["param"] == param
         assert text in error["message"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvrelay.common.sampling import FinishReason, SampledToken
-from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.wire.messages import FailureCode, Submit
 
 from .http_app import app_for, saying, tokens_of
@@ -21,10 +19,8 @@ SAID = "the baton, née 🏃 here"
 
 
 @pytest.mark.parametrize("per_message", [1, 3, 100])
-async def test_an_event_for_each_token_however_they_come(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer], per_message: int
-) -> None:
-    async with app_for(model_directory, saying_to_the_end(tokenizer, SAID, per_message=per_message)) as app:
+async def test_an_event_for_each_token_however_they_come(model_directory: Path, per_message: int) -> None:
+    async with app_for(model_directory, saying_to_the_end(SAID, per_message=per_message)) as app:
         expected = sampled(app.tokenizer, SAID, has_eos=True)
         body: dict[str, Any] = {"inputs": "hand over", "parameters": {"details": True, "top_n_tokens": 2, "seed": 7}}
         events = events_of(await app.client.post("/generate_stream", json=body))
@@ -56,10 +52,8 @@ async def test_an_event_for_each_token_however_they_come(
         assert (sampling.num_logprobs, sampling.temperature, sampling.max_tokens) == (2, 0.0, 100)
 
 
-async def test_without_details_there_is_the_text_alone(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer]
-) -> None:
-    async with app_for(model_directory, saying_to_the_end(tokenizer, SAID)) as app:
+async def test_without_details_there_is_the_text_alone(model_directory: Path) -> None:
+    async with app_for(model_directory, saying_to_the_end(SAID)) as app:
         assert await app.post("/generate", inputs="x", parameters={}) == {"generated_text": SAID}
         events = events_of(await app.client.post("/generate_stream", json={"inputs": "x"}))
         assert events[-1]["generated_text"] == SAID
@@ -70,10 +64,8 @@ async def test_without_details_there_is_the_text_alone(
         assert app.player.submits[-1].sampling.num_logprobs == 0
 
 
-async def test_the_compatible_route_gives_a_list_with_the_prompt(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer]
-) -> None:
-    async with app_for(model_directory, saying_to_the_end(tokenizer, SAID)) as app:
+async def test_the_compatible_route_gives_a_list_with_the_prompt(model_directory: Path) -> None:
+    async with app_for(model_directory, saying_to_the_end(SAID)) as app:
         prompt, bare = {"inputs": "Say: "}, {"return_full_text": False}
         for path in ("/", "/invocations"):
             assert await app.post(path, **prompt) == [{"generated_text": f"Say: {SAID}"}]
@@ -91,8 +83,8 @@ async def test_the_compatible_route_gives_a_list_with_the_prompt(
         assert "inputs and prompt" in refused["error"]
 
 
-async def test_a_stop_string_is_part_of_the_text(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, saying(tokenizer, SAID, end=None)) as app:
+async def test_a_stop_string_is_part_of_the_text(model_directory: Path) -> None:
+    async with app_for(model_directory, saying(SAID, end=None)) as app:
         body = {"inputs": "x", "parameters": {"stop": ["zzz", "n, n"], "details": True}}
         whole = await app.post("/generate", **body)
         assert whole["generated_text"] == "the baton, n"
@@ -107,8 +99,8 @@ async def test_a_stop_string_is_part_of_the_text(model_directory: Path, tokenize
             assert await app.player.cancelled.get() == (submit.request_id, 1)
 
 
-async def test_length(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, saying_to_the_end(tokenizer, "one relay", end=FinishReason.LENGTH)) as app:
+async def test_length(model_directory: Path) -> None:
+    async with app_for(model_directory, saying_to_the_end("one relay", end=FinishReason.LENGTH)) as app:
         details = (await app.post("/generate", inputs="x", parameters={"max_new_tokens": 5, "details": True}))[
             "details"
         ]
@@ -119,8 +111,8 @@ async def test_length(model_directory: Path, tokenizer: Callable[[], Tokenizer])
         assert submit.sampling.max_tokens == app.player.card.max_model_len - len(submit.token_ids)  # what fits
 
 
-async def test_prefill(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, saying_to_the_end(tokenizer, SAID)) as app:
+async def test_prefill(model_directory: Path) -> None:
+    async with app_for(model_directory, saying_to_the_end(SAID)) as app:
         parameters: dict[str, Any] = {"decoder_input_details": True}
         details = (await app.post("/generate", inputs="hand over", parameters=parameters))["details"]
         ids = app.player.submits[0].token_ids
@@ -132,11 +124,11 @@ async def test_prefill(model_directory: Path, tokenizer: Callable[[], Tokenizer]
         assert [token["id"] for token in cut["prefill"]] == ids[-2:]
 
 
-async def test_best_of_tells_all_sequences(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
+async def test_best_of_tells_all_sequences(model_directory: Path) -> None:
     texts = ["one relay", "the baton", "hands"]
 
     def script(player: Player, submit: Submit) -> None:
-        tokens = sampled(tokenizer(), texts[submit.sampling.choice], has_eos=True)
+        tokens = sampled(player.tokenizer, texts[submit.sampling.choice], has_eos=True)
         logprob = (-0.9, -0.1, -0.5)[submit.sampling.choice]
         player.tokens(submit, 0, [SampledToken(token.token_id, logprob) for token in tokens], FinishReason.STOP)
 
@@ -152,8 +144,8 @@ async def test_best_of_tells_all_sequences(model_directory: Path, tokenizer: Cal
         assert seeds == {whole["details"]["seed"], others[0]["seed"]}
 
 
-async def test_the_seed_that_was_drawn_is_told(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, saying_to_the_end(tokenizer, "x")) as app:
+async def test_the_seed_that_was_drawn_is_told(model_directory: Path) -> None:
+    async with app_for(model_directory, saying_to_the_end("x")) as app:
         for parameters, is_told in (
             ({"do_sample": True}, True),
             ({"seed": 2**64 - 1, "do_sample": True}, True),
@@ -166,13 +158,11 @@ async def test_the_seed_that_was_drawn_is_told(model_directory: Path, tokenizer:
             assert parameters.get("seed") in (None, sampling.seed)
 
 
-async def test_an_end_that_comes_late_is_told_with_the_last_token(
-    model_directory: Path, tokenizer: Callable[[], Tokenizer]
-) -> None:
+async def test_an_end_that_comes_late_is_told_with_the_last_token(model_directory: Path) -> None:
     """The word that it is over may come without a token: when the worker died that had it."""
 
     def script(player: Player, submit: Submit) -> None:
-        player.tokens(submit, 0, tokens_of(tokenizer(), "one relay")[: submit.sampling.max_tokens])
+        player.tokens(submit, 0, tokens_of(player.tokenizer, "one relay")[: submit.sampling.max_tokens])
         player.fail(submit, FailureCode.PEER_LOST)
 
     async with app_for(model_directory, script) as app:
@@ -196,8 +186,8 @@ async def test_an_error_in_the_middle_is_the_last_event(model_directory: Path) -
         ] == 1
 
 
-async def test_info_and_health(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+async def test_info_and_health(model_directory: Path) -> None:
+    async with app_for(model_directory, saying("x")) as app:
         info = (await app.client.get("/info")).json()
         card = app.player.card
         assert info["model_id"] == "tiny"
@@ -216,12 +206,3 @@ async def test_info_and_health(model_directory: Path, tokenizer: Callable[[], To
         assert response.status_code == 503
         assert response.json()["error_type"] == "unhealthy"
         assert "no decode worker is up" in response.json()["error"]
-
-
-def test_texts_of_tokens_are_those_of_the_detokenizer(tokenizer: Callable[[], Tokenizer]) -> None:
-    """The premise of the tests above: some of these tokens are a part of a character only."""
-    known = tokenizer()
-    detokenizer = known.detokenizer()
-    texts = [detokenizer.push([token_id]) for token_id in known.encode("🏃", add_special_tokens=False)]
-    assert texts[-1] == "🏃"
-    assert set(texts[:-1]) == {""}

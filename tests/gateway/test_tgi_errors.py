@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from kvrelay.gateway.errors import (
     UnavailableError,
 )
 from kvrelay.gateway.tgi.errors import PATHS, tgi_error
-from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.wire.messages import FailureCode
 
 from .http_app import CHAT, app_for, saying
@@ -158,8 +156,8 @@ async def test_a_guide_that_no_worker_compiles_is_422(model_directory: Path) -> 
         assert refused["error_type"] == "validation"
 
 
-async def test_without_workers_it_is_503(model_directory: Path, tokenizer: Callable[[], Tokenizer]) -> None:
-    async with app_for(model_directory, saying(tokenizer, "x")) as app:
+async def test_without_workers_it_is_503(model_directory: Path) -> None:
+    async with app_for(model_directory, saying("x")) as app:
         await app.player.server.stop()
         async with asyncio.timeout(20):
             while (await app.client.get("/health/ready")).status_code == 200:

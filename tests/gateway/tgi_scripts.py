@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -27,7 +27,6 @@ def sampled(tokenizer: Tokenizer, text: str, *, has_eos: bool) -> list[SampledTo
 
 
 def saying_to_the_end(
-    tokenizer: Callable[[], Tokenizer],
     texts: str | Sequence[str],
     *,
     per_message: int = 1,
@@ -37,7 +36,7 @@ def saying_to_the_end(
 
     def script(player: Player, submit: Submit) -> None:
         said = texts if isinstance(texts, str) else texts[submit.sampling.choice]
-        tokens = sampled(tokenizer(), said, has_eos=end is FinishReason.STOP)
+        tokens = sampled(player.tokenizer, said, has_eos=end is FinishReason.STOP)
         for index in range(0, len(tokens), per_message):
             known = None
             if index == 0 and submit.sampling.num_prompt_logprobs is not None:
