@@ -20,7 +20,6 @@ from queue import LifoQueue
 import numpy as np
 
 from kvrelay.common.sampling import Guide, SamplingParams
-from kvrelay.engine.bitmask import num_words
 from kvrelay.engine.guidance import GuideRefusal, GuideResult
 from kvrelay.engine.guide_child import GuideLimits, GuideProcess, GuideProcessError
 from kvrelay.engine.guide_state import GrammarState
@@ -136,7 +135,7 @@ class GrammarCompiler:
                     state.accept(token_id)
                 except ValueError as error:
                     return GuideRefusal(f"the output so far does not match the guide at its token {position}: {error}")
-            state.fill(np.empty(num_words(self._vocab_size), dtype=np.int32))  # the first mask takes longest
+            state.fill(np.empty(state.num_words, dtype=np.int32))  # the first mask takes longest
         except Exception as error:
             logger.exception("a guide's state could not be made")
             return GuideRefusal(_detail(f"the guide cannot be followed: {error}"), is_invalid=False)

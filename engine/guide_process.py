@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 
 from kvrelay.common.sampling import Guide
-from kvrelay.engine.bitmask import num_words
 from kvrelay.engine.guide_errors import UnsupportedGuideError
 from kvrelay.engine.guide_grammar import lark_of
 from kvrelay.engine.guide_state import GrammarState
@@ -84,7 +83,7 @@ def main(model_dir: str, vocab_size: str) -> None:
 def _compiled(guide: Guide, vocabulary: llguidance.LLTokenizer) -> Answer:
     try:
         grammar = lark_of(guide)
-        trouble = _probe(GrammarState(vocabulary, grammar, ()), num_words(vocabulary.vocab_size))
+        trouble = _probe(GrammarState(vocabulary, grammar, ()))
     except MemoryError:
         return Answer(error=f"it takes more than {_MEMORY_BYTES >> 20} MiB to compile: make it simpler")
     except (UnsupportedGuideError, RecursionError, ValueError) as error:
@@ -92,9 +91,9 @@ def _compiled(guide: Guide, vocabulary: llguidance.LLTokenizer) -> Answer:
     return Answer(error=trouble) if trouble else Answer(grammar)
 
 
-def _probe(state: GrammarState, mask_words: int) -> str | None:
+def _probe(state: GrammarState) -> str | None:
     """What is wrong with the guide, as far as an output at random shows it: it allows nothing, or is too ambiguous."""
-    mask = np.zeros(mask_words, dtype=np.int32)
+    mask = np.zeros(state.num_words, dtype=np.int32)
     random = np.random.default_rng(0)
     for _ in range(_PROBE_STEPS):
         state.fill(mask)

@@ -17,7 +17,6 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.engine.bitmask import num_words
 from kvrelay.engine.guide_errors import UnsupportedGuideError
 
 _SLOW_S = 1e-4  # a mask that takes longer is worth a thread
@@ -48,8 +47,9 @@ class GrammarState:
         self._matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         if self._matcher.is_error():
             raise UnsupportedGuideError(self._matcher.get_error())
-        self._stop_bits = _bits(stop_token_ids, vocabulary.vocab_size)
-        self._end_bits = _bits([vocabulary.eos_token], vocabulary.vocab_size)
+        self.num_words = -(-vocabulary.vocab_size // 32)  # of a bitmask
+        self._stop_bits = _bits(stop_token_ids, self.num_words)
+        self._end_bits = _bits([vocabulary.eos_token], self.num_words)
         self._next: npt.NDArray[np.int32] | None = None  # the mask of where it stands, if that is known already
         self._is_complete = False
         self._trouble: str | None = None
@@ -104,8 +104,8 @@ class GrammarState:
         return mask
 
 
-def _bits(token_ids: Seq[int], vocab_size: int) -> npt.NDArray[np.int32]:
-    bits = np.zeros(num_words(vocab_size), dtype=np.int32)
+def _bits(token_ids: Seq[int], num_words: int) -> npt.NDArray[np.int32]:
+    bits = np.zeros(num_words, dtype=np.int32)
     for token_id in token_ids:
         bits.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
     return bits

@@ -6,6 +6,8 @@ import json
 import os
 import queue
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -293,6 +295,12 @@ def test_the_process_that_compiles_starts_before_the_first_guide(demo_directory:
         assert children() - before
     finally:
         in_background.close()
+
+
+def test_the_process_that_compiles_loads_no_torch() -> None:
+    """Which would take it seconds to be ready."""
+    code = "import sys, kvrelay.engine.guide_process; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 
 def sequence_with(state: GuideState, max_tokens: int = 100) -> Sequence:
