@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool
 from kvrelay.wire.messages import FailureCode, Submit
 
-from .http_app import CHAT, TEXT, app_for, lifespan, saying, tokens_of
+from .http_app import CHAT, TEXT, app_for, lifespan, saying
 from .players import Player, failing, good
 
 USER = [{"role": "user", "content": "hand over"}]
@@ -77,29 +76,6 @@ async def test_workers_that_go_while_a_prompt_is_encoded_are_a_503(
         monkeypatch.setattr(Tokenizer, "encode", slow)
         answer = await app.client.post(TEXT, json={"prompt": ["one", "two"]})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-
-
-async def test_a_token_that_cannot_be_has_a_finite_log_probability(model_directory: Path) -> None:
-    def script(player: Player, submit: Submit) -> None:
-        (token,) = tokens_of(player.tokenizer, "x")
-        impossible = SampledToken(token.token_id, float("-inf"), ((token.token_id, float("-inf")), (5, float("nan"))))
-        player.tokens(submit, 0, [impossible], FinishReason.STOP)
-
-    def no_constants(name: str) -> float:
-        raise AssertionError(f"{name} is not JSON")
-
-    async with app_for(model_directory, script) as app:
-        for path, body in (
-            (CHAT, {"messages": [{"role": "user", "content": "x"}], "logprobs": True}),
-            (TEXT, {"prompt": "x", "logprobs": 2}),
-        ):
-            for stream in (False, True):
-                response = await app.client.post(path, json={**body, "stream": stream})
-                for line in response.text.split("\n\n"):
-                    text = line.removeprefix("data: ").strip()
-                    if text and text != "[DONE]":
-                        json.loads(text, parse_constant=no_constants)
-                assert "-9999.0" in response.text
 
 
 async def test_a_failure_before_the_first_token_is_a_status(model_directory: Path) -> None:

@@ -111,27 +111,6 @@ async def test_tool_choice(model_directory: Path, choice: Any, is_guided: bool) 
             assert message["content"] == CALL
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "text"),
-    [
-        ({"tools": [{"type": "function"}]}, "tools[0].name", "name"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "a b"),
-        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "twice"),
-        ({"tools": [WEATHER], "tool_choice": "some"}, "tool_choice", "some"),
-        ({"tool_choice": "required"}, "tool_choice", "tools"),
-        ({"tools": [WEATHER], "continue_final_message": True}, "continue_final_message", "together"),
-        ({"tools": [WEATHER] * 129}, "tools", "128"),
-    ],
-)
-async def test_what_is_wrong_with_tools_is_named(
-    model_directory: Path, fields: dict[str, Any], param: str, text: str
-) -> None:
-    async with app_for(model_directory, saying("x"), max_body_bytes=100_000) as app:
-        error = (await app.post(CHAT, 400, messages=USER, **fields))["error"]
-        assert error["param"] == param
-        assert text in error["message"]
-
-
 async def test_thoughts_are_apart(thinking_directory: Path) -> None:
     """The template opens them; the answer says where they end."""
     async with app_for(thinking_directory, saying("Well, a < b.</think>\n\nThus: yes")) as app:
@@ -145,15 +124,6 @@ async def test_thoughts_are_apart(thinking_directory: Path) -> None:
             content += delta.get("content", "")
             thoughts += delta.get("reasoning_content", "")
         assert (thoughts.strip(), content.strip()) == ("Well, a < b.", "Thus: yes")
-
-
-async def test_a_format_binds_the_answer_and_not_the_thoughts(thinking_directory: Path) -> None:
-    async with app_for(thinking_directory, saying("x")) as app:
-        await app.post(CHAT, messages=USER, response_format={"type": "json_object"})
-        guide = app.player.submits[-1].sampling.guide
-        assert guide is not None
-        assert guide.kind is GuideKind.STRUCTURAL_TAG
-        assert "</think>" in guide.text
 
 
 async def test_an_answer_that_is_begun_goes_on(model_directory: Path) -> None:

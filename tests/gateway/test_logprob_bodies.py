@@ -32,8 +32,9 @@ def test_tokens_of_one_text_stay_apart_by_their_ids(model_directory: Path) -> No
 def test_a_chats_tokens_by_their_ids(model_directory: Path) -> None:
     tokenizer = Tokenizer.load(model_directory)
     first, second = half_characters(tokenizer)
-    tokens = [SampledToken(first, -0.5, ((second, -0.25),))]
+    tokens = [SampledToken(first, -0.5, ((second, math.nan),))]
     (entry,) = chat_logprobs(tokenizer, tokens, ids_as_tokens=True)["content"]
     assert entry["token"] == f"token_id:{first}"
     assert entry["bytes"] == list("\ufffd".encode())
     assert [top["token"] for top in entry["top_logprobs"]] == [f"token_id:{second}"]
+    assert [top["logprob"] for top in entry["top_logprobs"]] == [-9999.0]  # NaN is no JSON

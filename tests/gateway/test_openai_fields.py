@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvrelay.common.retention import Retention
-from kvrelay.common.sampling import BeamSearch, FinishReason, Guide, GuideKind, SampledToken, SamplingParams, Watermark
+from kvrelay.common.sampling import BeamSearch, FinishReason, Guide, GuideKind, SampledToken, Watermark
 from kvrelay.engine.fake import fake_card
 from kvrelay.wire.messages import Beam, Submit, TokenDelta, Tokens
 
@@ -336,8 +336,6 @@ async def test_a_beam_search(model_directory: Path) -> None:
 # -- what contradicts itself ---------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
-    "n": ({"n": 0}, "n", "greater than or equal to 1"),
-    "many": ({"n": 129}, "n", "less than or equal to 128"),
     "best_of": ({"n": 3, "best_of": 2}, "best_of", "less than n"),
     "best_of streamed": ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
     "beams streamed": ({"use_beam_search": True, "stream": True}, "use_beam_search", "cannot be streamed"),
@@ -362,10 +360,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "a large bias": ({"logit_bias": {"3": 101}}, "logit_bias", "100"),
     "a stop token": ({"stop_token_ids": [300]}, "stop_token_ids", "0 to 299"),
     "allowed": ({"allowed_token_ids": []}, "allowed_token_ids", "empty list"),
-    "typical_p": ({"typical_p": 0}, "typical_p", "greater than 0"),
     "an unknown processor": ({"logits_processors": ["loud"]}, "logits_processors", "there are none"),
-    "cache_ttl": ({"cache_ttl": 0}, "cache_ttl", "greater than 0"),
-    "cache_priority": ({"cache_priority": 101}, "cache_priority", "less than or equal to 100"),
     "two guides": ({"guided_regex": "a", "structured_outputs": {"json": {}}}, "structured_outputs", "together"),
     "two in one": ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "together"),
     "an unknown one": ({"structured_outputs": {"yaml": {}}}, "structured_outputs", "has no 'yaml'"),
@@ -374,12 +369,10 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "choices": ({"guided_choice": []}, "guided_choice", "1 to 1024 strings"),
     "a broken schema": ({"guided_json": "{"}, "guided_json", "not JSON"),
     "stream_options": ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
-    "prompt_logprobs": ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
     "a tier of none": ({"service_tier": "gold"}, "service_tier", "'auto', 'default', 'flex', 'priority' or 'scale'"),
     "a prediction": ({"prediction": {"type": "content", "content": "x"}}, "prediction", "not supported"),
     "an adapter": ({"lora_request": {"lora_name": "x"}}, "lora_request", "not supported"),
     "a hand-off of one's own": ({"kv_transfer_params": {"x": 1}}, "kv_transfer_params", "not supported"),
-    "a salt that is none": ({"cache_salt": ""}, "cache_salt", "at least 1"),
     "nothing": ({"max_tokens": 0, "best_of": 2}, "max_tokens", "nothing to choose"),
 }
 
@@ -426,20 +419,3 @@ async def test_what_is_wrong_with_a_chat_is_named(
         error = (await app.post(CHAT, 400, **fields))["error"]
         assert error["param"] == param
         assert text in error["message"]
-
-
-async def test_every_sampling_field_is_reached_by_some_client_field() -> None:
-    """A parameter that the engine has and no client can set would be dead."""
-    reached = {field for _, expected in BECOMES.values() for field in expected}
-    elsewhere = {
-        "max_tokens",
-        "temperature",
-        "seed",
-        "stop_token_ids",
-        "num_logprobs",
-        "choice",
-        "bad_words",
-        "beam_search",
-        "processors",
-    }
-    assert reached | elsewhere == set(SamplingParams.__struct_fields__)

@@ -154,8 +154,3 @@ def test_required_calls_come_after_the_thoughts(grammars: Grammars) -> None:
         answer = read(parser, [grammars.answer(guide, seed, start="hm</think>")])
         assert answer.calls
         assert answer.content == ""
-
-
-def test_an_unknown_name_is_an_error() -> None:
-    with pytest.raises(KeyError):
-        reasoning_named("nobody")

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.gateway.breaker import BreakerState
 from kvrelay.gateway.errors import (
@@ -241,19 +240,6 @@ async def test_a_late_failure_of_a_prefill_worker_does_not_end_a_healthy_stream(
         assert len(player.submits) == 1
 
 
-@pytest.mark.parametrize("code", [FailureCode.INTERNAL, FailureCode.QUEUE_FULL, FailureCode.INTEGRITY])
-async def test_a_broken_prefill_worker_costs_one_attempt(code: FailureCode) -> None:
-    """Idle because it fails, it looks like the best choice again and again."""
-    async with stage(good, prefill=[failing(code), good], max_attempts=2) as s:
-        broken, healthy, _ = s.players
-        healthy.num_waiting_tokens = 500
-        while (status := s.pool.prefills[healthy.address].status) is None or not status.num_waiting_tokens:
-            s.pool.changed.clear()
-            await s.pool.changed.wait()
-        assert await s.run() == ALL
-        assert (len(broken.submits), len(healthy.submits)) == (1, 1)
-
-
 async def test_a_worker_that_fails_everybody_costs_three_requests_an_attempt() -> None:
     """Then it gets probes only, one at a time, though it is the emptiest."""
     async with stage(good, good) as s:
@@ -336,11 +322,3 @@ async def test_what_an_earlier_attempt_computed_was_computed() -> None:
         request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4, temperature=0.0), RequestTimings(0.0))
         seen = [delta.num_cached_tokens for delta in await s.deltas(request)]
         assert seen == [1, 1, None]
-
-
-async def test_a_request_s_retention_travels_with_every_attempt() -> None:
-    async with stage(failing(FailureCode.INTERNAL, times=1)) as s:
-        wish = Retention(priority=80, ttl_s=60.0)
-        sampling = SamplingParams(max_tokens=4, temperature=0.0)
-        assert await s.deltas(GenerationRequest("r", PROMPT, sampling, RequestTimings(0.0), retention=wish))
-        assert [submit.retention for submit in s.players[0].submits] == [wish, wish]

@@ -144,8 +144,3 @@ def test_templates_give_families_away() -> None:
 )
 def test_other_templates_give_none_away(template: str) -> None:
     assert family_for(template) is None
-
-
-def test_an_unknown_name_is_an_error() -> None:
-    with pytest.raises(KeyError):
-        family_named("nobody")
