@@ -6,6 +6,8 @@ Whole folders are ``full``, but for their tests that are marked ``fast``.
 """
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in FULL_FOLDERS and not item.get_closest_marker("fast"):
             item.add_marker(pytest.mark.full)
+
+
+@pytest.fixture
+def socket_directory() -> Iterator[Path]:
+    """A directory with a short path: a unix socket's address has 107 bytes, and ``tmp_path`` may take all of them."""
+    with tempfile.TemporaryDirectory(prefix="kv") as directory:
+        yield Path(directory)

@@ -39,6 +39,7 @@ def test_kernels_of_other_sources_are_not_taken(tmp_path: Path, monkeypatch: pyt
         compiled.find_library(tmp_path, tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_what_is_compiled_ahead_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that an image gets: for the oldest processor, which this one is not older than, and Triton's driver."""

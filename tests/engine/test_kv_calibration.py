@@ -178,6 +178,7 @@ for name in ("small", "large"):
 """
 
 
+@pytest.mark.full
 def test_so_do_the_kernels_themselves(tmp_path: Path) -> None:
     for name in ("small", "large"):
         scaled_model(tmp_path / name, 0, FACTORS[name])

@@ -259,6 +259,7 @@ def test_kernels_and_cpu_agree(tmp_path: Path) -> None:
     assert run_interpreted(SCRIPT, tmp_path).startswith("same 8 ")
 
 
+@pytest.mark.full
 def test_padded_batches_on_the_same_memory_decode_as_others_do(tmp_path: Path) -> None:
     save_model(tmp_path, transformers.Qwen3Config(**SIZES))
     assert run_interpreted(GRAPHS, tmp_path).startswith("same 10")
@@ -384,6 +385,7 @@ print("told apart")
 @pytest.mark.parametrize(
     ("config", "weight_format"), [(transformers.Qwen2Config, "int8"), (transformers.Qwen3Config, "fp8")]
 )  # the first has biases
+@pytest.mark.full
 def test_rounded_weights_give_the_logits_of_the_dequantised_ones(
     tmp_path: Path, config: type[transformers.PretrainedConfig], weight_format: str
 ) -> None:

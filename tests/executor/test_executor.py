@@ -165,12 +165,12 @@ def test_shutdown_ends_what_runs_and_what_comes(make_executor: MakeExecutor) -> 
     executor.shutdown()
 
 
-def test_shutdown_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+def test_shutdown_leaves_nothing(tiny_model: Path, socket_directory: Path) -> None:
     """No thread, no process, no port, no descriptor, no file."""
     program = Path(__file__).with_name("leaves_nothing.py")
     done = subprocess.run(
         [sys.executable, "-P", str(program), str(tiny_model)],
-        capture_output=True, text=True, timeout=300, check=False, env={"TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=300, check=False, env={"TMPDIR": str(socket_directory)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -39,6 +39,7 @@ def _run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)  # a minute of two cores that nobody else uses
 def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) -> None:
     done = _run(environment, "-m", "kvrelay.kernels.compile_check", "--json", "--jobs", "2")

@@ -33,13 +33,13 @@ def test_both_workers_have_the_setting(settings: type[PrefillSettings] | type[De
     assert build(settings, {"model": "demo"}).same_host.shared_memory == "auto"
 
 
-def test_a_directory_may_have_another_path_on_the_other_side(tmp_path: Path) -> None:
-    (tmp_path / "here").mkdir()
-    place = SharedPlace.of(SameHostSettings(str(tmp_path / "here")))
+def test_a_directory_may_have_another_path_on_the_other_side(socket_directory: Path) -> None:
+    (socket_directory / "here").mkdir()
+    place = SharedPlace.of(SameHostSettings(str(socket_directory / "here")))
     assert place is not None
     name = place.new_name()
     assert "/" not in name
-    assert SharedPlace(tmp_path / "there").address(name) == str(tmp_path / "there" / name)
+    assert SharedPlace(socket_directory / "there").address(name) == str(socket_directory / "there" / name)
 
 
 def test_names_do_not_come_twice() -> None:
@@ -86,8 +86,8 @@ def test_two_workers_with_different_settings_are_told() -> None:
         abstract.address(file.new_name())
 
 
-def test_only_sockets_of_killed_workers_are_swept(tmp_path: Path) -> None:
-    place = SharedPlace(tmp_path)
+def test_only_sockets_of_killed_workers_are_swept(socket_directory: Path) -> None:
+    place = SharedPlace(socket_directory)
     old_s = time.time() - 3600
     names = {what: place.new_name() for what in ("dead", "live", "young")}
     sockets = {what: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for what in names}
@@ -96,13 +96,18 @@ def test_only_sockets_of_killed_workers_are_swept(tmp_path: Path) -> None:
     sockets["live"].listen()
     for what in ("dead", "young"):
         sockets[what].close()
-    (tmp_path / "kvrelay-file.sock").write_text("no socket")
-    (tmp_path / "other").write_text("not ours")
-    for path in tmp_path.iterdir():
+    (socket_directory / "kvrelay-file.sock").write_text("no socket")
+    (socket_directory / "other").write_text("not ours")
+    for path in socket_directory.iterdir():
         if path.name != names["young"]:
             os.utime(path, (old_s, old_s))
     place.sweep()
-    assert {path.name for path in tmp_path.iterdir()} == {names["live"], names["young"], "kvrelay-file.sock", "other"}
+    assert {path.name for path in socket_directory.iterdir()} == {
+        names["live"],
+        names["young"],
+        "kvrelay-file.sock",
+        "other",
+    }
     sockets["live"].close()
 
 

@@ -372,17 +372,17 @@ def test_stopping_lets_go_of_senders_and_their_memory(rig: Any) -> None:
     assert num_mapped_rings() == rings
 
 
-def test_a_socket_in_a_directory_is_this_users_and_goes_with_the_receiver(rig: Any, tmp_path: Path) -> None:
-    place = SharedPlace(tmp_path)
+def test_a_socket_in_a_directory_is_this_users_and_goes_with_the_receiver(rig: Any, socket_directory: Path) -> None:
+    place = SharedPlace(socket_directory)
     receiver = SharedReceiver(place, rig.leases, BLOCK_NBYTES, rig.decode_metrics)
     receiver.start()
-    (file,) = tmp_path.iterdir()
+    (file,) = socket_directory.iterdir()
     assert file.name == receiver.name
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     with SharedPeer(receiver.name, place) as peer:
         assert peer.greet(BLOCK_NBYTES) is None
     receiver.stop()
-    assert list(tmp_path.iterdir()) == []
+    assert list(socket_directory.iterdir()) == []
 
 
 def test_a_directory_that_cannot_be_used_is_an_error_and_the_namespace_is_not(
