@@ -238,15 +238,16 @@ class Health(Described):
     """Why not."""
 
 
+def events_of(description: str) -> dict[str, Any]:
+    """The content of a response that is a stream of events; ``description`` says what their data is."""
+    properties = {"data": {"type": "string", "minLength": 1}}
+    schema = {"type": "object", "description": description, "properties": properties, "required": ["data"]}
+    return {"text/event-stream": {"schema": schema}}
+
+
 def answers(whole: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """A POST's responses: ``whole``, or a stream of events, or one of the errors."""
-    event = {
-        "type": "object",
-        "description": "each event's data is a chunk in JSON, the last one's is [DONE]",
-        "properties": {"data": {"type": "string", "minLength": 1}},
-        "required": ["data"],
-    }
-    events = {"text/event-stream": {"schema": event}}
+    events = events_of("each event's data is a chunk in JSON, the last one's is [DONE]")
     documented: dict[int | str, dict[str, Any]] = {
         200: {"model": whole, "description": "The answer; with stream=true its events", "content": events}
     }

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from kvrelay.common.model_card import SharedLimits
 from kvrelay.gateway.api import reading
+from kvrelay.gateway.api_docs import ErrorBody
 from kvrelay.gateway.api_request import ApiRequest, Endpoint
 from kvrelay.gateway.chats import ChatReader
 from kvrelay.gateway.errors import ApiError, InvalidRequestError
@@ -22,7 +23,6 @@ from kvrelay.gateway.intake import Intake, aside, check_text
 from kvrelay.gateway.openai_schema import ChatBody, DetokenizeBody, TokenizeBody
 from kvrelay.gateway.params import check_token_ids
 from kvrelay.gateway.tgi.docs import (
-    TOKENIZE_ERRORS,
     ChatTokens,
     Detokenized,
     PromptTokens,
@@ -49,9 +49,9 @@ class TokenizeRoutes:
         self.router = APIRouter(tags=["tokens"])
         # Only documented here: the app's edge calls ``endpoints`` itself.
         for path, answer, answers in (
-            ("/tokenize", self.tokenize, tgi_answers(list[SpanToken], PromptTokens, also=TOKENIZE_ERRORS)),
+            ("/tokenize", self.tokenize, tgi_answers(list[SpanToken], PromptTokens, also=ErrorBody)),
             ("/chat_tokenize", self.chat_tokenize, tgi_answers(ChatTokens)),
-            ("/detokenize", self.detokenize, tgi_answers(Detokenized, also=TOKENIZE_ERRORS)),
+            ("/detokenize", self.detokenize, tgi_answers(Detokenized, also=ErrorBody)),
         ):
             self.router.add_api_route(path, answer, methods=["POST"], response_model=None, responses=answers)
 

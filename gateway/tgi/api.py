@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from kvrelay import __version__
 from kvrelay.gateway.api import reading
-from kvrelay.gateway.api_docs import ChatAnswer, TextAnswer
+from kvrelay.gateway.api_docs import REQUEST_HEADERS, ChatAnswer, TextAnswer
 from kvrelay.gateway.api_request import ApiRequest, Endpoint
 from kvrelay.gateway.bodies import RequestBody
 from kvrelay.gateway.errors import InvalidRequestError
@@ -24,7 +24,7 @@ from kvrelay.gateway.intake import Intake, arrival_of, aside
 from kvrelay.gateway.jobs import Job
 from kvrelay.gateway.sampling_schema import MAX_CHOICES, MAX_STOPS
 from kvrelay.gateway.streaming import Responder
-from kvrelay.gateway.tgi.docs import EXTRA, HEALTHY, GenerateAnswer, Info, StreamEvent, tgi_answers
+from kvrelay.gateway.tgi.docs import HEALTHY, GenerateAnswer, Info, StreamEvent, tgi_answers
 from kvrelay.gateway.tgi.format import GenerateFormat, Wanted
 from kvrelay.gateway.tgi.schema import CompatBody, GenerateBody
 
@@ -73,7 +73,7 @@ class TgiRoutes:
             ),
         ):
             self.router.add_api_route(
-                path, answer, methods=["POST"], response_model=None, responses=answers, openapi_extra=EXTRA
+                path, answer, methods=["POST"], response_model=None, responses=answers, openapi_extra=REQUEST_HEADERS
             )
         self.router.add_api_route("/info", self.info, methods=["GET"], response_model=None, responses=tgi_answers(Info))
         for path in ("/health", "/ping"):

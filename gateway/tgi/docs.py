@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Any, Literal
 
 from pydantic import Field
 
-from kvrelay.gateway.api_docs import REQUEST_HEADERS, ErrorBody
+from kvrelay.gateway.api_docs import events_of
 from kvrelay.gateway.bodies import Described
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
@@ -213,16 +215,10 @@ def tgi_answers(*whole: Any, events: Any = None, also: Any = None) -> dict[int |
     """A route's responses: one of ``whole`` as JSON, or ``events``, or an error; in OpenAI's shape, too, if ``also`` says so."""
     answer: dict[str, Any] = {"description": "The answer"}
     if whole:
-        answer["model"] = _either(*whole)
+        answer["model"] = reduce(or_, whole)
     if events is not None:
-        schema = {
-            "type": "object",
-            "description": "each event's data is a token in JSON, or the error that ends the stream",
-            "properties": {"data": {"type": "string", "minLength": 1}},
-            "required": ["data"],
-        }
-        answer["content"] = {"text/event-stream": {"schema": schema}}
-    model = TgiError if also is None else _either(TgiError, also)
+        answer["content"] = events_of("each event's data is a token in JSON, or the error that ends the stream")
+    model = TgiError if also is None else TgiError | also
     documented: dict[int | str, dict[str, Any]] = {200: answer}
     for status, description in _ERRORS.items():
         documented[status] = {"model": model, "description": description}
@@ -230,16 +226,7 @@ def tgi_answers(*whole: Any, events: Any = None, also: Any = None) -> dict[int |
     return documented
 
 
-def _either(*models: Any) -> Any:
-    either = models[0]
-    for model in models[1:]:
-        either = either | model
-    return either
-
-
 HEALTHY: dict[int | str, dict[str, Any]] = {
     200: {"description": "Tokens can be generated"},
     503: {"model": TgiError, "description": "With the reason"},
 }
-TOKENIZE_ERRORS = ErrorBody  # what vLLM's form of a request is answered with
-EXTRA = REQUEST_HEADERS

@@ -50,13 +50,6 @@ def test_what_can_be_served_is_served_with_default_settings() -> None:
     assert world.num_served > 55
 
 
-def test_who_would_wait_longer_than_he_may_is_refused_at_once() -> None:
-    world = World(Machines(), room_timeout_s=30.0)
-    world.run(*[closed(Mix([LONG]))] * 8, for_s=200)
-    assert any("the limit is 30 s" in text for text in world.refused)
-    assert max(one.came_s for one in world.waited) <= 30.0
-
-
 def test_nobody_is_refused_by_what_others_of_another_kind_took() -> None:
     """Behind a long prompt too little time is left for another; a first short one may have enough, as nobody knows better."""
     world = World(Machines())
