@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -57,4 +58,19 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return directory
+
+
+THINKING = (
+    "{% for m in messages %}<user>{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    "{# the answer follows </think> #}"
+)
+
+
+@pytest.fixture
+def thinking_directory(model_directory: Path, tmp_path: Path) -> Path:
+    """A model whose answers begin with thoughts."""
+    directory = tmp_path / "thinking"
+    shutil.copytree(model_directory, directory)
+    (directory / "chat_template.jinja").write_text(THINKING)
     return directory

@@ -25,18 +25,6 @@ WEATHER = {
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Z\\u00fcrich, \\"old\\" town"}}\n</tool_call>'
 ARGUMENTS = {"city": 'Zürich, "old" town'}
-THINKING = (
-    "{% for m in messages %}<user>{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
-    "{# the answer follows </think> #}"
-)
-
-
-@pytest.fixture
-def thinking_directory(model_directory: Path, tmp_path: Path) -> Path:
-    directory = tmp_path / "thinking"
-    shutil.copytree(model_directory, directory)
-    (directory / "chat_template.jinja").write_text(THINKING)
-    return directory
 
 
 async def test_a_call_streamed_and_whole(model_directory: Path) -> None:

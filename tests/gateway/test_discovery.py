@@ -81,11 +81,6 @@ def test_every_change_is_told_once_and_the_watch_goes_on_where_it_ended() -> Non
     assert api.versions == ["10", "14", "16"]
 
 
-def test_a_version_that_is_gone_ends_it() -> None:
-    with pytest.raises(VersionGoneError):
-        follow(Api([([], "10")], [VersionGoneError("too old")]), lambda found: None, lambda _: False)
-
-
 def test_it_lists_anew_when_the_version_is_gone_and_keeps_what_it_knows_while_the_api_is_away(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvrelay.wire.messages import FailureCode, Submit
 
 from .http_app import App, app_for, saying, tokens_of
 from .players import Player, Script
-from .test_chat_tools import ARGUMENTS, CALL, THINKING
+from .test_chat_tools import ARGUMENTS, CALL
 
 ROUTE = "/v1/responses"
 WEATHER: Any = {
@@ -110,11 +109,8 @@ async def test_calls_both_ways(model_directory: Path) -> None:
         assert guide.kind is GuideKind.STRUCTURAL_TAG
 
 
-async def test_thoughts_are_an_item_of_their_own(model_directory: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "thinking"
-    shutil.copytree(model_directory, directory)
-    (directory / "chat_template.jinja").write_text(THINKING)
-    async with served(directory, saying("Well.</think>Yes")) as (_, client):
+async def test_thoughts_are_an_item_of_their_own(thinking_directory: Path) -> None:
+    async with served(thinking_directory, saying("Well.</think>Yes")) as (_, client):
         response = await client.responses.create(model="tiny", input="x")
         thought, said = response.output
         assert (thought.type, said.type) == ("reasoning", "message")

@@ -111,15 +111,6 @@ def test_whether_a_template_describes_tools(template: str, expected: bool) -> No
     assert support.describes_tools is expected
 
 
-def test_settings_override_what_the_template_shows() -> None:
-    assert ToolSupport.of(KNOWING, "none") is None
-    support = ToolSupport.of(KNOWING, "pythonic")
-    assert support is not None
-    assert support.family.name == "pythonic"
-    with pytest.raises(KeyError):
-        ToolSupport.of(KNOWING, "nobody")
-
-
 def test_one_call_at_a_time_for_templates_that_take_no_more() -> None:
     support = ToolSupport.of(KNOWING + "{{ raise_exception('This model only supports single tool-calls at once!') }}")
     assert support is not None
