@@ -21,6 +21,9 @@ TOLERANCES = {
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2},
 }
 
+# One dtype for `make test`: that of the models we serve. Others take other casts, and the same paths.
+DTYPES = [torch.bfloat16, *(pytest.param(other, marks=pytest.mark.full) for other in (torch.float32, torch.float16))]
+
 
 @pytest.fixture(scope="session")
 def device() -> str:

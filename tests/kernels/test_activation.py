@@ -9,9 +9,11 @@ import torch
 
 from kvrelay.kernels.activation import silu_mul, silu_mul_reference
 
+from .conftest import DTYPES
+
 
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "intermediate"), [(3, 96), (2, 1536), (0, 8)])
 def test_silu_mul(
     randn: Callable[..., torch.Tensor],

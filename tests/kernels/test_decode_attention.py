@@ -16,6 +16,8 @@ from kvrelay.kernels.decode_attention import (
 )
 from kvrelay.kernels.decode_splits import MIN_KEYS_PER_SPLIT
 
+from .conftest import DTYPES
+
 Randn = Callable[..., torch.Tensor]
 PagedContext = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
@@ -57,7 +59,7 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
     return run
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_ragged_lengths_around_the_split_boundary(check: Callable[..., None], dtype: torch.dtype) -> None:
     n = MIN_KEYS_PER_SPLIT
     check([1, n - 1, n, n + 1, 2 * n + 37], dtype=dtype, heads=(3, 1), head_dim=32)
@@ -86,7 +88,7 @@ def test_sliding_windows(check: Callable[..., None], sliding_window: int) -> Non
     check([3, 700], sliding_window=sliding_window, heads=(3, 1), head_dim=32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim", "window"), [((9, 3), 64, None), ((2, 1), 48, 200), ((4, 2), 128, None)])
 def test_fp8_pools(
     check: Callable[..., None], dtype: torch.dtype, heads: tuple[int, int], head_dim: int, window: int | None

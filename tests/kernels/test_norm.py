@@ -9,7 +9,8 @@ import torch
 
 from kvrelay.kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+from .conftest import DTYPES
+
 Randn = Callable[..., torch.Tensor]
 AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
 

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 from kvrelay.kernels.prefill_attention import paged_prefill_attention, paged_prefill_attention_reference
 
+from .conftest import DTYPES
+
 Randn = Callable[..., torch.Tensor]
 PagedContext = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 AssertClose = Callable[[torch.Tensor, torch.Tensor], None]
@@ -71,7 +73,7 @@ def test_reference_is_causal_attention(device: str, randn: Randn, paged_context:
     torch.testing.assert_close(out, expected[0].transpose(0, 1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_ragged_chunks_and_cached_prefixes(check: Callable[..., None], dtype: torch.dtype) -> None:
     """A whole prompt, a chunk behind a prefix, an empty query, one token, and a tile that is exactly full."""
     check([45, 20, 0, 1, 16], [45, 133, 30, 70, 64], dtype=dtype)
@@ -94,7 +96,7 @@ def test_sliding_windows(check: Callable[..., None], sliding_window: int) -> Non
     check([90, 33], [90, 211], sliding_window=sliding_window, heads=(3, 1), head_dim=32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim", "window"), [((9, 3), 64, None), ((2, 1), 48, 30)])
 def test_fp8_pools(
     check: Callable[..., None], dtype: torch.dtype, heads: tuple[int, int], head_dim: int, window: int | None

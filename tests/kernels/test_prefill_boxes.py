@@ -94,12 +94,12 @@ def problem(device: str, randn: Randn, paged_context: PagedContext, assert_close
 @pytest.mark.parametrize(
     "case",
     [
-        Case(),
+        pytest.param(Case(), marks=pytest.mark.full),
         Case(dtype=torch.float16, heads=(2, 2), head_dim=16),
-        Case(heads=(6, 2), head_dim=128),
-        Case(heads=(2, 1), head_dim=256, block_size=32),
-        Case(heads=(3, 1), head_dim=256, block_size=64),
-        Case(fp8=True),
+        pytest.param(Case(heads=(6, 2), head_dim=128), marks=pytest.mark.full),
+        pytest.param(Case(heads=(2, 1), head_dim=256, block_size=32), marks=pytest.mark.full),
+        pytest.param(Case(heads=(3, 1), head_dim=256, block_size=64), marks=pytest.mark.full),
+        pytest.param(Case(fp8=True), marks=pytest.mark.full),
         Case(fp8=True, heads=(4, 1), head_dim=128, dtype=torch.float16),
     ],
     ids=str,

@@ -9,6 +9,8 @@ import torch
 
 from kvrelay.kernels.rotary import rotary_kv_write, rotary_kv_write_reference, rotary_reference
 
+from .conftest import DTYPES
+
 Randn = Callable[..., torch.Tensor]
 
 
@@ -18,7 +20,7 @@ def _tables(max_positions: int, head_dim: int, device: str) -> tuple[torch.Tenso
     return angles.cos(), angles.sin()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_q_heads", "num_kv_heads", "head_dim", "block_size"), [(9, 3, 64, 16), (4, 4, 48, 8), (5, 1, 128, 32)]
 )

@@ -99,7 +99,7 @@ def test_greedy_takes_the_lowest_of_equal_logits(draw: Sample, randn: Randn, imp
     ],
 )
 @pytest.mark.parametrize("with_ties", [False, True])
-@pytest.mark.parametrize("vocab", [1, 37, 500])
+@pytest.mark.parametrize("vocab", [*(pytest.param(few, marks=pytest.mark.full) for few in (1, 500)), 37])
 def test_every_kept_token_has_its_share(
     draw: Sample, randn: Randn, vocab: int, with_ties: bool, options: dict[str, float]
 ) -> None:
@@ -125,7 +125,11 @@ def test_every_kept_token_has_its_share(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"top_k": 9, "temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.85, "min_p": 0.01}]
+    "options",
+    [
+        *(pytest.param(one, marks=pytest.mark.full) for one in ({}, {"top_k": 9, "temperature": 0.7}, {"top_p": 0.9})),
+        {"top_k": 20, "top_p": 0.85, "min_p": 0.01},
+    ],
 )
 def test_many_draws_equal_the_reference(draw: Sample, randn: Randn, options: dict[str, float]) -> None:
     row = randn(60) * 2
@@ -190,7 +194,9 @@ def _masked(randn: Randn, vocab: int) -> torch.Tensor:
     return row
 
 
-@pytest.mark.parametrize("make", [_flat, _peaked, _crowded, _tied, _masked])
+@pytest.mark.parametrize(
+    "make", [*(pytest.param(one, marks=pytest.mark.full) for one in (_flat, _peaked, _crowded, _tied)), _masked]
+)
 def test_long_rows_of_every_shape(device: str, randn: Randn, make: Callable[[Randn, int], torch.Tensor]) -> None:
     """Few groups may hold what the filters keep, or more than are looked into first, or all of them."""
     temperature, top_k, top_p, min_p = zip(

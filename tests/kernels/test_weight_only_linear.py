@@ -41,7 +41,7 @@ def assert_rows_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("weight_dtype", FORMATS)
 @pytest.mark.parametrize(
     ("num_tokens", "num_outs", "num_ins", "num_splits"),
@@ -108,6 +108,7 @@ def test_one_row_does_not_change_another(randn: Randn) -> None:
     assert torch.equal(spoilt[others], good[others])
 
 
+@pytest.mark.full
 def test_whole_numbers_are_exact_however_they_are_cut(randn: Randn) -> None:
     """Sums that fp32 holds exactly: every tile and every split gives the same bits."""
     x = (randn(200, 450) * 2).round().to(torch.float16)
@@ -146,7 +147,7 @@ def test_offsets_beyond_31_bits(device: str, randn: Randn) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("weight_dtype", FORMATS)
 @pytest.mark.parametrize(("num_outs", "num_ins"), [(1, 16), (5, 1024), (3, 2500)])
 def test_a_slab_is_dequantised_as_torch_does(
