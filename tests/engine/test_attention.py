@@ -89,7 +89,7 @@ def test_lone_rows(rows: list[tuple[int, int]]) -> None:
 BORDERS = [15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 319, 320, 321, 511, 512, 513]
 
 
-@pytest.mark.parametrize("block_size", [4, 16, 32])
+@pytest.mark.parametrize("block_size", [*(pytest.param(one, marks=pytest.mark.full) for one in (4, 32)), 16])
 @pytest.mark.parametrize("window", [None, 64, 65, 256, 257])
 def test_contexts_over_the_borders_of_chunks_and_tiles(window: int | None, block_size: int) -> None:
     for length in (255, 256, 257, 512, 513):

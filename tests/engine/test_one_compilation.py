@@ -118,8 +118,8 @@ print("mixed", num_mixed)
 @pytest.mark.parametrize(
     ("config", "given", "block_size"),
     [
-        (transformers.Qwen3Config, {}, 16),
-        (transformers.Qwen3Config, {}, 64),
+        pytest.param(transformers.Qwen3Config, {}, 16, marks=pytest.mark.full),
+        pytest.param(transformers.Qwen3Config, {}, 64, marks=pytest.mark.full),
         (transformers.MistralConfig, {"sliding_window": 24}, 16),
     ],
 )

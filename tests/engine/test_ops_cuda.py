@@ -254,6 +254,7 @@ def run_interpreted(script: str, model_dir: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_kernels_and_cpu_agree(tmp_path: Path) -> None:
     save_model(tmp_path, transformers.Qwen3Config(**SIZES))
     assert run_interpreted(SCRIPT, tmp_path).startswith("same 8 ")
