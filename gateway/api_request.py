@@ -25,7 +25,7 @@ class ApiRequest(Request):
         self.received_s = time.monotonic()
         self.whole_body = b""  # once it has been read
         self.min_priority: int | None = None  # that its API key allows; None: any
-        self.has_failed = False  # in the middle of its answer, whose status was sent
+        self.cut: str | None = None  # why its answer ended in the middle, behind its status; the metrics' label
         self._fields: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first one of a name counts
         given = self.field(b"x-request-id")
         # An id from outside goes into logs and messages: only what is plainly an id is taken.

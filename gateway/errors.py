@@ -10,6 +10,7 @@ KvrelayError
     ├── UnauthorizedError        401  no API key, or one that is not known
     ├── ModelNotFoundError       404
     ├── SlowClientError          408  headers or body took too long to arrive; the connection is closed
+    ├── ClientBehindError        408  too much of a stream waits for its client; ends the stream
     ├── BodyTooLargeError        413
     ├── TooManyRequestsError 429  from this API key; carries Retry-After
     ├── HeadersTooLargeError     431  request line and headers; the connection is closed
@@ -114,6 +115,14 @@ class SlowClientError(ApiError):
     status = 408
     type = "invalid_request_error"
     code = "request_too_slow"
+
+
+class ClientBehindError(ApiError):
+    """Too much of a stream waits for its client."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "client_behind"
 
 
 class BodyTooLargeError(ApiError):

@@ -113,7 +113,7 @@ class Edge:
                 use.leave()
             route = scope.get("route")
             path = scope["path"] if endpoint is not None else route.path if route is not None else "other"
-            outcome = "failed_mid_stream" if request.has_failed else str(reply.status or "client_left")
+            outcome = request.cut or str(reply.status or "client_left")
             self._metrics.requests.labels(path, outcome).inc()
 
     async def _read_body(self, receive: Receive, request: ApiRequest) -> bytes:

@@ -79,7 +79,10 @@ class GatewayMetrics:
             return Histogram(f"kvrelay_{name}_seconds", text, labels, buckets=buckets, registry=registry)
 
         self.requests = Counter(
-            "kvrelay_requests_total", "Requests by route and HTTP outcome", ["route", "outcome"], registry=registry
+            "kvrelay_requests_total",
+            "Requests by route and outcome: the HTTP status, client_left, or failed_mid_stream and client_behind of streams",
+            ["route", "outcome"],
+            registry=registry,
         )
         self.in_flight = Gauge("kvrelay_requests_in_flight", "Requests being served", registry=registry)
         self.tokens = TokenMeter(registry)

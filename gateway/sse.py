@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from kvrelay.gateway.errors import ApiError, ShuttingDownError
+from kvrelay.gateway.errors import ApiError, ClientBehindError, ShuttingDownError
 from kvrelay.gateway.reply import Reply
 
 # Within JSON they may stand as they are, and no event ends with one; but some clients split lines wherever Unicode sees an end.
@@ -21,6 +21,8 @@ _HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+
+MAX_WAITING_BYTES = 2**20  # of one stream, beside what its connection was given: some thousand events
 
 DONE = b"data: [DONE]\n\n"  # OpenAI's last event
 
@@ -75,6 +77,7 @@ class EventStream:
         self._headers = (*_HEADERS, *((name.encode(), value.encode()) for name, value in (headers or {}).items()))
         self._reply: Reply | None = None
         self._pending: list[bytes] = []  # what the client could not take at once
+        self._num_pending_bytes = 0
         self._sender: asyncio.Task[None] | None = None  # while something is pending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,10 +102,19 @@ class EventStream:
         await self._reply({"type": "http.response.body", "body": last_words, "more_body": False})
 
     def write(self, events: bytes) -> None:
-        """Send ``events``, maybe none; the first call sends the head, too. What the client cannot take now waits for it."""
+        """Send ``events``, maybe none; the first call sends the head, too. What the client cannot take now waits for it.
+
+        Raises ClientBehindError, and keeps nothing of ``events``, if MAX_WAITING_BYTES wait already.
+        """
         assert self._reply is not None, "events come while the response is being sent"
         if self._sender is not None or not self._is_sent(self._reply, events):
+            if self._num_pending_bytes >= MAX_WAITING_BYTES:
+                raise ClientBehindError(
+                    f"{self._num_pending_bytes} bytes of the answer wait for its client, and no more than {MAX_WAITING_BYTES} "
+                    "may; read as fast as the answer comes, or ask for it in one piece"
+                )
             self._pending.append(events)
+            self._num_pending_bytes += len(events)
             self._sender = self._sender or asyncio.create_task(self._send_pending(self._reply))
         self.has_begun = True
 
@@ -116,8 +128,10 @@ class EventStream:
         if reply.status == 0:
             await reply({"type": "http.response.start", "status": 200, "headers": self._headers})
         while num_taken := len(self._pending):
-            await reply({"type": "http.response.body", "body": b"".join(self._pending), "more_body": True})
+            body = b"".join(self._pending)
+            await reply({"type": "http.response.body", "body": body, "more_body": True})
             del self._pending[:num_taken]
+            self._num_pending_bytes -= len(body)
         self._sender = None
 
 

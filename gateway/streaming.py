@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from kvrelay.gateway.api_request import ApiRequest
-from kvrelay.gateway.errors import ApiError
+from kvrelay.gateway.errors import ApiError, ClientBehindError
 from kvrelay.gateway.generation import Generator, TextDelta
 from kvrelay.gateway.ignored import IgnoredFields
 from kvrelay.gateway.jobs import Format, Job, total
@@ -61,7 +61,7 @@ class Responder:
         except Exception as error:
             if not stream.has_begun:
                 raise
-            request.has_failed = True
+            request.cut = "client_behind" if isinstance(error, ClientBehindError) else "failed_mid_stream"
             if isinstance(error, ApiError):
                 return written.get().failed(error)
             logger.exception("a stream failed", extra={"request_id": job.generations[0].request_id})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,43 @@ async def test_what_a_client_cannot_take_waits_in_order_and_holds_nobody_up() ->
     await was_written.wait()
     await task
     assert b"".join(sent) == b"head123end"
+
+
+async def test_too_much_that_a_client_does_not_take_ends_the_request(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker is free before the client has taken anything."""
+    monkeypatch.setattr("kvrelay.gateway.sse.MAX_WAITING_BYTES", 2000)
+    incoming: list[Message] = [
+        {"type": "http.request", "body": b'{"prompt": "x", "max_tokens": 90, "stream": true}', "more_body": False}
+    ]
+    sent: list[bytes] = []
+    takes = asyncio.Event()
+
+    async def receive() -> Message:
+        return incoming.pop() if incoming else await no_news()
+
+    async def send(message: Message) -> None:
+        await takes.wait()
+        sent.append(message.get("body", b""))
+
+    async with app_for(model_directory, saying("a baton " * 9, end=None)) as app:
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": TEXT, "headers": headers, "query_string": b""}
+        request = asyncio.create_task(app.asgi(scope, receive, send))
+        async with asyncio.timeout(20):
+            while 'kvrelay_attempts_total{outcome="given_up"}' not in await app.metrics():
+                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+        takes.set()
+        await request
+        *told, done = b"".join(sent).decode().split("\n\n")[:-1]
+        *events, last = [json.loads(event.removeprefix("data: ")) for event in told]
+        assert done == "data: [DONE]"
+        assert all("choices" in event for event in events)
+        assert 2000 <= len(b"".join(sent)) <= 3500
+        assert last["error"]["code"] == "client_behind"
+        metrics = await app.metrics()
+        assert metrics[f'kvrelay_requests_total{{outcome="client_behind",route="{TEXT}"}}'] == 1
 
 
 async def test_a_stream_that_is_cut_off_ends_with_its_last_words() -> None:
