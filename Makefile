@@ -32,8 +32,8 @@ test: setup ## run the tests that take minutes: after every change
 	$(PYTEST) -m 'not full' $(ARGS)
 
 test-all: setup clients ## run all tests: before a commit reaches main
-	$(PYTEST) --hypothesis-profile all --ignore tests/e2e --ignore tests/cluster
-	$(PYTEST) --hypothesis-profile all -n 0 tests/e2e
+	$(PYTEST) --hypothesis-profile all --ignore tests/e2e --ignore tests/reliability --ignore tests/cluster
+	$(PYTEST) --hypothesis-profile all -n 0 tests/e2e tests/reliability
 
 chaos: demo ## kill, stop, drain and cut real processes under load; every answer must stay the same (ARGS="--seed 2")
 	PYTHONPATH=. .venv/bin/python -m tests.reliability.chaos $(ARGS)

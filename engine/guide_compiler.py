@@ -100,7 +100,8 @@ class GrammarCompiler:
         try:
             process.start()
         except GuideProcessError:
-            logger.exception("guides cannot be compiled here")
+            if not self._is_closed:  # else it was ended while it started
+                logger.exception("guides cannot be compiled here")
         finally:
             self._idle.put(process)
 

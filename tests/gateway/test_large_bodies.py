@@ -25,6 +25,9 @@ BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
+NUM_TRIES = 5
+
+
 class Gaps:
     """The longest time for which nothing else could run on the loop."""
 
@@ -43,20 +46,21 @@ class Gaps:
 @pytest.mark.full
 @pytest.mark.parametrize("name", BODIES)
 async def test_a_body_that_is_much_work_does_not_stop_the_others(model_directory: Path, name: str) -> None:
-    """Far below the time that the work takes, or (a loaded machine's) tenth of a second."""
+    """For a tenth of a second at most; other work on the machine only adds to that, so the shortest of some tries counts."""
     path, body, status = BODIES[name]
     async with app_for(model_directory, good, max_body_bytes=2**23) as app:
         request = app.client.build_request("POST", path, json=body)
-        gaps = Gaps()
-        watching = asyncio.create_task(gaps.watch())
-        await asyncio.sleep(0)
-        begun_s = time.perf_counter()
-        response = await app.client.send(request)
-        await asyncio.sleep(0)
-        watching.cancel()
-        took_s = time.perf_counter() - begun_s
-        assert response.status_code == status, response.text[:300]
-        assert gaps.longest_s <= max(0.1, took_s / 3), f"{took_s:.3f} s of work, a gap of {gaps.longest_s:.3f} s"
+        longest_s = []
+        for _ in range(NUM_TRIES):
+            gaps = Gaps()
+            watching = asyncio.create_task(gaps.watch())
+            await asyncio.sleep(0)
+            response = await app.client.send(request)
+            await asyncio.sleep(0)
+            watching.cancel()
+            assert response.status_code == status, response.text[:300]
+            longest_s.append(gaps.longest_s)
+        assert min(longest_s) <= 0.1, f"gaps of {longest_s} s"
 
 
 async def test_bad_words_have_a_bound_in_all(model_directory: Path) -> None:
