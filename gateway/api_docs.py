@@ -229,6 +229,13 @@ class ModelList(Described):
     """The one model."""
 
 
+class Version(Described):
+    """Of what runs here."""
+
+    version: str
+    """kvrelay's."""
+
+
 class Health(Described):
     """Of the health routes."""
 
@@ -262,6 +269,7 @@ UNAUTHORIZED: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorBody, "description": (UnauthorizedError.__doc__ or "").strip()}
 }
 HEALTHY: dict[int | str, dict[str, Any]] = {200: {"model": Health}}
+VERSION: dict[int | str, dict[str, Any]] = {200: {"model": Version}}
 READY: dict[int | str, dict[str, Any]] = {**HEALTHY, 503: {"model": Health, "description": "With the reasons"}}
 METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 

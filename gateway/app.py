@@ -12,21 +12,24 @@ from pathlib import Path
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from kvrelay import __version__
 from kvrelay.gateway.activity import Activity
 from kvrelay.gateway.api import OpenAIRoutes
-from kvrelay.gateway.api_docs import HEALTHY, METRICS, READY
+from kvrelay.gateway.api_docs import HEALTHY, METRICS, READY, VERSION
 from kvrelay.gateway.api_keys import ApiKeys
 from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.chats import ChatReader
 from kvrelay.gateway.debug import known_workers
 from kvrelay.gateway.dialect import Dialect
 from kvrelay.gateway.discovery import Discovery, KubernetesPods, PodApi
+from kvrelay.gateway.docs_page import add_docs_page
 from kvrelay.gateway.generation import Generator
 from kvrelay.gateway.http import Edge, install_error_handlers
+from kvrelay.gateway.ignored import HEADER as IGNORED_HEADER
 from kvrelay.gateway.intake import Intake
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay import Relay
@@ -34,6 +37,7 @@ from kvrelay.gateway.responses_api import ResponsesRoutes
 from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.gateway.streaming import Responder
 from kvrelay.gateway.tgi.api import TgiRoutes
+from kvrelay.gateway.timings import HEADER as TIMINGS_HEADER
 from kvrelay.gateway.tokenize_api import TokenizeRoutes
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import FoundWorker, WorkerPool, static_workers
@@ -82,7 +86,7 @@ def create_app(
             await asyncio.to_thread(discovery.stop)
         await pool.stop()
 
-    app = FastAPI(title="kvrelay", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="kvrelay", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     install_error_handlers(app)
     model_name = settings.served_model_name or directory.name
     dialect = Dialect.of(template.source, settings.tool_parser, settings.reasoning_parser, tokenizer.special_id)
@@ -96,8 +100,21 @@ def create_app(
         app.include_router(router)
     endpoints = {**routes.endpoints, **newer.endpoints, **tgi.endpoints, **tokens.endpoints}
     _add_operations(app, pool, relay, metrics)
+    add_docs_page(app)
     api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys), network.clock)
-    return Edge(app, endpoints, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys)
+    edge = Edge(app, endpoints, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys)
+    return _with_cors(edge, settings.allowed_origins) if settings.allowed_origins else edge
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Answers preflights, which carry no API key, and adds CORS headers to every answer, also to refusals."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after", TIMINGS_HEADER, IGNORED_HEADER),
+    )
 
 
 def _discovery(pods: PodApi, pool: WorkerPool) -> Discovery:
@@ -126,6 +143,11 @@ def _add_operations(app: FastAPI, pool: WorkerPool, relay: Relay, metrics: Gatew
         if reasons:
             return JSONResponse({"status": "unavailable", "reasons": reasons}, status_code=503)
         return JSONResponse({"status": "ok"})
+
+    @app.get("/version", tags=["operations"], responses=VERSION)
+    async def version() -> Response:
+        """kvrelay's version."""
+        return JSONResponse({"version": __version__})
 
     @app.get("/debug/workers", tags=["operations"], response_model=None)
     async def workers() -> Response:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay.gateway.api_keys import ApiKeys
 from kvrelay.gateway.api_request import ApiRequest, Endpoint
+from kvrelay.gateway.docs_page import PATHS as DOCS_PATHS
 from kvrelay.gateway.errors import (
     ApiError,
     BodyTooLargeError,
@@ -37,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 # What probes and Prometheus ask for, and what only describes the API.
 _OPEN_PATHS = frozenset(
-    {"/health", "/health/live", "/health/ready", "/ping", "/metrics", "/docs", "/redoc", "/openapi.json"}
+    {"/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics", "/openapi.json", *DOCS_PATHS}
 )
 
 
 class Edge:
-    """ASGI middleware: reads the body within its bound, names the request, counts it. The outermost layer.
+    """ASGI middleware: reads the body within its bound, names the request, counts it. Only CORS is further out.
 
     A POST to a path in ``endpoints`` is answered right here; everything else is the app's. A web framework's own layers take
     longer than all that the gateway does with a request, and much longer again when they are not in the cache.
@@ -74,7 +75,8 @@ class Edge:
             return
         request = ApiRequest(scope, receive)
         exchange: Exchange | None = scope.get("extensions", {}).get(EXTENSION)
-        reply = Reply(send, request.request_id, exchange)
+        is_of_a_page = request.field(b"origin") is not None
+        reply = Reply(send, request.request_id, exchange, begins_by_send=is_of_a_page)
         endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
 
         self._num_in_flight += 1

@@ -19,12 +19,15 @@ Headers = Iterable[tuple[bytes, bytes]]
 class Reply:
     """What an application sends by. Adds the request's id to the head, and remembers the status."""
 
-    def __init__(self, send: Send, request_id: str, exchange: Exchange | None = None) -> None:
-        """``exchange``: the short way, if there is one."""
+    def __init__(
+        self, send: Send, request_id: str, exchange: Exchange | None = None, *, begins_by_send: bool = False
+    ) -> None:
+        """``exchange``: the short way, if there is one. ``begins_by_send``: not for the head, to which CORS adds its own."""
         self.status = 0  # until the head is sent
         self._send = send
         self._id = (b"x-request-id", request_id.encode())
         self._exchange = exchange
+        self._begins_by_send = begins_by_send
 
     async def __call__(self, message: Message) -> None:
         """ASGI's ``send``."""
@@ -38,7 +41,7 @@ class Reply:
 
     def begin(self, headers: Headers, body: bytes) -> bool:
         """Send head and first part now, or do nothing and return False."""
-        if self._exchange is None or not self._exchange.begin((*headers, self._id), body):
+        if self._exchange is None or self._begins_by_send or not self._exchange.begin((*headers, self._id), body):
             return False
         self.status = 200
         return True

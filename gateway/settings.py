@@ -10,6 +10,7 @@ from kvrelay.common.settings import setting
 from kvrelay.gateway.dialect import REASONING_PARSERS, TOOL_PARSERS
 from kvrelay.wire.settings import KEYS_HELP
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
 _ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})|(ipc|inproc)://\S+")
 
 
@@ -155,7 +156,19 @@ class GatewaySettings:
     api_keys: str | None = setting(
         None, "file of API keys, a line 'NAME SHA256' each (kvrelay api-key); without, everybody may ask"
     )
+    allowed_origins: tuple[str, ...] = setting(
+        (), "origins of web pages whose scripts may ask (CORS), such as https://chat.example.com, or *; default: none"
+    )
     max_body_bytes: int = setting(4 * 2**20, "largest request body", unit="bytes", minimum=1024)
     drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
     log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("text", "shape of log lines", choices=("text", "json"))
+
+    def __post_init__(self) -> None:
+        """Raises SettingsError on an origin that no browser sends."""
+        for origin in self.allowed_origins:
+            if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+                raise SettingsError(
+                    f"--allowed-origins: {origin!r} is no origin; write https://HOST or https://HOST:PORT, in lower case and "
+                    "without a path, or *"
+                )

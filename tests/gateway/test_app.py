@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from kvrelay import __version__
 from kvrelay.wire.messages import Submit
 
 from .http_app import CHAT, TEXT, app_for, saying
@@ -195,3 +196,9 @@ async def test_nothing_in_a_request_chooses_a_worker_a_path_or_an_address(model_
 
 def _pairs(submits: list[Submit]) -> list[tuple[Submit, Submit]]:
     return list(zip(submits[::2], submits[1::2], strict=True))
+
+
+async def test_the_version(model_directory: Path) -> None:
+    async with app_for(model_directory, saying("x")) as app:
+        answer = await app.client.get("/version")
+        assert (answer.status_code, answer.json()) == (200, {"version": __version__})
