@@ -225,11 +225,14 @@ async def test_too_much_that_a_client_does_not_take_ends_the_request(
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": TEXT, "headers": headers, "query_string": b""}
         request = asyncio.create_task(app.asgi(scope, receive, send))
-        async with asyncio.timeout(20):
-            while 'kvrelay_attempts_total{outcome="given_up"}' not in await app.metrics():
-                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
-        takes.set()
-        await request
+        try:
+            async with asyncio.timeout(10):
+                while 'kvrelay_attempts_total{outcome="given_up"}' not in await app.metrics():
+                    await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+            takes.set()
+            await request
+        finally:
+            request.cancel()
         *told, done = b"".join(sent).decode().split("\n\n")[:-1]
         *events, last = [json.loads(event.removeprefix("data: ")) for event in told]
         assert done == "data: [DONE]"

@@ -96,7 +96,8 @@ async def test_a_slow_reader_gets_all_that_was_kept_and_holds_nobody_up() -> Non
             body = bytearray()
             async with asyncio.timeout(60):
                 while not body.endswith(b"last\r\n0\r\n\r\n"):
-                    body += await loop.sock_recv(client, 2**16)
+                    body += (data := await loop.sock_recv(client, 2**16))
+                    assert data, "the connection ended"
     chunks = bytes(body).partition(b"\r\n\r\n")[2]
     assert _unchunked(chunks) == b"".join(written) + b"last"
 
