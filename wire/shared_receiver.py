@@ -283,7 +283,7 @@ def _listen(address: str) -> tuple[socket.socket, SocketFile]:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        detail = f"cannot listen for shared memory on {shown}: {error.strerror}"
+        detail = f"cannot listen for shared memory on {shown}: {error}"
         raise WireError(f"{detail}; choose another --shared-memory, or off") from error
     return listener, SocketFile(f"ipc://{shown}")
 
