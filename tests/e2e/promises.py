@@ -27,6 +27,7 @@ SENTENCE = {
 # The same as SENTENCE, for a reference that knows no JSON Schema: this is the one way in which we write JSON.
 SENTENCE_REGEX = r'\{"capital": "(Paris|Rome|Madrid)", "sure": (true|false), "letters": (4|5|6)\}'
 DATE_REGEX = r"(19|20)[0-9]{2}-[01][0-9]"
+CITY_REGEX = r"city: [A-Z][a-z]{3,8}\."
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,8 @@ WISHES: dict[str, Wish] = {
         },
     ),
     "regex": Wish("The wall came down in ", {"structured_outputs": {"regex": DATE_REGEX}}),
+    "choice": Wish("The capital of Japan is", {"structured_outputs": {"choice": ["Paris", "Rome"]}}),
+    "grammar": Wish("Of France, the ", {"structured_outputs": {"grammar": 'root ::= "city: " [A-Z] [a-z]{3,8} "."'}}),
 }
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -20,6 +22,7 @@ from .conftest import wait_until_idle
 
 pytestmark = pytest.mark.timeout(300)
 
+BLOCK = 16  # tokens
 CHAT = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 
 
@@ -104,16 +107,6 @@ async def test_32_streams_are_each_what_they_are_alone(deployment: LocalDeployme
     wait_until_idle(deployment)
 
 
-async def test_a_client_that_leaves_frees_its_blocks(deployment: LocalDeployment) -> None:
-    async with http(deployment) as client:
-        body = {"prompt": prompt(1, 60), "max_tokens": 2000, "ignore_eos": True, "stream": True}
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            async for line in response.aiter_lines():
-                if line:
-                    break
-    wait_until_idle(deployment)
-
-
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 async def test_a_killed_worker_costs_time_but_no_token(deployment: LocalDeployment, victim: str) -> None:
     """The only worker of its role is killed while it serves; the launcher starts it again, the stream goes on."""
@@ -126,8 +119,7 @@ async def test_a_killed_worker_costs_time_but_no_token(deployment: LocalDeployme
         before = sampled(httpx.get(metrics, timeout=30).text)
         while sampled(httpx.get(metrics, timeout=30).text) == before:
             await asyncio.sleep(0.01)  # polls for a state: the victim is at work
-        pid = deployment.pids[victim]
-        subprocess.run(["kill", f"-{signal.SIGKILL.value}", str(pid)], check=True)
+        os.kill(deployment.pids[victim], signal.SIGKILL)
         assert await running == alone
         assert len(await waiting) == 4
         deployment.wait_ready(timeout_s=120)
@@ -139,3 +131,37 @@ def sampled(metrics: str) -> float:
     return next(
         float(line.split()[1]) for line in metrics.splitlines() if line.startswith("kvrelay_sampled_tokens_total")
     )
+
+
+async def test_a_chats_second_turn_is_the_same_cached_and_anew(deployment: LocalDeployment) -> None:
+    """Two turns; the second one's text is the same with the cache, and without: on workers that start anew."""
+    question = {
+        "role": "user",
+        "content": "Name the three primary colours, and say in one sentence what each is used for.",
+    }
+    more = {"role": "user", "content": "And which colour do the first two of them give when they are mixed?"}
+
+    async def ask(client: httpx.AsyncClient, messages: list[dict[str, str]]) -> tuple[str, dict[str, Any]]:
+        body = {"messages": messages, "max_tokens": 40, "temperature": 0}
+        response = await client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        return answer["choices"][0]["message"]["content"], answer["usage"]
+
+    async with http(deployment) as client:
+        first, usage = await ask(client, [question])
+        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        num_first = usage["prompt_tokens"]
+        turn = [question, {"role": "assistant", "content": first}, more]
+        second, usage = await ask(client, turn)
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= num_first // BLOCK * BLOCK > num_cached
+        again, usage = await ask(client, turn)
+        assert again == second
+        assert usage["prompt_tokens_details"]["cached_tokens"] == (usage["prompt_tokens"] - 1) // BLOCK * BLOCK
+        for name in ("prefill-0", "decode-0"):
+            os.kill(deployment.pids[name], signal.SIGKILL)
+        await asyncio.to_thread(deployment.wait_ready, timeout_s=120)
+        anew, usage = await ask(client, turn)
+        assert anew == second
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    await asyncio.to_thread(wait_until_idle, deployment)

@@ -46,14 +46,6 @@ def client(deployment: LocalDeployment) -> Iterator[openai.OpenAI]:
     wait_until_idle(deployment)
 
 
-def test_models(client: openai.OpenAI) -> None:
-    [model] = client.models.list().data
-    assert model.id == MODEL
-    assert client.models.retrieve(MODEL) == model
-    with pytest.raises(openai.NotFoundError, match="nobody"):
-        client.models.retrieve("nobody")
-
-
 def test_completions(client: openai.OpenAI) -> None:
     prompts = ["The capital of France is", "The capital of Italy is"]
     both = client.completions.create(model=MODEL, prompt=prompts, max_tokens=6, temperature=0, logprobs=2, echo=True)
@@ -189,14 +181,6 @@ def test_responses(client: openai.OpenAI) -> None:
     [item] = [item for item in called.output if item.type == "function_call"]
     assert item.name == "weather"
     Weather.model_validate_json(item.arguments)
-
-
-def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model=MODEL, messages=CHAT, temperature=3)
-    assert (refused.value.param, refused.value.type) == ("temperature", "invalid_request_error")
-    with pytest.raises(openai.NotFoundError):
-        client.responses.create(model="nobody", input="x")
 
 
 async def test_the_async_client(deployment: LocalDeployment) -> None:

@@ -42,16 +42,14 @@ def run(environment: str, program: str, deployment: LocalDeployment) -> dict[str
 def test_langchain_openai(deployment: LocalDeployment) -> None:
     results = run("langchain", "langchain_program.py", deployment)
     assert "Paris" in results["whole"]
-    same = [results["streamed"], results["async"], *results["batch"], results["responses"]]
-    assert same == [results["whole"]] * 5
+    assert [results["streamed"], results["async"], results["responses"]] == [results["whole"]] * 3
     assert results["usage"]["output_tokens"] == results["streamed_usage"]["output_tokens"] > 0
     assert results["finish_reason"] == "stop"
-    assert set(results["structured"]) == set(results["by_function"]) == {"name", "is_capital"}
+    assert set(results["structured"]) == {"name", "is_capital"}
     assert results["calls"]
     for name, arguments in results["calls"]:
         assert (name, list(arguments)) == ("weather", ["city"])
     assert isinstance(results["after_calls"], str)
-    assert results["logprobs"] == results["usage"]["output_tokens"]
     assert "Paris" in results["text"]
 
 
@@ -62,7 +60,6 @@ def test_litellm(deployment: LocalDeployment) -> None:
     assert results["completion_tokens"] > 0
     assert results["call"][0] == "weather"
     assert list(results["call"][1]) == ["city"]
-    assert len(set(results["several"])) > 1
     assert list(results["schema"]) == ["city"]
     assert "Paris" in results["text"]
     assert "temperature" in results["refused"]
@@ -78,11 +75,6 @@ def test_text_generation(deployment: LocalDeployment) -> None:
     assert all(logprob <= 0 for logprob in results["logprobs"])
     assert "".join(results["prefill"]) == "The capital of France is"
     assert all(number >= 2 for number in results["num_top_tokens"])
-    text, reason = results["stopped"]
-    assert (text[-1], text.count("."), reason) == (".", 1, "stop_sequence")
-    assert results["full"].startswith("The capital of France is")
-    assert results["sampled"][0] == results["sampled"][1]
-    assert results["sampled"][0][1] == 5
     assert results["best_of"] == 1
     assert re.fullmatch("[0-9]{3}-[0-9]{2}", results["grammar"])
     assert results["chat"]

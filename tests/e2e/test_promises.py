@@ -21,6 +21,7 @@ from kvrelay.launcher.local import LocalDeployment
 
 from .conftest import wait_until_idle
 from .promises import (
+    CITY_REGEX,
     DATE_REGEX,
     MAX_TOKENS,
     SENTENCE_REGEX,
@@ -240,7 +241,10 @@ def test_what_is_drawn_is_what_the_noise_takes_of_transformers_distribution(
         assert_drawn(logits, answer.prompt_ids, output, _warpers(name), seed=seed, choice=number)
 
 
-@pytest.mark.parametrize(("name", "pattern"), [("json_schema", SENTENCE_REGEX), ("regex", DATE_REGEX)])
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [("json_schema", SENTENCE_REGEX), ("regex", DATE_REGEX), ("choice", "Paris|Rome"), ("grammar", CITY_REGEX)],
+)
 def test_guided_tokens_are_the_likeliest_that_may_come(
     first: dict[str, Answer], reference: Reference, name: str, pattern: str
 ) -> None:

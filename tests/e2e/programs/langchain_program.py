@@ -13,7 +13,8 @@ from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
 url, model = sys.argv[1:]
-chat = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=model, temperature=0, max_tokens=100, max_retries=0)
+common = {"base_url": f"{url}/v1", "api_key": "none", "model": model, "temperature": 0, "max_retries": 0}
+chat = ChatOpenAI(**common, max_tokens=100)
 question = "What is the capital of France? Answer in one sentence."
 
 
@@ -47,26 +48,11 @@ results = {
     "streamed": "".join(chunk.text for chunk in streamed),
     "streamed_usage": [chunk.usage_metadata for chunk in streamed if chunk.usage_metadata][-1],
     "async": asyncio.run(chat.ainvoke(question)).content,
-    "batch": [message.content for message in chat.batch([question, question])],
     "structured": chat.with_structured_output(City, method="json_schema").invoke("Tell me of Paris.").model_dump(),
-    "by_function": chat.with_structured_output(City, method="function_calling")
-    .invoke("Tell me of Paris.")
-    .model_dump(),
     "calls": calls(asked),
     "after_calls": chat.bind_tools([weather], tool_choice="none").invoke(history).content,
-    "logprobs": len(chat.bind(logprobs=True, top_logprobs=2).invoke(question).response_metadata["logprobs"]["content"]),
-    "text": OpenAI(
-        base_url=f"{url}/v1", api_key="none", model=model, temperature=0, max_tokens=5, max_retries=0
-    ).invoke("The capital of France is"),
+    "text": OpenAI(**common, max_tokens=5).invoke("The capital of France is"),
 }
-responses = ChatOpenAI(
-    base_url=f"{url}/v1",
-    api_key="none",
-    model=model,
-    temperature=0,
-    max_tokens=100,
-    use_responses_api=True,
-    max_retries=0,
-)
+responses = ChatOpenAI(**common, max_tokens=100, use_responses_api=True)
 results["responses"] = responses.invoke(question).text
 print(json.dumps(results))

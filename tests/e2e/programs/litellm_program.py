@@ -11,35 +11,19 @@ import litellm
 url, model = sys.argv[1:]
 question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 common = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 60}
-weather = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 20}},
-            "required": ["city"],
-        },
-    },
+city = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+    "additionalProperties": False,
 }
-schema = {
-    "type": "json_schema",
-    "json_schema": {
-        "name": "answer",
-        "schema": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 20}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-        "strict": True,
-    },
-}
+weather = {"type": "function", "function": {"name": "weather", "parameters": city}}
+schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": city, "strict": True}}
 
 whole = litellm.completion(messages=question, **common)
 streamed = litellm.completion(messages=question, stream=True, **common)
 called = litellm.completion(messages=question, tools=[weather], tool_choice="required", **common)
-several = litellm.completion(messages=question, n=3, seed=3, **{**common, "temperature": 1.0})
+guided = litellm.completion(messages=question, response_format=schema, **common)
 text = litellm.text_completion(
     model=f"text-completion-openai/{model}",
     api_base=f"{url}/v1",
@@ -62,10 +46,7 @@ print(
             "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in streamed),
             "async": asyncio.run(litellm.acompletion(messages=question, **common)).choices[0].message.content,
             "call": [call.name, json.loads(call.arguments)],
-            "several": [choice.message.content for choice in several.choices],
-            "schema": json.loads(
-                litellm.completion(messages=question, response_format=schema, **common).choices[0].message.content
-            ),
+            "schema": json.loads(guided.choices[0].message.content),
             "text": text.choices[0].text,
             "refused": refused,
         }

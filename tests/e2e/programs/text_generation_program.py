@@ -26,11 +26,6 @@ async def both() -> dict[str, Any]:
 
 whole = client.generate(prompt, max_new_tokens=8, decoder_input_details=True, top_n_tokens=2)
 events = list(client.generate_stream(prompt, max_new_tokens=8))
-stopped = client.generate(prompt, max_new_tokens=20, stop_sequences=["."])
-full = client.generate(prompt, max_new_tokens=4, return_full_text=True)
-sampled = [
-    client.generate(prompt, max_new_tokens=8, do_sample=True, seed=5, temperature=0.9, top_p=0.9) for _ in range(2)
-]
 best = client.generate(prompt, max_new_tokens=8, best_of=2, do_sample=True)
 grammar = client.generate(
     "A number:", max_new_tokens=12, grammar=Grammar(type=GrammarType.Regex, value="[0-9]{3}-[0-9]{2}")
@@ -53,9 +48,6 @@ print(
             "num_top_tokens": [len(tokens) for tokens in whole.details.top_tokens],
             "streamed": "".join(event.token.text for event in events),
             "last": events[-1].generated_text,
-            "stopped": [stopped.generated_text, stopped.details.finish_reason],
-            "full": full.generated_text,
-            "sampled": [[one.generated_text, one.details.seed] for one in sampled],
             "best_of": len(best.details.best_of_sequences or []),
             "grammar": grammar.generated_text,
             "chat": chat.choices[0].message.content,
