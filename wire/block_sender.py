@@ -138,10 +138,7 @@ class BlockSender:
         if number > 0:
             try:
                 line = self._tcp_line(number) if self._shared is None else self._shared_line(self._shared)
-                self._jobs.expect_one_more()
             except (NoSharedMemoryError, zmq.ZMQError, OSError) as error:
-                if line is not None:
-                    line.close()
                 self._go_on_with(number, error)
                 return
         job: SendJob | None = None
@@ -170,7 +167,7 @@ class BlockSender:
         while not self._wakeup.is_set:
             if (job := self._jobs.take()) is not None:
                 return job
-            self._jobs.wait(line)
+            line.wait_for(self._jobs)
         return None
 
     def _go_on_with(self, num_lines: int, error: Exception) -> None:

@@ -31,7 +31,7 @@ from kvrelay.wire.errors import BlockRefusedError, PeerLostError, WireError
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import TAG_NBYTES
-from kvrelay.wire.send_job import Bell, SendJob, Wakeup
+from kvrelay.wire.send_job import JobQueue, SendJob, Wakeup
 from kvrelay.wire.sockets import bound_strangers, choose_data_thread, choose_data_threads, close_dead_connections
 
 logger = logging.getLogger(__name__)
@@ -124,9 +124,9 @@ class TcpLine:
             self._wait(self._room)
         return False
 
-    def wait_for(self, bell: Bell) -> None:
+    def wait_for(self, jobs: JobQueue) -> None:
         """See Line."""
-        self._wait(self._poller_for(bell.fileno(), zmq.POLLIN))
+        self._wait(self._poller_for(jobs.fileno(), zmq.POLLIN))
 
     def _poller_for(self, for_what: zmq.Socket[bytes] | int, events: int) -> zmq.Poller:
         """Waits for it, or the wakeup, or news of the connection."""

@@ -101,8 +101,8 @@ class Line(Protocol):
         Raises PeerLostError if the other side is gone for good.
         """
 
-    def wait_for(self, bell: Bell) -> None:
-        """Return when ``bell`` can be read, or the wakeup has come; meanwhile watch the other side.
+    def wait_for(self, jobs: JobQueue) -> None:
+        """Return when a block may wait, or the wakeup has come; meanwhile watch the other side.
 
         Raises PeerLostError if the other side is gone for good.
         """
@@ -117,36 +117,8 @@ class Line(Protocol):
         """Close the connection. What was given away meanwhile may arrive or not."""
 
 
-class Bell:
-    """Wakes one thread: a descriptor that can be read from ``ring`` until ``hush``, each of which follows the other."""
-
-    def __init__(self) -> None:
-        """Raises OSError without a descriptor left."""
-        self._readable, self._writable = os.pipe()
-
-    def fileno(self) -> int:
-        """What to wait for, beside what the thread waits for anyway."""
-        return self._readable
-
-    def ring(self) -> None:
-        """On any thread."""
-        os.write(self._writable, b"\0")
-
-    def hush(self) -> None:
-        """Behind a ``ring``."""
-        os.read(self._readable, 1)
-
-    def close(self) -> None:
-        """Give both descriptors back."""
-        os.close(self._readable)
-        os.close(self._writable)
-
-
 class JobQueue:
-    """Blocks that wait for a line, first in, first out. Thread-safe. A line can watch its peer while it waits for one.
-
-    One block wakes one thread, that which began to wait last. Another that comes by may take the block first. A thread that was
-    woken has to look, or to end all others. For one thread, until ``expect_one_more``.
+    """Blocks that wait for a line, first in, first out. Thread-safe. Its descriptor can be read while a block waits.
 
     Not bounded here: what can be queued is bounded by the pool that the payloads lie in.
     """
@@ -155,56 +127,37 @@ class JobQueue:
         """Raises OSError without a descriptor left."""
         self._jobs: deque[SendJob] = deque()
         self._lock = threading.Lock()
-        self._idle: list[Bell] = []  # of threads that wait and are not woken yet
-        self._spare = [Bell()]  # of threads that do not wait
+        self._readable, self._writable = os.pipe()
 
     @property
     def is_empty(self) -> bool:
         """Whether no block waits at the moment."""
         return not self._jobs
 
-    def expect_one_more(self) -> None:
-        """One more thread may wait. Raises OSError without a descriptor left."""
-        bell = Bell()
-        with self._lock:
-            self._spare.append(bell)
+    def fileno(self) -> int:
+        """What a line waits for, beside what else it watches."""
+        return self._readable
 
     def put(self, job: SendJob) -> None:
         """One more block."""
         with self._lock:
+            if not self._jobs:
+                os.write(self._writable, b"\0")
             self._jobs.append(job)
-            if self._idle:
-                self._idle.pop().ring()
 
     def take(self) -> SendJob | None:
         """The block that has waited longest; None: none waits."""
-        try:
-            return self._jobs.popleft()
-        except IndexError:
-            return None
-
-    def wait(self, line: Line) -> None:
-        """On the line's thread: return when there may be a block. Raises what ``line.wait_for`` raises."""
         with self._lock:
-            if self._jobs:
-                return
-            assert self._spare, "more threads wait than are expected"
-            bell = self._spare.pop()
-            self._idle.append(bell)
-        try:
-            line.wait_for(bell)
-        finally:
-            with self._lock:
-                if bell in self._idle:
-                    self._idle.remove(bell)
-                else:
-                    bell.hush()
-                self._spare.append(bell)
+            if not self._jobs:
+                return None
+            if len(self._jobs) == 1:
+                os.read(self._readable, 1)
+            return self._jobs.popleft()
 
     def close(self) -> None:
-        """Give all descriptors back. Nobody waits or puts any more."""
-        while self._spare:
-            self._spare.pop().close()
+        """Give both descriptors back. Nobody waits or puts any more."""
+        os.close(self._readable)
+        os.close(self._writable)
 
 
 class Wakeup:

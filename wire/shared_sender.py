@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvrelay.wire.errors import NoSharedMemoryError, PeerLostError
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import TAG_NBYTES
-from kvrelay.wire.send_job import Bell, SendJob, Wakeup
+from kvrelay.wire.send_job import JobQueue, SendJob, Wakeup
 from kvrelay.wire.shared_packets import (
     MAX_ANSWER_NBYTES,
     Greeting,
@@ -100,10 +100,10 @@ class SharedLine:
                 self._take_back()
         return False
 
-    def wait_for(self, bell: Bell) -> None:
+    def wait_for(self, jobs: JobQueue) -> None:
         """See Line. A connection that ends is noticed; slots that come back lie there until they are needed."""
         poll = _poll_for(self._connection, 0, self._wakeup)
-        poll.register(bell.fileno(), select.POLLIN)
+        poll.register(jobs.fileno(), select.POLLIN)
         self._check(poll, None)
 
     def _look(self) -> None:

@@ -18,7 +18,7 @@ from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.errors import PeerLostError, WireError
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.send_job import Bell, SendJob, SendTicket, Wakeup
+from kvrelay.wire.send_job import JobQueue, SendJob, SendTicket, Wakeup
 
 from .rig import WAIT_S, assert_done_soon, until
 
@@ -43,8 +43,8 @@ class PlayedLine:
         self.has_started_waiting.put(None)
         return self._await(self.room)
 
-    def wait_for(self, bell: Bell) -> None:
-        select.select([bell, self._wakeup], [], [])
+    def wait_for(self, jobs: JobQueue) -> None:
+        select.select([jobs, self._wakeup], [], [])
 
     def ship(self, job: SendJob) -> bool:
         if not job.ticket.take():
