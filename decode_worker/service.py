@@ -28,7 +28,6 @@ from kvrelay.decode_worker.welcome import welcome
 from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
 from kvrelay.engine.guidance import GuideRefusal, GuideResult
 from kvrelay.engine.sequence import Sequence
-from kvrelay.wire.beam_check import invalid_first_token, unfit_beams
 from kvrelay.wire.lease import VerifiedLease
 from kvrelay.wire.messages import (
     Abort,
@@ -54,7 +53,8 @@ from kvrelay.wire.messages import (
     Welcome,
     WorkerState,
 )
-from kvrelay.wire.submit import WorkerIdentity, deadline_of, guide_failed, invalid_submit, is_late, submit_refusal
+from kvrelay.worker.beam_check import invalid_first_token, unfit_beams
+from kvrelay.worker.submit import WorkerIdentity, deadline_of, guide_failed, invalid_submit, is_late, submit_refusal
 
 logger = logging.getLogger(__name__)
 

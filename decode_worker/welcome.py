@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.wire.messages import PROTOCOL_MAX, FailureCode, Hello, HelloRefused, Role, Welcome
 from kvrelay.wire.seal import seal_mismatch
-from kvrelay.wire.submit import WorkerIdentity
+from kvrelay.worker.submit import WorkerIdentity
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.shared_receiver import open_shared_receiver
-from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.ticker import every
+from kvrelay.worker.submit import WorkerIdentity
 
 _TICK_S = 0.2  # how late an expired lease may be reaped, or a request whose time is up
 

@@ -9,10 +9,10 @@ import msgspec
 
 from kvrelay.common.model_card import SharedLimits
 from kvrelay.common.sampling import SamplingParams, Watermark
+from kvrelay.common.sampling_check import MAX_PROMPT_LOGPROBS, invalid_guide
 from kvrelay.gateway.errors import ContextLengthError, InvalidRequestError, UnusableGuideError
 from kvrelay.gateway.spec import GenerationSpec
 from kvrelay.gateway.tokenizer import Tokenizer
-from kvrelay.wire.sampling_check import MAX_PROMPT_LOGPROBS, invalid_guide
 
 _NOT_WITH_BEAMS = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",

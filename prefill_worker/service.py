@@ -50,8 +50,8 @@ from kvrelay.wire.messages import (
     Welcome,
     WorkerState,
 )
-from kvrelay.wire.submit import WorkerIdentity, deadline_of, guide_failed, submit_refusal
 from kvrelay.wire.transfers import DecodeLink
+from kvrelay.worker.submit import WorkerIdentity, deadline_of, guide_failed, submit_refusal
 
 logger = logging.getLogger(__name__)
 

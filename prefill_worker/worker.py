@@ -27,9 +27,9 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.shared_place import SharedPlace
-from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.ticker import every
 from kvrelay.wire.transfers import TransferSettings, TransferTable
+from kvrelay.worker.submit import WorkerIdentity
 
 _SWEEP_S = 5.0  # how often links are looked through for those that nobody needs
 _TICK_S = 0.05  # how long blocks may stay held after the last send that reads them

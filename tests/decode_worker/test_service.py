@@ -41,7 +41,7 @@ from kvrelay.wire.messages import (
     Tokens,
 )
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.submit import WorkerIdentity
+from kvrelay.worker.submit import WorkerIdentity
 
 CARD = fake_card()
 FINGERPRINT = CARD.layout.fingerprint()

@@ -13,7 +13,7 @@ import pytest
 from kvrelay.gateway.tools.functions import Function, ToolChoice, ToolMode
 from kvrelay.gateway.tools.guides import guide_param
 from kvrelay.wire.messages import ABOUT_GUIDE, Failed, FailureCode, Submit
-from kvrelay.wire.submit import guide_failed
+from kvrelay.worker.submit import guide_failed
 
 from .http_app import CHAT, TEXT, app_for
 from .players import Player, failing, good

@@ -32,8 +32,8 @@ from kvrelay.wire.messages import (
     Timings,
     Tokens,
 )
-from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.transfers import DecodeLink, TransferTable
+from kvrelay.worker.submit import WorkerIdentity
 
 CARD = fake_card()
 PROMPT = list(range(6))

@@ -38,8 +38,8 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
 from kvrelay.wire.send_job import SendTicket
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.wire.submit import WorkerIdentity
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
+from kvrelay.worker.submit import WorkerIdentity
 
 EPOCH = 7
 CARD = fake_card()

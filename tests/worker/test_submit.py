@@ -12,7 +12,7 @@ from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import BeamSearch, SamplingParams, Watermark
 from kvrelay.engine.fake import fake_card
 from kvrelay.wire.messages import Submit
-from kvrelay.wire.submit import invalid_submit
+from kvrelay.worker.submit import invalid_submit
 
 
 def submit(**sampling: Any) -> Submit:

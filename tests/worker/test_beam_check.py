@@ -10,9 +10,9 @@ import pytest
 
 from kvrelay.common.sampling import BeamSearch, FinishReason, Guide, GuideKind, SampledToken, SamplingParams, Watermark
 from kvrelay.engine.fake import fake_card
-from kvrelay.wire.beam_check import _EXCLUDED, invalid_beams, invalid_first_token, unfit_beams
 from kvrelay.wire.messages import Beam, Failed, FailureCode, Status, Submit, TokenDelta, Tokens, WorkerState
-from kvrelay.wire.submit import WorkerIdentity, invalid_submit, submit_refusal
+from kvrelay.worker.beam_check import _EXCLUDED, invalid_beams, invalid_first_token, unfit_beams
+from kvrelay.worker.submit import WorkerIdentity, invalid_submit, submit_refusal
 
 CARD = fake_card(num_blocks=64, block_size=4, max_model_len=200, vocab_size=1000)
 

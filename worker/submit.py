@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from kvrelay.common.block_hash import MAX_CACHE_SALT
 from kvrelay.common.model_card import ModelCard
-from kvrelay.wire.beam_check import invalid_beams, unfit_beams
+from kvrelay.common.sampling_check import invalid_sampling
 from kvrelay.wire.messages import ABOUT_GUIDE, Failed, FailureCode, Offer, Status, Submit, WorkerState
-from kvrelay.wire.sampling_check import invalid_sampling
+from kvrelay.worker.beam_check import invalid_beams, unfit_beams
 
 
 @dataclass(frozen=True, slots=True)
