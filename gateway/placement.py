@@ -1,4 +1,4 @@
-"""Where the next attempt at a request goes: the workers' state, what they have cached, whom the request avoids, the policy.
+"""Where the next attempt at a request goes: the workers' state, what they have cached, whom the request avoids.
 
 The decision itself is a pure function (:mod:`kvrelay.gateway.routing`); here is gathered what it decides by.
 """
@@ -13,7 +13,7 @@ from kvrelay.gateway.breaker import CircuitBreakers, Part
 from kvrelay.gateway.forecast import Prefiller, Supply
 from kvrelay.gateway.prefixes import PrefixMap, RequestPrefix
 from kvrelay.gateway.progress import GenerationRequest, Progress
-from kvrelay.gateway.routing import POLICIES, CachedPrefix, WorkerView
+from kvrelay.gateway.routing import CachedPrefix, WorkerView, choose
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.worker import Worker
 from kvrelay.gateway.workers import WorkerPool
@@ -29,7 +29,6 @@ class Placement:
         self._breakers = breakers
         self._settings = settings
         self._clock = clock
-        self._policy = POLICIES[settings.policy]
         self._prefixes = PrefixMap(settings.prefix_map_blocks) if settings.policy == "prefix" else None
         self._sequence_number = 0
 
@@ -90,7 +89,7 @@ class Placement:
             decodes = [view for view in decodes if cached.is_enough(view, num_tokens)]
         self._sequence_number += 1
         for some, others in self._choices(progress, prefills, decodes):
-            route = self._policy(some, others, num_tokens + 1, self._sequence_number, cached)
+            route = choose(some, others, num_tokens + 1, self._sequence_number, cached)
             if route is not None:
                 prefill = None if route.prefill is None else self._pool.prefills[route.prefill]
                 return prefill, self._pool.decodes[route.decode]
@@ -99,7 +98,7 @@ class Placement:
     def _choices(
         self, progress: Progress, prefills: list[WorkerView], decodes: list[WorkerView]
     ) -> Iterator[tuple[list[WorkerView], list[WorkerView]]]:
-        """Whom the policy may choose among, the best choice first."""
+        """Whom to choose among, the best choice first."""
         avoidance, now_s = progress.avoidance, self._clock()
         shut = self._shut(now_s)
         if not avoidance.is_any and not shut:

@@ -74,48 +74,17 @@ class CachedPrefix(msgspec.Struct, frozen=True):
         return num_tokens - self.num_tokens.get(view.address, 0) <= self.local_prefill_max_tokens
 
 
-Policy = Callable[[Sequence[WorkerView], Sequence[WorkerView], int, int, CachedPrefix], Route | None]
-_NOTHING = CachedPrefix()
-
-
-def least_loaded(
+def choose(
     prefills: Sequence[WorkerView],
     decodes: Sequence[WorkerView],
     num_tokens: int,
     sequence_number: int,
-    cached: CachedPrefix = _NOTHING,
+    cached: CachedPrefix,
 ) -> Route | None:
-    """The decode worker with room and the smallest share of its pool in use, the prefill worker with the least to compute.
+    """The workers that have the longest prefix, unless they are clearly more loaded; where nothing is cached, the least loaded.
 
-    ``prefills`` empty means local prefill. A decode worker without room is only taken if none has any. Ties go round by
-    ``sequence_number``. None if there is no decode worker, or no prefill worker whose KV fits it.
-    """
-
-    def decode_load(view: WorkerView) -> tuple[bool, float, int]:
-        used = view.num_blocks - view.num_free_blocks
-        return (not view.has_room(num_tokens), used / view.num_blocks, view.num_requests)
-
-    def prefill_load(view: WorkerView) -> tuple[int, int]:
-        return (view.num_waiting_tokens, view.num_requests)
-
-    return _pick(
-        prefills,
-        decodes,
-        lambda views: _first(views, sequence_number, prefill_load),
-        lambda views: _first(views, sequence_number, decode_load),
-    )
-
-
-def prefix(
-    prefills: Sequence[WorkerView],
-    decodes: Sequence[WorkerView],
-    num_tokens: int,
-    sequence_number: int,
-    cached: CachedPrefix = _NOTHING,
-) -> Route | None:
-    """The workers that have the longest prefix, unless they are clearly more loaded. Else as :func:`least_loaded`.
-
-    Both are costs, and the lowest wins. Of a prefill worker: the tokens to compute before this prompt has its first one, so
+    Both are costs, and the lowest wins; ties go round by ``sequence_number``. Of a prefill worker: the tokens to compute before
+    this prompt has its first one, so
 
         tokens that wait - cached tokens
 
@@ -125,7 +94,10 @@ def prefix(
 
     So it may have four tokens more in use than others for each cached one, which spares a computation or a transfer, and a quarter
     more of what is in use: among many requests chance alone would else drive chats from their workers. On a worker whose batch
-    is full nothing counts as cached. Where all but a short rest of the prompt is cached, the route has no prefill worker.
+    is full nothing counts as cached. A decode worker without room is only taken if none has any.
+
+    Without ``prefills``, or where all but a short rest of the prompt is cached, the route has no prefill worker. None if there is
+    no decode worker, or no prefill worker whose KV fits it.
     """
 
     def decode_cost(view: WorkerView) -> tuple[bool, float, int]:
@@ -137,16 +109,16 @@ def prefix(
     def prefill_cost(view: WorkerView) -> tuple[int, int]:
         return (view.num_waiting_tokens - cached.num_tokens.get(view.address, 0), view.num_requests)
 
-    route = _pick(
-        prefills,
-        decodes,
-        lambda views: _first(views, sequence_number, prefill_cost),
-        lambda views: _first(views, sequence_number, decode_cost),
-    )
-    if route is None or route.prefill is None:
-        return route
-    decode = next(view for view in decodes if view.address == route.decode)
-    return Route(None, decode.address) if cached.is_enough(decode, num_tokens - 1) else route
+    if prefills:
+        fingerprints = {view.fingerprint for view in prefills}
+        decodes = [view for view in decodes if view.fingerprint in fingerprints]
+    if not decodes:
+        return None
+    decode = _first(decodes, sequence_number, decode_cost)
+    if not prefills or cached.is_enough(decode, num_tokens - 1):
+        return Route(None, decode.address)
+    fitting = [view for view in prefills if view.fingerprint == decode.fingerprint]
+    return Route(_first(fitting, sequence_number, prefill_cost).address, decode.address)
 
 
 def choose_fingerprint(
@@ -167,34 +139,12 @@ def choose_fingerprint(
     return max(fingerprints, key=rank, default=current)
 
 
-POLICIES: dict[str, Policy] = {"prefix": prefix, "least_loaded": least_loaded}
-
-
-def _pick(
-    prefills: Sequence[WorkerView],
-    decodes: Sequence[WorkerView],
-    pick_prefill: Callable[[Sequence[WorkerView]], WorkerView],
-    pick_decode: Callable[[Sequence[WorkerView]], WorkerView],
-) -> Route | None:
-    if prefills:
-        fingerprints = {view.fingerprint for view in prefills}
-        decodes = [view for view in decodes if view.fingerprint in fingerprints]
-    if not decodes:
-        return None
-    decode = pick_decode(decodes)
-    if not prefills:
-        return Route(None, decode.address)
-    fitting = [view for view in prefills if view.fingerprint == decode.fingerprint]
-    return Route(pick_prefill(fitting).address, decode.address)
-
-
 def _first(
     views: Sequence[WorkerView], sequence_number: int, cost: Callable[[WorkerView], tuple[Any, ...]]
 ) -> WorkerView:
     """The one that costs least; of several, another one each time."""
-    return views[0] if len(views) == 1 else min(_rotated(views, sequence_number), key=cost)
-
-
-def _rotated(views: Sequence[WorkerView], by: int) -> list[WorkerView]:
+    if len(views) == 1:
+        return views[0]
     ordered = sorted(views, key=lambda view: view.address)
-    return [ordered[(index + by) % len(ordered)] for index in range(len(ordered))]
+    first = sequence_number % len(ordered)
+    return min(ordered[first:] + ordered[:first], key=cost)

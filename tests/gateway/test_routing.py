@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import msgspec
 import pytest
 
-from kvrelay.gateway.routing import (
-    POLICIES,
-    CachedPrefix,
-    Route,
-    WorkerView,
-    choose_fingerprint,
-    least_loaded,
-    prefix,
-)
+from kvrelay.gateway.routing import CachedPrefix, Route, WorkerView, choose, choose_fingerprint
+
+NOTHING = CachedPrefix()
 
 
 def view(address: str, **changes: object) -> WorkerView:
@@ -31,42 +23,38 @@ def view(address: str, **changes: object) -> WorkerView:
     return msgspec.structs.replace(base, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("policy", POLICIES.values())
-def test_nobody_there_is_no_route(policy: object) -> None:
-    assert callable(policy)
-    assert policy([view("p")], [], 10, 0) is None
-    assert policy([view("p")], [view("d", fingerprint=b"other")], 10, 0) is None
-    assert policy([], [view("d")], 10, 0) == Route(None, "d")
+def test_nobody_there_is_no_route() -> None:
+    assert choose([view("p")], [], 10, 0, NOTHING) is None
+    assert choose([view("p")], [view("d", fingerprint=b"other")], 10, 0, NOTHING) is None
+    assert choose([], [view("d")], 10, 0, NOTHING) == Route(None, "d")
 
 
-@pytest.mark.parametrize("policy", POLICIES.values())
-def test_only_workers_whose_kv_fits_are_paired(policy: object) -> None:
-    assert callable(policy)
+def test_only_workers_whose_kv_fits_are_paired() -> None:
     prefills = [view("p1", fingerprint=b"1"), view("p2", fingerprint=b"2")]
     decodes = [view("d2", fingerprint=b"2"), view("d3", fingerprint=b"3")]
-    assert {policy(prefills, decodes, 10, turn) for turn in range(4)} == {Route("p2", "d2")}
+    assert {choose(prefills, decodes, 10, turn, NOTHING) for turn in range(4)} == {Route("p2", "d2")}
 
 
 def test_the_prefill_worker_with_the_least_to_compute_is_taken() -> None:
     busy, idle = view("p1", num_waiting_tokens=1000), view("p2", num_waiting_tokens=10)
-    assert least_loaded([busy, idle], [view("d")], 10, 0) == Route("p2", "d")
+    assert choose([busy, idle], [view("d")], 10, 0, NOTHING) == Route("p2", "d")
     sent = msgspec.structs.replace(idle, num_waiting_tokens=2010)
-    assert least_loaded([busy, sent], [view("d")], 10, 0) == Route("p1", "d")
+    assert choose([busy, sent], [view("d")], 10, 0, NOTHING) == Route("p1", "d")
 
 
 def test_the_decode_worker_with_room_and_the_least_in_use_is_taken() -> None:
     full = view("d1", num_free_blocks=1)
     half, most = view("d2", num_free_blocks=50), view("d3", num_free_blocks=40)
-    assert least_loaded([], [full, half, most], 160, 0) == Route(None, "d2")
+    assert choose([], [full, half, most], 160, 0, NOTHING) == Route(None, "d2")
     sent = msgspec.structs.replace(half, num_free_blocks=5)
-    assert least_loaded([], [full, sent, most], 160, 0) == Route(None, "d3")
-    assert least_loaded([], [full], 160, 0) == Route(None, "d1")  # it will say itself when there is room
+    assert choose([], [full, sent, most], 160, 0, NOTHING) == Route(None, "d3")
+    assert choose([], [full], 160, 0, NOTHING) == Route(None, "d1")  # it will say itself when there is room
 
 
 def test_a_burst_spreads_over_equal_workers() -> None:
     decodes = {address: view(address) for address in ("d1", "d2", "d3")}
     for turn in range(9):
-        route = least_loaded([], list(decodes.values()), 16, turn)
+        route = choose([], list(decodes.values()), 16, turn, NOTHING)
         assert route is not None
         chosen = decodes[route.decode]
         decodes[route.decode] = msgspec.structs.replace(
@@ -108,32 +96,10 @@ def test_a_sequence_is_taken_where_it_has_blocks_and_a_place_before_long() -> No
     assert view("d", num_requests=0, num_free_blocks=9).takes_sequence(160), "what nobody else holds is cache"
 
 
-def test_without_a_cached_prefix_nothing_differs_from_least_loaded() -> None:
-    draw = random.Random(1)
-    for turn in range(300):
-        prefills, decodes = (
-            [
-                view(
-                    f"{role}{index}",
-                    num_requests=draw.randrange(9),
-                    num_waiting_tokens=draw.choice([0, 0, 100, draw.randrange(5000)]),
-                    num_free_blocks=draw.randrange(-2, 101),
-                    max_running=draw.choice([0, 4]),
-                )
-                for index in range(draw.randrange(4))
-            ]
-            for role in "pd"
-        )
-        num_tokens = draw.randrange(1, 2000)
-        nothing = CachedPrefix(local_prefill_max_tokens=0)
-        expected = least_loaded(prefills, decodes, num_tokens, turn)
-        assert prefix(prefills, decodes, num_tokens, turn, nothing) == expected
-
-
 def test_a_prefix_is_worth_as_many_waiting_tokens_as_it_spares() -> None:
     idle, busy = view("p1"), view("p2", num_waiting_tokens=300)
-    assert prefix([idle, busy], [view("d")], 501, 0, CachedPrefix({"p2": 320})) == Route("p2", "d")
-    assert prefix([idle, busy], [view("d")], 501, 0, CachedPrefix({"p2": 288})) == Route("p1", "d")
+    assert choose([idle, busy], [view("d")], 501, 0, CachedPrefix({"p2": 320})) == Route("p2", "d")
+    assert choose([idle, busy], [view("d")], 501, 0, CachedPrefix({"p2": 288})) == Route("p1", "d")
 
 
 @pytest.mark.parametrize(
@@ -154,23 +120,22 @@ def test_a_decode_worker_may_have_more_in_use_and_still_get_its_chat_back(
         return view(address, num_blocks=1000, num_free_blocks=1000 - num_blocks)
 
     decodes = [using("d1", other_used), using("d2", num_used)]
-    assert prefix([view("p")], decodes, 162, 0, CachedPrefix({"d2": 160})) == Route("p", chosen)
+    assert choose([view("p")], decodes, 162, 0, CachedPrefix({"d2": 160})) == Route("p", chosen)
 
 
 def test_a_prefix_gives_no_room() -> None:
     cached = CachedPrefix({"d2": 480})
     decodes = [view("d1", num_free_blocks=40), view("d2", num_free_blocks=30)]
-    assert prefix([view("p")], decodes, 501, 0, cached) == Route("p", "d1")
+    assert choose([view("p")], decodes, 501, 0, cached) == Route("p", "d1")
     decodes = [view("d1", num_requests=3, max_running=4), view("d2", num_requests=4, max_running=4)]
-    assert prefix([view("p")], decodes, 501, 0, cached) == Route("p", "d1"), "it would wait for a place in the batch"
+    assert choose([view("p")], decodes, 501, 0, cached) == Route("p", "d1"), "it would wait for a place in the batch"
 
 
 def test_where_nearly_all_is_cached_no_prefill_worker_is_needed() -> None:
     decodes = [view("d1"), view("d2")]
-    assert prefix([view("p")], decodes, 501, 0, CachedPrefix({"d2": 484}, 16)) == Route(None, "d2")
-    assert prefix([view("p")], decodes, 502, 0, CachedPrefix({"d2": 484}, 16)) == Route("p", "d2")
-    assert prefix([view("p")], decodes, 501, 0, CachedPrefix({"p": 484}, 16)).prefill == "p"  # type: ignore[union-attr]
-    assert least_loaded([view("p")], decodes[1:], 501, 0, CachedPrefix({"d2": 484}, 16)) == Route("p", "d2")
+    assert choose([view("p")], decodes, 501, 0, CachedPrefix({"d2": 484}, 16)) == Route(None, "d2")
+    assert choose([view("p")], decodes, 502, 0, CachedPrefix({"d2": 484}, 16)) == Route("p", "d2")
+    assert choose([view("p")], decodes, 501, 0, CachedPrefix({"p": 484}, 16)).prefill == "p"  # type: ignore[union-attr]
 
 
 def test_a_shared_prompt_does_not_fill_one_worker() -> None:
@@ -178,7 +143,7 @@ def test_a_shared_prompt_does_not_fill_one_worker() -> None:
     views = {address: view(address, num_blocks=10_000, num_free_blocks=10_000) for address in ("d1", "d2", "d3")}
     holders: dict[str, int] = {}
     for turn in range(1000):
-        route = prefix([view("p")], list(views.values()), 641, turn, CachedPrefix(holders))
+        route = choose([view("p")], list(views.values()), 641, turn, CachedPrefix(holders))
         assert route is not None
         one = views[route.decode]
         views[route.decode] = msgspec.structs.replace(one, num_free_blocks=one.num_free_blocks - 10)
