@@ -45,7 +45,7 @@ fuzz: setup ## fuzz wire and HTTP, send strangers to all ports, tell hundreds of
 	PYTHONPATH=. .venv/bin/python -m tests.reliability.fuzz_wire $(ARGS)
 	PYTHONPATH=. .venv/bin/python -m tests.reliability.fuzz_http $(ARGS)
 	PYTHONPATH=. .venv/bin/python -m tests.reliability.strangers $(ARGS)
-	.venv/bin/python -m pytest --hypothesis-profile fuzz tests/simulation --timeout 1800
+	.venv/bin/python -m pytest --hypothesis-profile fuzz tests/simulation tests/reliability/test_lying_frames.py --timeout 1800
 
 soak: demo ## ten minutes of mixed load with cancellations: memory must stay flat (ARGS="--seconds 3600")
 	PYTHONPATH=. .venv/bin/python -m tests.reliability.soak $(ARGS)

@@ -19,6 +19,7 @@ from kvrelay.engine.block_manager import sequence_owner
 from kvrelay.engine.fake import expected_output
 from kvrelay.prefill_worker.links import absurdity
 from kvrelay.wire.codec import Codec
+from kvrelay.wire.errors import MalformedMessageError
 from kvrelay.wire.lease import VerifiedLease
 from kvrelay.wire.messages import (
     Commit,
@@ -38,7 +39,6 @@ from kvrelay.wire.messages import (
 from .absurd import AbsurdMessages
 from .control_rigs import CARD, EPOCH, FINGERPRINT, VOCAB, DecodeRig, PrefillRig, kv_blocks, offer_of
 from .findings import Findings
-from .fuzz_decoder import shown
 from .mutator import Mutator
 
 NUM_OUTPUT = 6
@@ -154,7 +154,7 @@ class _Fuzz:
             self.corpus[self.rng.randrange(4, _CORPUS)] = frame
 
     def _hear(self, sender: bytes, frame: bytes) -> None:
-        self.findings.of(lambda: self.rig.hear(sender, frame), lambda: f"{sender!r} said {shown(frame)}")
+        self.findings.of(lambda: self.rig.hear(sender, frame), lambda: f"{sender!r} said {_shown(frame)}")
 
 
 class DecodeFuzz(_Fuzz):
@@ -311,3 +311,11 @@ def _commit_of(grant: Grant, offer: Offer, first_token: int) -> Commit:
         num_cached_tokens=0,
         timings=Timings(),
     )
+
+
+def _shown(frame: bytes) -> str:
+    """A frame, as a report names it."""
+    try:
+        return str(Codec().decode(frame))
+    except MalformedMessageError:
+        return frame.hex()

@@ -1,0 +1,73 @@
+"""Frames at a lease table as no honest sender would send them, in any order of events: changed, cut, of two leases, nonsense.
+
+Whoever sends them has no key and recomputes no checksum. The machine of :mod:`tests.wire.test_leases_at_random` checks after each
+event that the books balance, that every lease ends once, and that a verified lease has the bytes that its sender computed.
+"""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from kvrelay.engine.block_manager import Owner, OwnerKind
+from kvrelay.wire.block_frames import parse_header
+
+from ..wire.rig import content_of
+from ..wire.test_leases_at_random import LeaseMachine, SealedLeaseMachine
+
+Changes = dict[int, int]
+CHANGES = st.dictionaries(st.integers(0, 600), st.integers(1, 255), min_size=1, max_size=3)
+NONE = st.just(dict[int, int]())
+
+
+def changed(part: bytes, changes: Changes) -> bytes:
+    """``part`` with some bytes turned, by an exclusive or."""
+    wrong = bytearray(part)
+    for place, turned in changes.items():
+        wrong[place % len(wrong)] ^= turned
+    return bytes(wrong)
+
+
+class LyingMachine(LeaseMachine):
+    """Plain leases."""
+
+    num_rejected = 0
+
+    def on_lease_rejected(self, lease_id: int, *why: object) -> None:
+        super().on_lease_rejected(lease_id, *why)
+        self.num_rejected += 1
+
+    @rule(
+        one=LeaseMachine.leases,
+        other=LeaseMachine.leases,
+        index=st.integers(0, 2),
+        changes=st.sampled_from([(NONE, CHANGES), (CHANGES, NONE), (CHANGES, CHANGES), (NONE, NONE)]).flatmap(
+            lambda parts: st.tuples(*parts)
+        ),
+        num_kept=st.sampled_from([1000, 1000, 1000, 100, 63, 0]),
+    )
+    def lie(self, one: int, other: int, index: int, changes: tuple[Changes, Changes], num_kept: int) -> None:
+        """One lease's header with another's payload, changed and cut; nobody is in the middle of a block meanwhile."""
+        if self.open:
+            return  # a second thread would wait for the first one's verdict
+        frame = changed(self.grants[one].frames(index)[0], changes[0])
+        payload = changed(self.grants[other].frames(index)[1], changes[1])[:num_kept]
+        num_rejected = self.num_rejected
+        if self.bench.receive((frame, payload)) == "ok":
+            taken = parse_header(frame)
+            block_id = self.manager.owned_blocks(Owner(OwnerKind.LEASE, str(taken.lease_id)))[taken.block_index]
+            right = content_of(self.offers[taken.lease_id].block_hashes[taken.block_index])
+            assert bytes(self.store.block(block_id)) == right, "other bytes were taken"
+        assert not self.seals_kv or self.num_rejected == num_rejected, "who cannot seal has ended a lease"
+
+    @rule(header=st.binary(max_size=100), payload=st.binary(max_size=600))
+    def send_nonsense(self, header: bytes, payload: bytes) -> None:
+        assert self.bench.receive((header, payload)) != "ok"
+
+
+class SealedLyingMachine(LyingMachine, SealedLeaseMachine):
+    """Sealed ones."""
+
+
+TestLyingFrames = LyingMachine.TestCase
+TestSealedLyingFrames = SealedLyingMachine.TestCase
