@@ -25,7 +25,7 @@ from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.chats import ChatReader
 from kvrelay.gateway.debug import known_workers
 from kvrelay.gateway.dialect import Dialect
-from kvrelay.gateway.discovery import Discovery, KubernetesPods, PodApi
+from kvrelay.gateway.discovery import Discovery, Pods
 from kvrelay.gateway.docs_page import add_docs_page
 from kvrelay.gateway.generation import Generator
 from kvrelay.gateway.http import Edge, install_error_handlers
@@ -70,7 +70,7 @@ def create_app(
         needs_prefill_workers=not workers.local_prefill_fallback and (is_discovered or bool(workers.prefill_workers)),
         keys=None if settings.keys is None else WireKeys.load(Path(settings.keys), Role.GATEWAY),
     )
-    pods = KubernetesPods.connect(workers.namespace, workers.worker_selector) if is_discovered else None
+    pods = Pods.connect(workers.namespace, workers.worker_selector) if is_discovered else None
     relay = Relay(pool, settings.relay, metrics, network.clock)
     responder = Responder(Generator(relay, tokenizer, metrics, network.clock))
 
@@ -117,7 +117,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
-def _discovery(pods: PodApi, pool: WorkerPool) -> Discovery:
+def _discovery(pods: Pods, pool: WorkerPool) -> Discovery:
     """Tells the pool of workers, on the running loop, from now on."""
     loop = asyncio.get_running_loop()
 

@@ -1,6 +1,6 @@
 """Which workers there are, from the Kubernetes API: the pods of a namespace that a label selector names.
 
-:func:`follow` is finite: it lists the pods, then hears of every change until the API ends that, forgets the version it was at
+:meth:`Pods.follow` is finite: it lists the pods, then hears of every change until the API ends that, forgets the version it was at
 (410), or is away. :class:`Discovery` calls it again for ever, on a thread of its own, because the client library blocks. While the
 API is away the last known workers stay; who of them really answers, the links to them know.
 
@@ -9,13 +9,12 @@ It needs ``get``, ``list`` and ``watch`` on pods of one namespace, nothing else.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.gateway.pods import workers_of
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Pod = dict[str, Any]
 OnWorkers = Callable[[Sequence[FoundWorker]], None]
 
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -38,107 +36,8 @@ _LONGEST_PAUSE_S = 10.0
 _STOP_S = 2.0  # how long the end of the thread is waited for
 
 
-class VersionGoneError(Exception):
-    """The API no longer knows what happened since the version that was asked for: list again."""
-
-
-class ApiAwayError(Exception):
-    """The API did not answer, or not well; the text says what it said."""
-
-
-class PodApi(Protocol):
+class Pods:
     """The pods of one namespace that a selector names."""
-
-    def list(self) -> tuple[list[Pod], str]:
-        """All of them, and the version of that. Raises ApiAwayError."""
-
-    def watch(self, version: str) -> Iterator[tuple[str, Pod]]:
-        """What happens after ``version``: (ADDED, MODIFIED, DELETED or BOOKMARK, object), until the API ends it.
-
-        Raises VersionGoneError, ApiAwayError.
-        """
-
-    def stop(self) -> None:
-        """End the watch that is under way, on another thread. One that begins later is not ended."""
-
-
-def follow(api: PodApi, on_workers: OnWorkers, wait: Callable[[float], bool]) -> None:
-    """List, then follow; ``on_workers`` gets all workers at first and after every change. Returns when a watch heard nothing new.
-
-    ``wait`` lets so many seconds pass between two watches, which an API may end at once; True ends it all.
-
-    Raises VersionGoneError, ApiAwayError.
-    """
-    listed, version = api.list()
-    pods = {pod["metadata"]["uid"]: pod for pod in listed}
-    known = workers_of(pods.values())
-    on_workers(known)
-    while True:
-        before = version
-        for kind, pod in api.watch(version):
-            version = pod["metadata"]["resourceVersion"]
-            if kind == "DELETED":
-                pods.pop(pod["metadata"]["uid"], None)
-            elif kind in ("ADDED", "MODIFIED"):
-                pods[pod["metadata"]["uid"]] = pod
-            found = workers_of(pods.values())
-            if found != known:
-                known = found
-                on_workers(found)
-        if wait(_FIRST_PAUSE_S) or version == before:
-            return  # a version gets too old when nothing happens; a list is cheap then
-
-
-class Discovery:
-    """Follows the pods from ``start`` to ``stop``, on a daemon thread; ``on_workers`` is called there."""
-
-    def __init__(self, api: PodApi, on_workers: OnWorkers) -> None:
-        self._api = api
-        self._on_workers = on_workers
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Nothing is reported from now on. Waits for the thread's end; one that waits for a list of the API outlives it."""
-        self._ended.set()
-        until_s = time.monotonic() + _STOP_S
-        while self._thread.is_alive() and time.monotonic() < until_s:
-            self._api.stop()  # again: a watch may have begun since
-            self._thread.join(0.05)
-
-    def _run(self) -> None:
-        pause_s, was_away = _FIRST_PAUSE_S, False
-
-        def report(found: Sequence[FoundWorker]) -> None:
-            nonlocal pause_s, was_away
-            if was_away:
-                logger.info("the Kubernetes API is back")
-            pause_s, was_away = _FIRST_PAUSE_S, False
-            if not self._ended.is_set():
-                self._on_workers(found)
-
-        while not self._ended.is_set():
-            try:
-                follow(self._api, report, self._ended.wait)
-                continue
-            except VersionGoneError:
-                logger.info("listing the workers' pods anew: the version last seen is too old")
-            except ApiAwayError as error:
-                if not was_away:
-                    logger.warning("the Kubernetes API is away (%s); going on with the workers last known", error)
-                was_away = True
-            except Exception:
-                logger.exception("discovery failed; it tries again")
-            self._ended.wait(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-class KubernetesPods:
-    """Implements PodApi by the ``kubernetes`` client."""
 
     def __init__(self, api: CoreV1Api, namespace: str, selector: str) -> None:
         from kubernetes.watch import Watch  # noqa: PLC0415 - 40 MB that only this needs
@@ -149,7 +48,7 @@ class KubernetesPods:
         self._watch = Watch()
 
     @classmethod
-    def connect(cls, namespace: str | None, selector: str) -> KubernetesPods:
+    def connect(cls, namespace: str | None, selector: str) -> Pods:
         """As the pod's service account, or as ``KUBECONFIG`` says outside of a cluster. Raises SettingsError."""
         from kubernetes import client, config  # noqa: PLC0415 - 40 MB that only this needs
 
@@ -167,18 +66,24 @@ class KubernetesPods:
             namespace = _OWN_NAMESPACE.read_text().strip() if _OWN_NAMESPACE.exists() else "default"
         return cls(client.CoreV1Api(), namespace, selector)
 
-    def list(self) -> tuple[list[Pod], str]:
-        """See PodApi."""
-        with _problems():
-            listed = self._api.list_namespaced_pod(
-                self._namespace, label_selector=self._selector, _request_timeout=(_CONNECT_S, _LIST_S)
-            )
-        body = self._api.api_client.sanitize_for_serialization(listed)
-        return body["items"], body["metadata"]["resourceVersion"]
+    def follow(self, on_workers: OnWorkers, wait: Callable[[float], bool]) -> None:
+        """List, then follow; ``on_workers`` gets all workers at first and after every change.
 
-    def watch(self, version: str) -> Iterator[tuple[str, Pod]]:
-        """See PodApi."""
-        with _problems():
+        Returns when a watch heard nothing new. ``wait`` lets so many seconds pass between two watches, which an API may end at
+        once; True ends it all.
+
+        Raises ApiException (of ``kubernetes``; 410: the version last seen is too old), urllib3's HTTPError, and OSError.
+        """
+        listed = self._api.list_namespaced_pod(
+            self._namespace, label_selector=self._selector, _request_timeout=(_CONNECT_S, _LIST_S)
+        )
+        body = self._api.api_client.sanitize_for_serialization(listed)
+        version = body["metadata"]["resourceVersion"]
+        pods: dict[str, dict[str, Any]] = {pod["metadata"]["uid"]: pod for pod in body["items"]}
+        known = workers_of(pods.values())
+        on_workers(known)
+        while True:
+            before = version
             for event in self._watch.stream(
                 self._api.list_namespaced_pod,
                 self._namespace,
@@ -188,23 +93,74 @@ class KubernetesPods:
                 allow_watch_bookmarks=True,
                 _request_timeout=(_CONNECT_S, _WATCH_S + _LIST_S),
             ):
-                yield event["type"], event["raw_object"]
+                pod = event["raw_object"]
+                version = pod["metadata"]["resourceVersion"]
+                if event["type"] == "DELETED":
+                    pods.pop(pod["metadata"]["uid"], None)
+                elif event["type"] in ("ADDED", "MODIFIED"):
+                    pods[pod["metadata"]["uid"]] = pod
+                found = workers_of(pods.values())
+                if found != known:
+                    known = found
+                    on_workers(found)
+            if wait(_FIRST_PAUSE_S) or version == before:
+                return  # a version gets too old when nothing happens; a list is cheap then
 
     def stop(self) -> None:
-        """See PodApi."""
+        """End the watch that is under way, on another thread. One that begins later is not ended."""
         self._watch.stop()
 
 
-@contextlib.contextmanager
-def _problems() -> Iterator[None]:
-    """What the client raises, as PodApi raises it."""
-    from kubernetes.client import ApiException  # noqa: PLC0415
-    from urllib3.exceptions import HTTPError  # noqa: PLC0415
+class Discovery:
+    """Follows the pods from ``start`` to ``stop``, on a daemon thread; ``on_workers`` is called there."""
 
-    try:
-        yield
-    except ApiException as error:
-        detail = f"{error.status} {error.reason}"
-        raise (VersionGoneError if error.status == 410 else ApiAwayError)(detail) from error
-    except (HTTPError, OSError) as error:
-        raise ApiAwayError(str(error)[:200]) from error
+    def __init__(self, pods: Pods, on_workers: OnWorkers) -> None:
+        self._pods = pods
+        self._on_workers = on_workers
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Nothing is reported from now on. Waits for the thread's end; one that waits for a list of the API outlives it."""
+        self._ended.set()
+        until_s = time.monotonic() + _STOP_S
+        while self._thread.is_alive() and time.monotonic() < until_s:
+            self._pods.stop()  # again: a watch may have begun since
+            self._thread.join(0.05)
+
+    def _run(self) -> None:
+        from kubernetes.client import ApiException  # noqa: PLC0415
+        from urllib3.exceptions import HTTPError  # noqa: PLC0415
+
+        pause_s, was_away = _FIRST_PAUSE_S, False
+
+        def report(found: Sequence[FoundWorker]) -> None:
+            nonlocal pause_s, was_away
+            if was_away:
+                logger.info("the Kubernetes API is back")
+            pause_s, was_away = _FIRST_PAUSE_S, False
+            if not self._ended.is_set():
+                self._on_workers(found)
+
+        while not self._ended.is_set():
+            try:
+                self._pods.follow(report, self._ended.wait)
+                continue
+            except (ApiException, HTTPError, OSError) as error:
+                if isinstance(error, ApiException) and error.status == 410:
+                    logger.info("listing the workers' pods anew: the version last seen is too old")
+                else:
+                    if not was_away:
+                        text = "the Kubernetes API is away (%.200s); going on with the workers last known"
+                        logger.warning(
+                            text, f"{error.status} {error.reason}" if isinstance(error, ApiException) else error
+                        )
+                    was_away = True
+            except Exception:
+                logger.exception("discovery failed; it tries again")
+            self._ended.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
