@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from .figures import cpu_s, wait_until
-from .worker_processes import WorkerProcess, Workers
+from .fleet import Fleet, Member
 
 TURNED_AWAY_S = 12.0  # ZeroMQ gives a handshake 5 s; a busy machine the rest
 MAX_GROWTH_MIB = 24.0  # of a worker, whoever came
@@ -21,40 +21,43 @@ MAX_CONNECTION_MIB = 0.06  # of a worker, for each connection that is open
 class Door:
     """One port that anybody can reach."""
 
-    worker: WorkerProcess
+    worker: Member
     name: str
     keys: Path | None
 
     @property
     def address(self) -> str:
-        return self.worker.address(self.name)
+        return f"tcp://127.0.0.1:{self.worker.ports[self.name]}"
 
     def knock(self) -> socket.socket:
         """A bare connection."""
         return socket.create_connection(("127.0.0.1", self.worker.ports[self.name]), timeout=TURNED_AWAY_S)
 
 
-def doors_of(up: Workers) -> list[Door]:
-    """Every port."""
-    return [Door(worker, name, up.keys) for worker in up.all for name in worker.ports]
+def doors_of(up: Fleet, keys: Path | None) -> list[Door]:
+    """Every port: control of both workers, data of the decode worker."""
+    return [Door(worker, name, keys) for worker in up.workers for name in worker.ports]
 
 
 def crowd(door: Door, num_connections: int) -> str:
     """Connections at once that say nothing; every one must be hung up on. Returns what the worker needed for them."""
-    before_mib = door.worker.rss_mib()
+    before_mib = door.worker.figures().rss_mib
     connections: list[socket.socket] = []
     started_s = time.monotonic()
     try:
         for _ in range(num_connections):
             connections.append(door.knock())
         opened_s = time.monotonic() - started_s
-        peak = door.worker.descriptors()
-        growth_mib = door.worker.rss_mib() - before_mib
+        peak = door.worker.figures().num_descriptors
+        growth_mib = door.worker.figures().rss_mib - before_mib
         allowed_mib = MAX_GROWTH_MIB + num_connections * MAX_CONNECTION_MIB
         assert growth_mib < allowed_mib, f"{growth_mib:.0f} MiB for {num_connections} connections"
         # The crowd does not leave: the worker hangs up.
         gone_s = wait_until(
-            lambda: door.worker.descriptors() < peak - 0.9 * min(num_connections, peak) or _is_empty(door, connections),
+            lambda: (
+                door.worker.figures().num_descriptors < peak - 0.9 * min(num_connections, peak)
+                or _is_empty(door, connections)
+            ),
             TURNED_AWAY_S + opened_s,
             f"{num_connections} silent connections hung up on",
         )
@@ -68,24 +71,26 @@ def crowd(door: Door, num_connections: int) -> str:
 
 
 def _is_empty(door: Door, connections: list[socket.socket]) -> bool:
-    return door.worker.descriptors() < len(connections) / 10 + 100
+    return door.worker.figures().num_descriptors < len(connections) / 10 + 100
 
 
 def exhaust(door: Door, num_connections: int) -> str:
     """More connections than the worker may have: it must live, and let honest peers in when the crowd has gone."""
     process = psutil.Process(door.worker.pid)
-    limit = door.worker.descriptors() + 50
+    limit = door.worker.figures().num_descriptors + 50
     usual = process.rlimit(psutil.RLIMIT_NOFILE)
     process.rlimit(psutil.RLIMIT_NOFILE, (limit, usual[1]))
     connections = [door.knock() for _ in range(num_connections)]
     try:
-        wait_until(lambda: door.worker.descriptors() >= limit - 1, TURNED_AWAY_S, f"{limit} descriptors are in use")
+        wait_until(
+            lambda: door.worker.figures().num_descriptors >= limit - 1, TURNED_AWAY_S, f"{limit} descriptors are in use"
+        )
         used_s = cpu_s(door.worker.pid)
         time.sleep(1.0)  # what is measured is the processor time of a second
         used_s = cpu_s(door.worker.pid) - used_s
     finally:
         for connection in connections:
             connection.close()
-        wait_until(lambda: door.worker.descriptors() < limit - 40, TURNED_AWAY_S, "the crowd has gone")
+        wait_until(lambda: door.worker.figures().num_descriptors < limit - 40, TURNED_AWAY_S, "the crowd has gone")
         process.rlimit(psutil.RLIMIT_NOFILE, usual)
     return f"{num_connections} connections at a limit of {limit} descriptors, {used_s:.2f} s of processor time a second"

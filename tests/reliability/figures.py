@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 import time
@@ -13,16 +12,10 @@ import psutil
 MIB = 2**20
 
 
-def rss_mib(pid: int | None = None) -> float:
-    """Resident memory of a process; default: this one."""
-    nbytes: int = psutil.Process(os.getpid() if pid is None else pid).memory_info().rss
+def rss_mib() -> float:
+    """Resident memory of this process."""
+    nbytes: int = psutil.Process().memory_info().rss
     return nbytes / MIB
-
-
-def num_descriptors(pid: int) -> int:
-    """Files and connections that a process has open."""
-    count: int = psutil.Process(pid).num_fds()
-    return count
 
 
 def cpu_s(pid: int) -> float:

@@ -109,6 +109,7 @@ class Member:
     url: str  # of health and metrics
     log: Path
     cable: Cable | None = None  # to its control socket
+    ports: Mapping[str, int] = field(default_factory=dict)  # a worker's: control, and of a decode worker data
     life: Life = Life.DEAD
     process: subprocess.Popen[bytes] | None = None
     exit_codes: list[int] = field(default_factory=list)
@@ -271,16 +272,17 @@ async def fleet(
     addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
     for role, count in (("prefill", num_prefills), ("decode", num_decodes)):
         for index in range(count):
-            control, admin = next(ports), next(ports)
-            cable = Cable(control)
+            own, admin = {"control": next(ports)}, next(ports)
+            cable = Cable(own["control"])
             await cable.start()
             addresses[role].append(f"tcp://127.0.0.1:{cable.port}")
-            where = ["--address", f"tcp://127.0.0.1:{control}", "--admin-port", str(admin)]
+            where = ["--address", f"tcp://127.0.0.1:{own['control']}", "--admin-port", str(admin)]
             if role == "decode":
-                where += ["--data-address", f"tcp://127.0.0.1:{next(ports)}"]
+                own["data"] = next(ports)
+                where += ["--data-address", f"tcp://127.0.0.1:{own['data']}"]
             name = f"{role}-{index}"
             command = _command(f"{role}-worker", model, [*where, *worker_options, *security])
-            members.append(Member(name, command, f"http://127.0.0.1:{admin}", directory / f"{name}.log", cable))
+            members.append(Member(name, command, f"http://127.0.0.1:{admin}", directory / f"{name}.log", cable, own))
     for index in range(num_gateways):
         port = next(ports)
         where = ["--port", str(port), "--prefill-workers", ",".join(addresses["prefill"])]

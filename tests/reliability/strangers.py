@@ -28,10 +28,8 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import zmq
 
@@ -43,15 +41,14 @@ from kvrelay.wire.messages import Cancel, Hello, Role
 from . import zmtp
 from .doors import MAX_CONNECTION_MIB, MAX_GROWTH_MIB, TURNED_AWAY_S, Door, crowd, doors_of, exhaust
 from .figures import all_descriptors, run_all, wait_until
-from .honest_gateway import Neighbour, neighbour_of
-from .worker_processes import WorkerProcess, Workers, workers
+from .fleet import Fleet, Member
+from .neighbour import Neighbour, neighbour_of, small_fleet
 
 MAX_LATENCY_S = 5.0
 MAX_LOG_LINES = 60  # of a worker, for all that a single test does to it
 _OWN_DESCRIPTORS = 500  # of this process, for all else
 
 
-_T = TypeVar("_T")
 Stranger = Callable[[Door, random.Random], None]
 
 
@@ -187,78 +184,68 @@ STRANGERS: dict[str, Stranger] = {
 NEED_KEYS = ("wrong key", "endless message")
 
 
-async def visit(up: Workers, neighbour: Neighbour, seed: int, num_connections: int, crowded: list[Door]) -> str:
-    """Every stranger at every port, then crowds at ``crowded``, one at a time; returns the figures.
+async def visit(
+    up: Fleet, neighbour: Neighbour, seed: int, num_connections: int, doors: list[Door], crowded: list[Door]
+) -> str:
+    """Every stranger at all of ``doors``, then crowds at ``crowded``, one at a time; returns the figures.
 
     Raises AssertionError at the first bound that does not hold.
     """
-    before = {worker.role: (worker.rss_mib(), worker.descriptors(), _told(worker)) for worker in up.all}
+    before = {worker.name: (worker.figures(), _told(worker)) for worker in up.workers}
     visits = [
         functools.partial(stranger, door, random.Random(f"{seed} {name} {door.name}"))
-        for door in doors_of(up)
+        for door in doors
         for name, stranger in STRANGERS.items()
         if name not in NEED_KEYS or door.keys is not None
     ]
-    await beside(neighbour, visits)
+    await neighbour.beside(visits)
     told: list[str] = []
     for door in crowded:
-        (figures,) = await beside(neighbour, [functools.partial(crowd, door, num_connections)])
+        (figures,) = await neighbour.beside([functools.partial(crowd, door, num_connections)])
         told.append(f"{door.worker.role} {door.name}: {figures}")
-    for worker in up.all:
-        rss_mib, descriptors, num_lines = before[worker.role]
-        is_back = functools.partial(_holds_at_most, worker, descriptors)
-        what = f"the {worker.role} worker's descriptors are {descriptors} again"
+    for worker in up.workers:
+        at_first, num_lines = before[worker.name]
+        is_back = functools.partial(_holds_at_most, worker, at_first.num_descriptors)
+        what = f"the {worker.role} worker's descriptors are {at_first.num_descriptors} again"
         await asyncio.to_thread(wait_until, is_back, TURNED_AWAY_S, what)
-        growth_mib = worker.rss_mib() - rss_mib
+        now = worker.figures()
         allowed_mib = MAX_GROWTH_MIB + num_connections * MAX_CONNECTION_MIB  # the allocator keeps what it had
+        growth_mib = now.rss_mib - at_first.rss_mib
         assert growth_mib < allowed_mib, f"the {worker.role} worker grew by {growth_mib:.0f} MiB"
         num_new = _told(worker) - num_lines
-        assert num_new <= MAX_LOG_LINES, f"{num_new} log lines: {worker.log_lines()[-5:]}"
-        what = f"the {worker.role} worker's blocks are free or cached"
-        await asyncio.to_thread(wait_until, worker.is_idle, TURNED_AWAY_S, what)
+        assert num_new <= MAX_LOG_LINES, f"{num_new} log lines: {worker.log.read_text()[-1000:]}"
         told.append(
-            f"{worker.role}: {descriptors} descriptors before, {worker.descriptors()} after, "
-            f"{rss_mib:.0f} MiB before, {worker.rss_mib():.0f} after, {num_new} log lines"
+            f"{worker.role}: {at_first.num_descriptors} descriptors before, {now.num_descriptors} after, "
+            f"{at_first.rss_mib:.0f} MiB before, {now.rss_mib:.0f} after, {num_new} log lines"
         )
-    if up.keys is not None:
-        assert up.decode.counted("kvrelay_refused_kv_blocks_total") == 0, "a stranger's frame came to the lease table"
-        assert up.decode.counted("kvrelay_refused_messages_total") == 0, "a stranger's frame came to the control server"
+    if doors[0].keys is not None:
+        decode = up.members["decode-0"]
+        assert decode.counted("kvrelay_refused_kv_blocks_total") == 0, "a stranger's frame came to the lease table"
+        assert decode.counted("kvrelay_refused_messages_total") == 0, "a stranger's frame came to the control server"
     longest_s = max(neighbour.latencies_s)
     assert longest_s < MAX_LATENCY_S, f"an honest answer took {longest_s:.1f} s"
     return "; ".join([*told, neighbour.told()])
 
 
-async def visit_workers(directory: Path, *, with_keys: bool, seed: int, num_connections: int) -> str:
+async def visit_workers(directory: Path, keys: Path | None, seed: int, num_connections: int) -> str:
     """Start workers and a neighbour, and send everybody to them."""
-    with workers(directory, with_keys=with_keys) as up:
+    async with small_fleet(directory, keys=keys) as up:
+        doors = doors_of(up, keys)
         async with neighbour_of(up) as neighbour:
-            figures = await visit(up, neighbour, seed, num_connections, doors_of(up))
-            exhausted = [functools.partial(exhaust, door, 300) for door in doors_of(up)[:2]]
-            told = [f"{figure}; " for visiting in exhausted for figure in await beside(neighbour, [visiting])]
+            figures = await visit(up, neighbour, seed, num_connections, doors, doors)
+            exhausted = [functools.partial(exhaust, door, 300) for door in doors[:2]]
+            told = [f"{figure}; " for visiting in exhausted for figure in await neighbour.beside([visiting])]
         async with neighbour_of(up):  # whoever comes afterwards is let in
             return "".join(told) + figures
 
 
-async def beside(neighbour: Neighbour, visits: Sequence[Callable[[], _T]]) -> list[_T]:
-    """The results of strangers' visits, all at a time, with an honest gateway asking all the while."""
-    enough = asyncio.Event()
-    asking = asyncio.create_task(neighbour.ask_until(enough))
-    loop = asyncio.get_running_loop()
-    with ThreadPoolExecutor(len(visits)) as threads:
-        try:
-            return await asyncio.gather(*(loop.run_in_executor(threads, visiting) for visiting in visits))
-        finally:
-            enough.set()
-            await asking
+def _holds_at_most(worker: Member, descriptors: int) -> bool:
+    return worker.figures().num_descriptors <= descriptors
 
 
-def _holds_at_most(worker: WorkerProcess, descriptors: int) -> bool:
-    return worker.descriptors() <= descriptors
-
-
-def _told(worker: WorkerProcess) -> int:
+def _told(worker: Member) -> int:
     """Lines that are not for debugging."""
-    return sum(" DEBUG " not in line for line in worker.log_lines())
+    return sum(" DEBUG " not in line for line in worker.log.read_text(errors="replace").splitlines())
 
 
 def main() -> int:
@@ -272,10 +259,10 @@ def main() -> int:
 
     def run(with_keys: bool) -> str:
         with tempfile.TemporaryDirectory() as directory:
-            visiting = visit_workers(
-                Path(directory), with_keys=with_keys, seed=given.seed, num_connections=num_connections
-            )
-            return asyncio.run(visiting)
+            keys = Path(directory) / "keys" if with_keys else None
+            if keys is not None:
+                make_keys(keys)
+            return asyncio.run(visit_workers(Path(directory), keys, given.seed, num_connections))
 
     return run_all([("with keys", lambda: run(True)), ("without keys", lambda: run(False))])
 

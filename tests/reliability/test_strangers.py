@@ -11,62 +11,64 @@ import zmq
 from kvrelay.engine.fake import fake_card
 from kvrelay.wire.authentication import ClientProof, show_token
 from kvrelay.wire.codec import Codec
-from kvrelay.wire.keys import WireKeys
+from kvrelay.wire.keys import WireKeys, make_keys
 from kvrelay.wire.messages import Hello, Role, Welcome
 
+from ..relay.http_gateway import VOCAB
 from ..wire.shared_peer import SharedPeer
 from .doors import TURNED_AWAY_S, Door, doors_of, exhaust
 from .figures import wait_until
-from .honest_gateway import neighbour_of
-from .strangers import beside, visit
-from .worker_processes import VOCAB, Workers, workers
+from .neighbour import neighbour_of, small_fleet
+from .strangers import visit
 
 pytestmark = pytest.mark.timeout(120)
-FAKE_TOKEN_NBYTES = 1024  # what workers() leaves as it is
+FAKE_TOKEN_NBYTES = 1024  # what small_fleet() leaves as it is
 NUM_CONNECTIONS = 400
 NUM_TOO_MANY = 150
 
 
 async def test_with_keys_nobody_else_comes_in(tmp_path: Path) -> None:
     """Logs at their most talkative: the token of the data port must not be in them."""
-    with workers(tmp_path, with_keys=True, log_level="debug") as up:
+    keys = tmp_path / "keys"
+    make_keys(keys)
+    async with small_fleet(tmp_path, keys=keys, log_level="debug") as up:
+        doors = doors_of(up, keys)
+        control, data = doors[1:]
         async with neighbour_of(up) as neighbour:
-            data = next(door for door in doors_of(up) if door.name == "data")
-            await visit(up, neighbour, 1, NUM_CONNECTIONS, [data])
-        token = _welcome_of(up, Role.PREFILL).data_token
+            await visit(up, neighbour, 1, NUM_CONNECTIONS, doors, [data])
+        token = _welcome_of(control, Role.PREFILL).data_token
         assert token is not None
         assert len(token) == 64
-        assert _welcome_of(up, Role.GATEWAY).data_token is None
-        assert _welcome_of(up, Role.GATEWAY).shared_memory is None
-        name = _welcome_of(up, Role.PREFILL).shared_memory
+        assert _welcome_of(control, Role.GATEWAY).data_token is None
+        assert _welcome_of(control, Role.GATEWAY).shared_memory is None
+        name = _welcome_of(control, Role.PREFILL).shared_memory
         assert name is not None
         with SharedPeer(name) as stranger:
             assert "not the token of this process's data port" in str(stranger.greet(512))
-        assert any("go through shared memory" in line for worker in up.all for line in worker.log_lines())
+        assert any("go through shared memory" in worker.log.read_text() for worker in up.workers)
         _connect_with(data, token)
-        for worker in up.all:
-            assert token not in worker.log.read_text()
+        assert not any(token in member.log.read_text() for member in up.members.values())
 
 
 async def test_without_keys_strangers_are_bounded(tmp_path: Path) -> None:
-    with workers(tmp_path, with_keys=False) as up:
+    async with small_fleet(tmp_path) as up:
+        doors = doors_of(up, None)
         async with neighbour_of(up) as neighbour:
-            control = doors_of(up)[1]
-            await visit(up, neighbour, 2, NUM_CONNECTIONS, [control])
-            await beside(neighbour, [functools.partial(exhaust, control, NUM_TOO_MANY)])
+            await visit(up, neighbour, 2, NUM_CONNECTIONS, doors, [doors[1]])
+            await neighbour.beside([functools.partial(exhaust, doors[1], NUM_TOO_MANY)])
         async with neighbour_of(up):  # whoever comes afterwards is let in
             pass
 
 
-def _welcome_of(up: Workers, role: Role) -> Welcome:
+def _welcome_of(door: Door, role: Role) -> Welcome:
     """What the decode worker tells a peer of that role."""
-    assert up.keys is not None
+    assert door.keys is not None
     layout = fake_card(model_id="fake-model", block_size=16, token_nbytes=FAKE_TOKEN_NBYTES, vocab_size=VOCAB).layout
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.setsockopt(zmq.ROUTING_ID, b"p")
-        ClientProof(WireKeys.load(up.keys, role), Role.DECODE).guard(dealer)
-        dealer.connect(up.decode.address())
+        ClientProof(WireKeys.load(door.keys, role), Role.DECODE).guard(dealer)
+        dealer.connect(door.address)
         dealer.send(Codec().encode(Hello(role=role, peer_id="p", layout=layout, seals_kv=True)))
         assert dealer.poll(TURNED_AWAY_S * 1000)
         welcome = Codec().decode(dealer.recv())
