@@ -1,7 +1,7 @@
 """Half an hour's worth of trouble in minutes: real processes on the demo model, seeded random faults, and clients who compare
 every answer.
 
-    python -m tests.reliability.chaos [--seconds 240] [--seed 1] [--clients 16] [--engine model|fake]
+    python -m tests.reliability.chaos [--seconds 240] [--seed 1] [--clients 16]
 
 Two gateways and two workers of each role. Workers and gateways are killed (SIGKILL), stopped (SIGSTOP) and drained (SIGTERM),
 and their connections cut or held, at random moments; one member of a role at a time, so that there is always a spare one. Who
@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import random
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,8 @@ FAULTS = {"kill": 5, "drain": 3, "pause": 2, "freeze": 1, "cut": 4, "hold": 2}  
 PAUSE_S = (0.5, 4.0)  # a stop that nobody needs to notice
 FREEZE_S = (11.0, 13.0)  # one that everybody must
 BETWEEN_S = (0.2, 2.5)
+# float32: bf16 keeps its words only where our own kernels do all of it (docs/reliability.md).
+MODEL_OPTIONS = ["--dtype", "float32", "--threads", "1", "--kv-memory-mb", "512", "--device", "cpu"]
 IDLE_S = 45.0  # after the last fault: a stopped worker's leases and sends take their time to run out
 
 
@@ -240,7 +240,16 @@ async def chaos(
     with tempfile.TemporaryDirectory() as directory:
         keys = Path(directory) / "keys"
         make_keys(keys)
-        async with _whole_fleet(Path(directory), model, keys, worker_options) as up:
+        async with fleet(
+            Path(directory),
+            model=model,
+            num_prefills=2,
+            num_decodes=2,
+            num_gateways=2,
+            worker_options=worker_options,
+            gateway_options=["--local-prefill-max-tokens", "8"],
+            keys=keys,
+        ) as up:
             asked = await _reference(up, questions(num_questions, random.Random(seed)), num_clients)
             await up.wait_idle(10.0)
             before = await up.calm_figures()
@@ -262,21 +271,6 @@ async def chaos(
                     f"{member.name}: {code}" for code in member.exit_codes if code not in (0, -signal.SIGKILL)
                 ]
     return report
-
-
-@contextlib.asynccontextmanager
-async def _whole_fleet(directory: Path, model: Path, keys: Path, worker_options: list[str]) -> AsyncIterator[Fleet]:
-    async with fleet(
-        directory,
-        model=model,
-        num_prefills=2,
-        num_decodes=2,
-        num_gateways=2,
-        worker_options=worker_options,
-        gateway_options=["--local-prefill-max-tokens", "8"],
-        keys=keys,
-    ) as up:
-        yield up
 
 
 async def _reference(up: Fleet, bodies: list[dict[str, Any]], num_clients: int) -> list[Question]:
@@ -302,21 +296,18 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--engine", choices=("model", "fake"), default="model")
     arguments = parser.parse_args()
     from kvrelay.launcher.models import resolve_model  # noqa: PLC0415 - its imports take a second
 
-    options = FAKE_OPTIONS if arguments.engine == "fake" else MODEL_OPTIONS
-    growth_mib = 250 if arguments.engine == "model" else 40
     num_problems = 0
     for seconds in (arguments.seconds, None):
         what = "a rolling restart of everything" if seconds is None else f"{seconds:g} s of faults"
         sys.stdout.write(f"== {what}, seed {arguments.seed}, {arguments.clients} clients\n")
         work = chaos(
-            resolve_model("demo"), seconds, arguments.seed, num_clients=arguments.clients, worker_options=options
+            resolve_model("demo"), seconds, arguments.seed, num_clients=arguments.clients, worker_options=MODEL_OPTIONS
         )
         report = asyncio.run(work)
-        problems = report.problems(max_growth_mib=growth_mib)
+        problems = report.problems(max_growth_mib=250)
         if seconds is None and report.cut:
             problems.append(f"{report.cut} streams were cut, and no gateway was killed")
         for line in [*report.lines(), *(f"FAILED: {problem}" for problem in problems)]:
@@ -324,11 +315,6 @@ def main() -> int:
         num_problems += len(problems)
     return 1 if num_problems else 0
 
-
-# float32: bf16 keeps its words only where our own kernels do all of it (docs/reliability.md).
-MODEL_OPTIONS = ["--dtype", "float32", "--threads", "1", "--kv-memory-mb", "512", "--device", "cpu"]
-
-FAKE_OPTIONS = ["--engine", "fake", "--num-blocks", "512"]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 """Minutes of mixed load with many cancellations: what every process holds must not grow, and no block may stay behind.
 
-    python -m tests.reliability.soak [--seconds 600] [--seed 1] [--clients 8] [--engine model|fake]
+    python -m tests.reliability.soak [--seconds 600] [--seed 1] [--clients 8]
 
 Clients ask short and long questions, stream or do not, leave before the first token or in the middle of an answer, or send what
 is refused. Resident memory is read every few seconds; its slope is the median of the slopes between all pairs of readings
@@ -30,7 +30,6 @@ from .fleet import Fleet, fleet
 MAX_SLOPE_MIB_PER_MIN = 1.0
 READ_EVERY_S = 2.0
 MODEL_OPTIONS = ["--threads", "1", "--kv-memory-mb", "256", "--device", "cpu"]
-FAKE_OPTIONS = ["--engine", "fake", "--num-blocks", "256", "--fake-step-ms", "2"]
 
 
 @dataclass
@@ -175,7 +174,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--engine", choices=("model", "fake"), default="model")
     arguments = parser.parse_args()
     from kvrelay.launcher.models import resolve_model  # noqa: PLC0415 - its imports take a second
 
@@ -185,7 +183,7 @@ def main() -> int:
             arguments.seconds,
             arguments.seed,
             num_clients=arguments.clients,
-            worker_options=FAKE_OPTIONS if arguments.engine == "fake" else MODEL_OPTIONS,
+            worker_options=MODEL_OPTIONS,
         )
     )
     problems = report.problems(MAX_SLOPE_MIB_PER_MIN)

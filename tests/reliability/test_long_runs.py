@@ -12,9 +12,10 @@ import pytest
 from . import overload
 from .chaos import Report, chaos
 from .questions import Answer
-from .soak import FAKE_OPTIONS, slope, soak
+from .soak import slope, soak
 
 pytestmark = pytest.mark.timeout(180)
+FAKE_OPTIONS = ["--engine", "fake", "--num-blocks", "512", "--fake-step-ms", "2"]
 
 
 @pytest.fixture(scope="session")
