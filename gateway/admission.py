@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from kvrelay.common.clock import Clock
 from kvrelay.gateway.errors import OverloadedError, RequestTimeoutError
-from kvrelay.gateway.forecast import Forecast, Need, Running, Supply
+from kvrelay.gateway.forecast import Forecast, Need, Supply
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.pace import Kind, Pace, Served, kind_of
 
@@ -209,7 +209,7 @@ class Admission:
         is_whole = index == len(self._line)
         if is_whole and self._forecast is not None and now_s - self._forecast[0] < _FORECAST_S:
             return self._forecast[1]
-        running = [Running(self._need(asked), since_s) for asked, since_s in self._running.items()]
+        running = [(self._need(asked), since_s) for asked, since_s in self._running.items()]
         forecast = Forecast(self._supply(), running, now_s)
         for waiting in self._line[:index]:
             forecast.place(self._need(waiting.asked))

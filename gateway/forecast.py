@@ -55,18 +55,11 @@ class Supply:
         return cls(prefillers, backlog_s, places, tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A request that has its place."""
-
-    need: Need
-    since_s: float
-
-
 class Forecast:
     """Of one line; requests are asked about in its order."""
 
-    def __init__(self, supply: Supply, running: Iterable[Running], now_s: float) -> None:
+    def __init__(self, supply: Supply, running: Iterable[tuple[Need, float]], now_s: float) -> None:
+        """``running``: what requests that have their places take, and since when they have them."""
         self._backlog_s = supply.backlog_s
         # When each prefill worker has little enough waiting, and its speed.
         self._prefillers = [
@@ -79,9 +72,9 @@ class Forecast:
         self._at_s = now_s
         self._num_drawn = 0
         self._ends: list[tuple[float, float]] = []  # a heap: when, and how many tokens are free then
-        for one in running:
-            if (left_s := self._draw(one.need.durations_s, now_s - one.since_s)) is not None:
-                heapq.heappush(self._ends, (now_s + left_s, one.need.num_to_hold))
+        for need, since_s in running:
+            if (left_s := self._draw(need.durations_s, now_s - since_s)) is not None:
+                heapq.heappush(self._ends, (now_s + left_s, need.num_to_hold))
 
     def copy(self) -> Forecast:
         """One that goes on from here by itself."""

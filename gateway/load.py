@@ -88,6 +88,11 @@ class Load:
         self._num_unreported_blocks = sum(self._blocks_for(one.num_tokens) for one in unreported)
 
     @property
+    def attempts(self) -> list[Key]:
+        """Our own."""
+        return list(self._attempts)
+
+    @property
     def num_requests(self) -> int:
         """On the worker, or on their way to it."""
         return self._num_others + len(self._attempts)

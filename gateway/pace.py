@@ -30,24 +30,18 @@ class Served:
     end_s: float
 
 
-@dataclass(slots=True)
-class _Known:
-    served: deque[Served]
-    heard_s: float
-
-
 class Pace:
     """Of one gateway."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Kind, _Known] = {}
+        self._served: dict[Kind, deque[Served]] = {}
+        self._heard_s: dict[Kind, float] = {}
         self._latest: deque[Served] = deque(maxlen=_MEMORY)  # of whatever kind
 
     def on_served(self, kind: Kind, served: Served, now_s: float) -> None:
         """One more has ended."""
-        known = self._kinds.setdefault(kind, _Known(deque(maxlen=_MEMORY), now_s))
-        known.served.append(served)
-        known.heard_s = now_s
+        self._served.setdefault(kind, deque(maxlen=_MEMORY)).append(served)
+        self._heard_s[kind] = now_s
         self._latest.append(served)
 
     def output_tokens(self, kind: Kind, max_tokens: int) -> float:
@@ -63,16 +57,16 @@ class Pace:
 
     def is_known(self, kind: Kind, now_s: float) -> bool:
         """Whether somebody may be refused on an estimate."""
-        if (known := self._kinds.get(kind)) is None:
+        if (served := self._served.get(kind)) is None:
             return False
-        mean_s = sum(one.end_s for one in known.served) / len(known.served)
-        return now_s - known.heard_s < _STALE_S + mean_s
+        mean_s = sum(one.end_s for one in served) / len(served)
+        return now_s - self._heard_s[kind] < _STALE_S + mean_s
 
     def service_s(self, kind: Kind, num_prompt_tokens: int, max_tokens: int, now_s: float) -> float | None:
         """How long a request takes from its place to its end; None if that is not known."""
         if not self.is_known(kind, now_s):
             return None
-        served = self._kinds[kind].served
+        served = self._served[kind]
         by_prompt_token = sum(one.first_token_s for one in served) / sum(one.num_prompt_tokens for one in served)
         by_output_token = sum(one.end_s - one.first_token_s for one in served) / sum(
             one.num_output_tokens for one in served
@@ -80,8 +74,7 @@ class Pace:
         return num_prompt_tokens * by_prompt_token + self.output_tokens(kind, max_tokens) * by_output_token
 
     def _like(self, kind: Kind) -> deque[Served]:
-        known = self._kinds.get(kind)
-        return self._latest if known is None else known.served
+        return self._served.get(kind, self._latest)
 
 
 def kind_of(num_prompt_tokens: int, max_tokens: int) -> Kind:

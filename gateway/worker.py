@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from kvrelay.gateway.load import Key, Load
+from kvrelay.gateway.load import Load
 from kvrelay.gateway.routing import WorkerView
 from kvrelay.wire.authentication import ClientProof
 from kvrelay.wire.control_client import ControlClient
@@ -29,6 +29,9 @@ from kvrelay.wire.messages import (
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
+
+if TYPE_CHECKING:
+    from kvrelay.gateway.workers import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -59,19 +62,6 @@ AttemptEvent = TokenDelta | HandedOver | GaveUp | WorkerLost | DeadlinePassed
 Listener = Callable[[AttemptEvent], None]  # an attempt; raises nothing, and does not wait
 
 
-class WorkerOwner(Protocol):
-    """What a worker tells (see :class:`kvrelay.gateway.workers.WorkerPool`)."""
-
-    def deliver(self, key: Key, event: AttemptEvent) -> None:
-        """Something happened to an attempt."""
-
-    def on_worker_changed(self, worker: Worker) -> None:
-        """The worker came or went."""
-
-    def on_worker_reported(self) -> None:
-        """The worker has more or less to do than before."""
-
-
 class Worker:
     """One worker's address. Implements :class:`kvrelay.wire.control_client.ClientHandler`."""
 
@@ -80,7 +70,7 @@ class Worker:
         role: Role,
         address: str,
         uid: str,
-        owner: WorkerOwner,
+        owner: WorkerPool,
         hello: Hello,
         link: tuple[LinkSettings, WireMetrics, Network, WireKeys | None],
     ) -> None:
@@ -94,8 +84,7 @@ class Worker:
         self.up_since_s = 0.0  # on the network's clock
         self.misfit = ""  # why it cannot be used together with the other workers
         self.is_retiring = False  # on its way out: finishes what it has, gets nothing new
-        self.attempts: set[Key] = set()
-        self.load: Load | None = None  # while it is up
+        self.load: Load | None = None  # and its attempts; while it is up
         self._owner = owner
         settings, metrics, network, keys = link
         self._clock = network.clock
@@ -117,7 +106,7 @@ class Worker:
             "%s worker %s at %s: up, %s, %d KV blocks",
             self.role, welcome.worker_id, self.address, card.layout.model_id, card.num_blocks,
         )  # fmt: skip
-        self._owner.on_worker_changed(self)
+        self._owner.take_stock()
 
     def on_message(self, message: Message) -> None:
         """Take a report, or pass an answer on to its attempt."""
@@ -126,7 +115,7 @@ class Worker:
                 self.status = message
                 if self.load is not None:
                     self.load.on_status(message, self._clock())
-                self._owner.on_worker_reported()
+                self._owner.changed.set()
             case Tokens(items=items):
                 for item in first_tokens_first(items):
                     self._owner.deliver((item.request_id, item.attempt), item)
@@ -140,10 +129,10 @@ class Worker:
     def on_lost(self, reason: str) -> None:
         """The worker is gone; its attempts hear of it."""
         logger.warning("%s worker at %s is lost: %s", self.role, self.address, reason)
+        self.abandon(reason)
         self.welcome = self.fingerprint = self.status = self.load = None
         self.problem, self.misfit = reason, ""  # who comes back may be another
-        self.abandon(reason)
-        self._owner.on_worker_changed(self)
+        self._owner.take_stock()
 
     def on_refused(self, refused: HelloRefused) -> None:
         """The worker does not talk to gateways like us."""
@@ -166,28 +155,8 @@ class Worker:
 
     def abandon(self, reason: str) -> None:
         """Tell its attempts that it is lost."""
-        for key in list(self.attempts):
+        for key in [] if self.load is None else self.load.attempts:
             self._owner.deliver(key, WorkerLost(self.role, self.address, reason))
-
-    def open(self, key: Key, num_tokens: int, *, is_sent: bool, num_cached: int = 0) -> None:
-        """An attempt begins. ``is_sent``: it is sent to this worker, which else hears of it from another one.
-
-        ``num_cached``: of its tokens, that the worker has in its cache, as far as one knows.
-        """
-        self.attempts.add(key)
-        if self.load is not None:
-            self.load.open(key, num_tokens, self._clock(), is_sent=is_sent, num_cached=num_cached)
-
-    def on_first_token(self, key: Key) -> None:
-        """An attempt that it has a part in has its first token."""
-        if self.load is not None:
-            self.load.on_first_token(key, self._clock())
-
-    def close(self, key: Key, num_tokens: int) -> None:
-        """An attempt is over, at ``num_tokens``."""
-        self.attempts.discard(key)
-        if self.load is not None:
-            self.load.close(key, num_tokens)
 
     def holds(self, num_tokens: int) -> bool:
         """Whether a request of so many tokens, output included, is within its limit."""

@@ -100,7 +100,7 @@ class WorkerPool:
             elif new.accepts:
                 workers[address] = Worker(role, address, new.uid, self, self._hello, self._link)
                 workers[address].client.start()
-        self._take_stock()
+        self.take_stock()
 
     async def stop(self) -> None:
         """Say Bye to all workers: what this gateway asked for is void."""
@@ -130,20 +130,23 @@ class WorkerPool:
         """
         self._listeners[key] = listener
         for worker in workers:
-            num_cached = cached.get(worker.address, 0)
-            worker.open(key, num_tokens, is_sent=worker is workers[0], num_cached=num_cached)
+            if worker.load is not None:
+                num_cached, now_s = cached.get(worker.address, 0), self._network.clock()
+                worker.load.open(key, num_tokens, now_s, is_sent=worker is workers[0], num_cached=num_cached)
 
     def on_first_token(self, key: Key, workers: Sequence[Worker]) -> None:
         """An attempt on these workers has its first token: the next prompt may have its place."""
         for worker in workers:
-            worker.on_first_token(key)
+            if worker.load is not None:
+                worker.load.on_first_token(key, self._network.clock())
         self.changed.set()
 
     def close_attempt(self, key: Key, workers: Sequence[Worker], num_tokens: int) -> None:
         """Forget an attempt that ended at ``num_tokens``; what still comes of it is dropped, others may have its place."""
         del self._listeners[key]
         for worker in workers:
-            worker.close(key, num_tokens)
+            if worker.load is not None:
+                worker.load.close(key, num_tokens)
         self.changed.set()
 
     def deliver(self, key: Key, event: AttemptEvent) -> None:
@@ -151,14 +154,6 @@ class WorkerPool:
         listener = self._listeners.get(key)
         if listener is not None:
             listener(event)
-
-    def on_worker_changed(self, worker: Worker) -> None:
-        """A worker came or went."""
-        self._take_stock()
-
-    def on_worker_reported(self) -> None:
-        """A worker may have room now."""
-        self.changed.set()
 
     @property
     def is_local_only(self) -> bool:
@@ -207,7 +202,7 @@ class WorkerPool:
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
 
-    def _take_stock(self) -> None:
+    def take_stock(self) -> None:
         """Who is up, and who of them is used."""
         up = [worker for worker in self.workers if worker.welcome is not None]
         for role in (Role.PREFILL, Role.DECODE):

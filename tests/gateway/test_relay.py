@@ -183,7 +183,7 @@ async def test_a_lost_prefill_worker_matters_until_the_hand_off(handed_over: boo
     async with stage(good, prefill=prefill, room_timeout_s=0.1) as s:
         outcome = asyncio.create_task(s.run())
         lost = s.pool.prefills[s.players[0].address]
-        while not (s.players[0].submits and lost.attempts):
+        while not (s.players[0].submits and lost.load and lost.load.attempts):
             await asyncio.sleep(0)  # lets the request start
         submit = s.players[0].submits[0]
         await s.players[0].server.stop()

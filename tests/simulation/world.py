@@ -267,7 +267,9 @@ class World:
             if member.pool is not None and member.process.state is not ProcessState.DEAD:
                 left += [f"{name} waits for {key}" for key in member.pool._listeners]
                 left += [
-                    f"{name} counts {one.attempts} at {one.address}" for one in member.pool.workers if one.attempts
+                    f"{name} counts {one.load.attempts} at {one.address}"
+                    for one in member.pool.workers
+                    if one.load is not None and one.load.attempts
                 ]
             if member.worker is not None and member.process.state is ProcessState.RUNNING:
                 if member.worker.service.num_entries:
