@@ -32,7 +32,7 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.shared_place import SharedPlace
-from kvrelay.wire.shared_receiver import open_shared_receiver
+from kvrelay.wire.shared_receiver import SharedReceiver
 from kvrelay.wire.ticker import every
 from kvrelay.worker.submit import WorkerIdentity
 
@@ -148,9 +148,11 @@ class DecodeWorker:
             address, self.service, link_settings, metrics=wire_metrics, network=network, gate=gate
         )
         token = None if gate is None else gate.data_token
-        self._shared = open_shared_receiver(
-            shared_memory, self.leases, card.block_nbytes, wire_metrics, token=token, num_threads=data_sockets
-        )
+        self._shared: SharedReceiver | None = None
+        if shared_memory is not None:
+            self._shared = SharedReceiver(
+                shared_memory, self.leases, card.block_nbytes, wire_metrics, token=token, num_threads=data_sockets
+            )
         data = DataPorts(self._receiver.address, token, None if self._shared is None else self._shared.name)
         self._guides = GuidesOnLoop(guides or NoGuides())
         self.service.attach(Ports(self._server.send, self._loop, self.leases, data, self._guides))

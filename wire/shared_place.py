@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import secrets
 import socket
 import stat
+import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.wire.errors import NoSharedMemoryError
+from kvrelay.wire.addresses import SocketFile
+from kvrelay.wire.errors import NoSharedMemoryError, WireError
 from kvrelay.wire.settings import SameHostSettings
 
 _NAME = re.compile(r"@kvrelay-[A-Za-z0-9_-]{1,64}|kvrelay-[A-Za-z0-9_-]{1,64}\.sock")
 _RANDOM_NBYTES = 16
 _MAX_PATH_NBYTES = 107  # sun_path, without its end
+_BACKLOG = 128
+_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 _STALE_AFTER_S = 60.0  # a socket file is younger than this between bind and listen
 
 
@@ -62,6 +67,23 @@ class SharedPlace:
             raise NoSharedMemoryError(f"--shared-memory is {theirs} at the decode worker and {ours} here")
         return f"\0{name[1:]}" if self.directory is None else str(self.directory / name)
 
+    def listen(self, name: str) -> tuple[socket.socket, SocketFile]:
+        """A socket of that name, which senders can connect to, and its file. Raises WireError."""
+        address = self.address(name)
+        shown = address.replace("\0", "@")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            listener.setblocking(False)
+            listener.bind(address)
+            if self.directory is not None:
+                Path(address).chmod(0o600)  # before anybody can connect
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            detail = f"cannot listen for shared memory on {shown}: {error}"
+            raise WireError(f"{detail}; choose another --shared-memory, or off") from error
+        return listener, SocketFile(f"ipc://{shown}")
+
     def sweep(self) -> None:
         """Remove the socket files of decode workers that were killed. Side effects: the file system only."""
         if self.directory is None:
@@ -71,6 +93,12 @@ class SharedPlace:
                 status = path.stat()
                 if stat.S_ISSOCK(status.st_mode) and time.time() - status.st_mtime > _STALE_AFTER_S:
                     _remove_if_dead(path)
+
+
+def is_trusted(connection: socket.socket) -> bool:
+    """Whether a process of our user, or root's, connected. What others pass is not even received."""
+    uid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
+    return uid in (0, os.geteuid())
 
 
 def _remove_if_dead(path: Path) -> None:

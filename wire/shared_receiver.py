@@ -1,9 +1,14 @@
-"""The receiving end of shared memory: a door that all senders of this host come to, and behind it the threads that take blocks.
+"""The receiving end of shared memory: a door that all senders of this host come to, and the threads that take blocks from them.
 
-A sender connects, shows its ring (:mod:`kvrelay.wire.shared_packets`), and is told yes or no. That is the work of one thread. Just
-before a yes its connection goes to the threads in :mod:`kvrelay.wire.shared_takers` (one, or as many as there are for the data
-socket), so that its turns do not depend on when this thread runs again. A sender may come with several connections, each with a
-ring, and is not asked whether it is the same.
+A sender connects, shows its ring (:mod:`kvrelay.wire.shared_packets`), and is told yes or no. From then on each packet names a slot
+and has a block's header; the block is written from the slot into the pool and proved there, by the lease table, as any other. A
+sender whose packets are not ours is dropped at once, and one that is gone with its process. A sender may come with several
+connections, each with a ring, and is not asked whether it is the same.
+
+All threads (one, or as many as there are for the data socket) wait on one epoll instance. A connection that has something to say is
+given to one of them, and stays out of the line until its turn is over. So a connection and its ring have one thread at a time,
+and need no lock; blocks of several connections land side by side; and a sender that says nothing costs a descriptor, no thread.
+Who has had its turn waits behind all others. Who comes to the door has a turn, too; that is short, and under a lock.
 
 Nobody is waited for. Who connects and does not greet is dropped after a while, or earlier, when many do so at a time. Only
 processes of the same user, and root's, may connect. With keys a sender must also show the token of the data socket.
@@ -11,42 +16,61 @@ processes of the same user, and root's, may connect. With keys a sender must als
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 import os
-import selectors
+import select
 import socket
-import struct
-import sys
 import threading
 import time
-from pathlib import Path
+from dataclasses import dataclass
 
 from kvrelay.common.logs import RareWarnings
-from kvrelay.wire.addresses import SocketFile
-from kvrelay.wire.errors import GreetingRefusedError, WireError
+from kvrelay.wire.block_frames import parse_header
+from kvrelay.wire.errors import BlockRefusedError, GreetingRefusedError
 from kvrelay.wire.leases import LeaseTable
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.seal import TAG_NBYTES
 from kvrelay.wire.send_job import Wakeup
-from kvrelay.wire.shared_packets import MAX_GREETING_NBYTES, pack_answer, parse_greeting
-from kvrelay.wire.shared_place import SharedPlace
+from kvrelay.wire.shared_packets import (
+    MAX_GREETING_NBYTES,
+    MAX_PACKET_NBYTES,
+    pack_answer,
+    pack_slots,
+    parse_greeting,
+    split_block,
+)
+from kvrelay.wire.shared_place import SharedPlace, is_trusted
 from kvrelay.wire.shared_ring import Ring, RingShape, map_ring
-from kvrelay.wire.shared_takers import SharedSender, SharedTakers, sent
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 128
 _MAX_SENDERS = 1024  # connections; each costs a descriptor, and the memory of its ring is its own
 _MAX_STRANGERS = 64  # connected and silent; one more, and the oldest goes
 _STRANGER_S = 5.0
 _PAUSE_S = 1.0  # without a descriptor left
-_DESCRIPTOR = struct.Struct("i")
-_CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
+_TURN_BLOCKS = 8  # of one connection, before the others are looked at
+_ONCE = select.EPOLLIN | select.EPOLLONESHOT
+
+
+@dataclass(slots=True, eq=False)
+class SharedPeer:
+    """One connection: a stranger's until it has greeted. ``close`` once."""
+
+    connection: socket.socket  # does not block
+    until_s: float  # as a stranger
+    ring: Ring | None = None  # a sender's
+    is_in_line: bool = False  # with the kernel; else a thread has it
+
+    def close(self) -> None:
+        """Hang up and unmap the ring."""
+        self.connection.close()
+        if self.ring is not None:
+            self.ring.close()
 
 
 class SharedReceiver:
-    """The door and the threads behind it. ``start`` once, ``stop`` once."""
+    """The door and the threads. ``start`` once, ``stop`` once."""
 
     def __init__(
         self,
@@ -63,141 +87,203 @@ class SharedReceiver:
 
         ``num_threads``: how many blocks are written and proved at a time, each on a thread.
         """
-        if sys.platform != "linux":
-            raise WireError("only Linux passes memory over sockets as this needs it")
+        self._leases = leases
         self._block_nbytes = block_nbytes
         self._metrics = metrics
         self._token = token
         self._stranger_s = stranger_s
         place.sweep()
         self.name = place.new_name()
-        self._listener, self._file = _listen(place.address(self.name))
-        self._strangers: dict[socket.socket, float] = {}  # when they connected, in that order
-        self._wakeup = Wakeup()
-        self._takers = SharedTakers(leases, self._wakeup, num_threads)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wakeup, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._listener, self._file = place.listen(self.name)
         self._accepts_from_s: float | None = None  # None: it accepts
-        self._thread = threading.Thread(target=self._run, name="shared-receiver", daemon=True)
-        self._warnings = RareWarnings(
-            logger, time.monotonic
-        )  # a flood of bad greetings must not become a flood of logs
+        self._door = threading.Lock()  # over who is connected, and who is in line
+        self._peers: dict[int, SharedPeer] = {}  # by descriptor; one goes before its descriptor is anybody else's
+        self._strangers: dict[int, SharedPeer] = {}  # of these, in the order in which they connected
+        self._wakeup = Wakeup()
+        self._epoll = select.epoll()
+        self._epoll.register(self._wakeup, select.EPOLLIN)  # for every thread, and for good
+        self._epoll.register(self._listener, _ONCE)
+        self._num_running = num_threads
+        self._threads = [
+            threading.Thread(target=self._run, name=f"shared-receiver-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        self._warnings = RareWarnings(logger, time.monotonic)  # a flood of lies must not become a flood of logs
 
     def start(self) -> None:
         """Start receiving."""
-        self._takers.start()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     @property
     def is_alive(self) -> bool:
         """Whether senders are let in, and blocks received by as many threads as there should be."""
-        return self._thread.is_alive() and self._takers.is_alive
+        return all(thread.is_alive() for thread in self._threads)
 
     @property
     def num_connections(self) -> int:
         """Senders, and who is not known to be one."""
-        return self._takers.num_senders + len(self._strangers)
+        return len(self._peers)
 
     def stop(self) -> None:
-        """End the threads, close the sockets and unmap the rings."""
+        """End the threads, each behind its turn, close the sockets and unmap the rings."""
         self._wakeup.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        else:
+        if self._threads[0].ident is None:
             self._close()
+        else:
+            for thread in self._threads:
+                thread.join()
         self._wakeup.close()
         self._file.remove()
 
-    # -- the door's thread -----------------------------------------------------------------------------------------
+    # -- the threads -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        patience_s: float | None = None
         try:
             while not self._wakeup.is_set:
-                for key, _ in self._selector.select(self._patience_s()):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.data in self._strangers:
-                        self._greet(key.data)
-                self._pass_time()
+                patience_s = self.take_turn(patience_s)
         finally:
-            self._wakeup.set()  # if this one has died: the others would serve whom they have
-            self._close()
+            self._wakeup.set()  # if this one has died: a receiver of which one thread is left would seem to be well
+            with self._door:
+                self._num_running -= 1
+                if self._num_running == 0:
+                    self._close()
+
+    def take_turn(self, patience_s: float | None) -> float | None:
+        """Wait for somebody, so long at the most, and give him his turn; returns how long nothing else needs to be done."""
+        events = self._epoll.poll(patience_s, maxevents=1)
+        with self._door:
+            sender = self._next(events[0][0]) if events else None
+        is_well = sender is None or self.take_blocks(sender)
+        with self._door:
+            if sender is not None and not (is_well and self._line_up(sender)):
+                self._drop(sender)
+            return self._pass_time()
 
     def _close(self) -> None:
-        self._takers.join()
-        self._takers.close()
-        for stranger in list(self._strangers):
-            self._drop(stranger)
-        self._selector.close()
+        for peer in list(self._peers.values()):
+            self._drop(peer)
+        self._epoll.close()
         self._listener.close()
+
+    def _next(self, descriptor: int) -> SharedPeer | None:
+        """The sender whose turn it is; None if it was somebody at the door, who has had his."""
+        if descriptor == self._listener.fileno():
+            self._accept()
+            return None
+        peer = self._peers.get(descriptor)
+        if peer is None or not peer.is_in_line:  # the wakeup, or who was dropped meanwhile
+            return None
+        # Out of the line, not only asked for no more: a packet that came while the kernel was giving the connection to this thread
+        # has left it on the list of who is ready, and there it would have its next turn, before those who come during this one.
+        peer.is_in_line = False
+        self._epoll.unregister(descriptor)
+        if peer.ring is not None:
+            return peer
+        self._greet(peer)
+        return None
+
+    def _line_up(self, peer: SharedPeer) -> bool:
+        """Under the door's lock. Its next turn comes behind everybody's; False if there is no room for it in the line."""
+        peer.is_in_line = True
+        try:
+            self._epoll.register(peer.connection, _ONCE)
+        except OSError as error:
+            self._warnings.warn(f"a connection for shared memory is dropped: {error.strerror}", "no_room")
+            return False
+        return True
+
+    def take_blocks(self, sender: SharedPeer) -> bool:
+        """Take a few blocks of one connection; False if it is to be closed. Nobody else uses ``sender`` meanwhile."""
+        assert sender.ring is not None
+        slots = sender.ring.slots
+        done: list[int] = []
+        # Slots go back together, so that it is not woken for each, and early enough for it to fill them meanwhile.
+        for _ in range(min(_TURN_BLOCKS, len(slots) // 2) or 1):
+            try:
+                packet = sender.connection.recv(MAX_PACKET_NBYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                return False
+            if not packet:
+                return False  # it has closed, or its process is gone
+            try:
+                slot, frame = split_block(packet)
+                header = parse_header(frame)
+                if slot >= len(slots):
+                    raise BlockRefusedError("bad_header", f"slot {slot} of {len(slots)}")
+            except BlockRefusedError as error:
+                self._leases.count_bad_header()
+                self._warnings.warn(f"refused a KV block and its sender: {error}", error.cause_name)
+                return False
+            try:
+                self._leases.begin_block(header)  # from here on its size is that of the pool's blocks
+                nbytes = header.payload_nbytes + (TAG_NBYTES if header.is_sealed else 0)
+                self._leases.finish_block(header, slots[slot][:nbytes])
+            except BlockRefusedError as error:
+                self._warnings.warn(f"refused a KV block: {error}", error.cause_name)
+            done.append(slot)
+        return not done or _sent(sender.connection, pack_slots(done))
+
+    # -- the door, under its lock ----------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # who connected has left already
+            self._epoll.modify(self._listener, _ONCE)
             return
         except OSError as error:  # no descriptor left: else this would be asked for over and over
             self._warnings.warn(f"cannot accept a connection for shared memory: {error.strerror}", "accept")
-            self._selector.unregister(self._listener)
             self._accepts_from_s = time.monotonic() + _PAUSE_S
             return
-        if not _is_trusted(connection):
+        self._epoll.modify(self._listener, _ONCE)
+        if not is_trusted(connection):
             self._metrics.refused_greetings.labels("other_user").inc()
             self._warnings.warn("refused shared memory: another user of this machine", "other_user")
             connection.close()
             return
         connection.setblocking(False)
-        self._know(connection)
-        # An honest sender has greeted by now or does so next; a crowd of silent ones must not shut it out.
-        self._greet(connection)
-        if len(self._strangers) > _MAX_STRANGERS:
-            self._drop(next(iter(self._strangers)))
+        self.meet(connection)
 
-    def _greet(self, stranger: socket.socket) -> None:
-        """Take a greeting if one is there, and answer it: a sender goes through the door, anybody else is dropped."""
+    def meet(self, connection: socket.socket) -> None:
+        """Somebody has connected."""
+        stranger = SharedPeer(connection, time.monotonic() + self._stranger_s)
+        self._peers[connection.fileno()] = self._strangers[connection.fileno()] = stranger
+        # An honest sender has greeted by now or does so next; a crowd of silent ones must not shut it out.
+        self._greet(stranger)
+        if len(self._strangers) > _MAX_STRANGERS:
+            self._drop(next(iter(self._strangers.values())))
+
+    def _greet(self, stranger: SharedPeer) -> None:
+        """Take a greeting if one is there, and answer it: a sender stands in line from then on, anybody else is dropped."""
         try:
-            packet, ancillary, flags, _ = stranger.recvmsg(
-                MAX_GREETING_NBYTES, socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
+            packet, descriptors, flags, _ = socket.recv_fds(
+                stranger.connection, MAX_GREETING_NBYTES, 1, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
+            if not self._line_up(stranger):
+                self._drop(stranger)
             return
         except OSError:
             self._drop(stranger)
             return
-        descriptors = [
-            _DESCRIPTOR.unpack_from(data)[0]
-            for level, kind, data in ancillary
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) >= _DESCRIPTOR.size
-        ]
         try:
-            ring = self._ring_of(packet, descriptors, is_cut=bool(flags & socket.MSG_CTRUNC))
+            stranger.ring = self._ring_of(packet, descriptors, is_cut=bool(flags & socket.MSG_CTRUNC))
         except GreetingRefusedError as error:
             self._metrics.refused_greetings.labels(error.cause_name).inc()
             self._warnings.warn(f"refused shared memory: {error}", error.cause_name)
-            sent(stranger, pack_answer(str(error)))
-            self._drop(stranger)
-            return
+            _sent(stranger.connection, pack_answer(str(error)))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        self._let_in(stranger, ring)
-
-    def _let_in(self, stranger: socket.socket, ring: Ring) -> None:
-        """Give a sender to the takers, and only then tell it yes: who has been told stands in line, however late this thread is."""
-        try:
-            answering = stranger.dup()  # the takers may close theirs at any moment from now on
-        except OSError as error:
-            self._warnings.warn(f"cannot answer a connection for shared memory: {error.strerror}", "answer")
+        # Who has been told yes stands in line already.
+        if stranger.ring is not None and self._line_up(stranger) and _sent(stranger.connection, pack_answer(None)):
+            del self._strangers[stranger.connection.fileno()]
+        else:
             self._drop(stranger)
-            ring.close()
-            return
-        self._forget(stranger)
-        self._takers.add(SharedSender(stranger, ring))
-        with answering:
-            if not sent(answering, pack_answer(None)):
-                with contextlib.suppress(OSError):  # it is gone already
-                    answering.shutdown(socket.SHUT_RDWR)  # the takers see that, and drop it
 
     def _ring_of(self, packet: bytes, descriptors: list[int], *, is_cut: bool) -> Ring:
         """The memory that a greeting brings, mapped. Raises GreetingRefusedError."""
@@ -214,81 +300,32 @@ class SharedReceiver:
             raise GreetingRefusedError("wrong_shape", detail)
         if len(descriptors) != 1 or is_cut:
             raise GreetingRefusedError("bad_memory", "a greeting brings one descriptor, that of its memory")
-        if self._takers.num_senders >= _MAX_SENDERS:
+        if len(self._peers) - len(self._strangers) >= _MAX_SENDERS:
             raise GreetingRefusedError("too_many", f"{_MAX_SENDERS} senders are connected, and no more are taken")
         return map_ring(descriptors[0], shape)
 
-    def _know(self, stranger: socket.socket) -> None:
-        self._selector.register(stranger, selectors.EVENT_READ, stranger)
-        self._strangers[stranger] = time.monotonic()
+    def _drop(self, peer: SharedPeer) -> None:
+        del self._peers[peer.connection.fileno()]
+        self._strangers.pop(peer.connection.fileno(), None)
+        peer.close()
 
-    def _drop(self, stranger: socket.socket) -> None:
-        self._forget(stranger)
-        stranger.close()
-
-    def _forget(self, stranger: socket.socket) -> None:
-        self._selector.unregister(stranger)
-        del self._strangers[stranger]
-
-    def _patience_s(self) -> float | None:
-        """How long nothing needs to be done if nothing comes; None: for ever."""
-        moments = [] if self._accepts_from_s is None else [self._accepts_from_s]
-        if self._strangers:
-            moments.append(next(iter(self._strangers.values())) + self._stranger_s)
-        return max(0.0, min(moments) - time.monotonic()) if moments else None
-
-    def _pass_time(self) -> None:
-        """Drop who has been silent for too long, and accept again behind a pause."""
+    def _pass_time(self) -> float | None:
+        """Drop who has been silent for too long, and accept again behind a pause; returns how long nothing needs to be done."""
         now_s = time.monotonic()
-        while self._strangers and next(iter(self._strangers.values())) + self._stranger_s <= now_s:
-            self._drop(next(iter(self._strangers)))
+        while self._strangers and (oldest := next(iter(self._strangers.values()))).until_s <= now_s:
+            self._drop(oldest)
         if self._accepts_from_s is not None and self._accepts_from_s <= now_s:
             self._accepts_from_s = None
-            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._epoll.modify(self._listener, _ONCE)
+        moments = [] if self._accepts_from_s is None else [self._accepts_from_s]
+        moments += [stranger.until_s for stranger in list(self._strangers.values())[:1]]
+        return min(moments) - now_s if moments else None
 
 
-def open_shared_receiver(
-    place: SharedPlace | None,
-    leases: LeaseTable,
-    block_nbytes: int,
-    metrics: WireMetrics,
-    *,
-    token: str | None,
-    num_threads: int,
-) -> SharedReceiver | None:
-    """A worker's receiver at ``place``; None without one, or where a system does not have what ``auto`` would use (logged).
-
-    Raises WireError if a directory that somebody named cannot be used.
-    """
-    if place is None:
-        return None
+def _sent(connection: socket.socket, packet: bytes) -> bool:
+    """Send it; False if that cannot be done now: who takes nothing back is no sender of ours."""
     try:
-        return SharedReceiver(place, leases, block_nbytes, metrics, token=token, num_threads=num_threads)
-    except WireError as error:
-        if place.directory is not None:
-            raise
-        logger.warning("%s: KV blocks come over TCP only", error)
-        return None
-
-
-def _listen(address: str) -> tuple[socket.socket, SocketFile]:
-    """A socket that senders can connect to. Raises WireError."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    shown = address.replace("\0", "@")
-    try:
-        listener.setblocking(False)
-        listener.bind(address)
-        if not shown.startswith("@"):
-            Path(address).chmod(0o600)  # before anybody can connect
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        detail = f"cannot listen for shared memory on {shown}: {error}"
-        raise WireError(f"{detail}; choose another --shared-memory, or off") from error
-    return listener, SocketFile(f"ipc://{shown}")
-
-
-def _is_trusted(connection: socket.socket) -> bool:
-    """Whether a process of our user, or root's, connected. What others pass is not even received."""
-    uid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
-    return uid in (0, os.geteuid())
+        connection.send(packet)
+    except OSError:
+        return False
+    return True

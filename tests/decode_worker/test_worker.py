@@ -99,7 +99,7 @@ async def test_a_dead_receiver_of_shared_memory_is_one_too(monkeypatch: pytest.M
     payload = memoryview(bytes(8))
     header = BlockHeader(lease_id=1, epoch=1, block_index=0, payload_nbytes=8, block_hash=bytes(16))
     tickets = [sender.send(header, payload) for _ in range(100)]
-    await asyncio.to_thread(worker._shared._thread.join, WAIT_S)
+    await asyncio.to_thread(worker._shared._threads[0].join, WAIT_S)
     assert worker.not_live() == worker.not_ready() == ["the shared memory's socket is dead"]
     await asyncio.to_thread(sender._threads[0].join, WAIT_S)
     assert all(ticket.is_done for ticket in tickets)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 from kvrelay.wire.errors import WireError
 from kvrelay.wire.shared_packets import Greeting, pack_block
 from kvrelay.wire.shared_place import SharedPlace
-from kvrelay.wire.shared_receiver import SharedReceiver, open_shared_receiver
+from kvrelay.wire.shared_receiver import SharedReceiver
 from kvrelay.wire.shared_ring import RingShape, make_ring
 
 from .handoffs import BAD_PAYLOAD, offer_for
@@ -385,16 +384,8 @@ def test_a_socket_in_a_directory_is_this_users_and_goes_with_the_receiver(rig: A
     assert list(socket_directory.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_used_is_an_error_and_the_namespace_is_not(
-    rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_that_cannot_be_used_is_an_error(rig: Any, tmp_path: Path) -> None:
     before = open_descriptors()
-    arguments = (rig.leases, BLOCK_NBYTES, rig.decode_metrics)
-    open_receiver = partial(open_shared_receiver, token=None, num_threads=1)
-    assert open_receiver(None, *arguments) is None
     with pytest.raises(WireError, match="choose another --shared-memory, or off"):
-        open_receiver(SharedPlace(tmp_path / "gone"), *arguments)
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert open_receiver(SharedPlace(), *arguments) is None
-    assert "KV blocks come over TCP only" in caplog.text
+        SharedReceiver(SharedPlace(tmp_path / "gone"), rig.leases, BLOCK_NBYTES, rig.decode_metrics)
     assert open_descriptors() == before

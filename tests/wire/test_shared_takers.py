@@ -20,7 +20,6 @@ from kvrelay.wire.shared_packets import Greeting
 from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.shared_receiver import SharedReceiver
 from kvrelay.wire.shared_ring import RingShape, make_ring
-from kvrelay.wire.shared_takers import sent
 
 from .handoffs import offer_for
 from .rig import BLOCK_NBYTES, BLOCK_SIZE, WAIT_S, Rig, content_of, until
@@ -111,57 +110,10 @@ def test_a_sender_that_has_just_begun_has_its_turn_within_eight_blocks_of_anothe
         assert_next_but_for_eight(rig, crowd)
 
 
-def test_a_packet_that_comes_just_as_a_turn_begins_keeps_no_place_in_the_line(rig: Rig) -> None:
-    """The kernel's ready list then has a connection whose turn it is, as if it had come for the next one already."""
-    with first_of_thirty(rig) as (crowd, receiver):
-        first, epoll = next(iter(receiver._takers._senders)), receiver._takers._epoll
-        epoll.modify(first, select.EPOLLIN)  # it is put on the list, and nobody looks at that now
-        epoll.modify(first, select.EPOLLONESHOT)  # as the kernel leaves it: on the list, and not asked for
-        assert_next_but_for_eight(rig, crowd)
-
-
-def test_who_has_been_let_in_is_served_however_late_the_door_is_behind_its_answer(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The door's thread stands still right behind the yes, as it may where many threads want the same processors."""
-    receiver = SharedReceiver(SharedPlace(), rig.leases, BLOCK_NBYTES, rig.decode_metrics)
-    has_answered, may_go_on = threading.Event(), threading.Event()
-
-    def sent_and_then_nothing(connection: socket.socket, packet: bytes) -> bool:
-        is_sent = sent(connection, packet)
-        has_answered.set()
-        assert may_go_on.wait(WAIT_S)
-        return is_sent
-
-    monkeypatch.setattr("kvrelay.wire.shared_receiver.sent", sent_and_then_nothing)
-    receiver.start()
-    with Crowd(rig, receiver, 1) as crowd:
-        assert has_answered.wait(WAIT_S)
-        crowd.send(0, 0)
-        assert crowd.peers[0].slots_back() == [0]
-        assert not may_go_on.is_set()
-        crowd.peers[0].socket.close()
-        until(lambda: receiver.num_connections == 0, "who has left is still there")  # and closed, while the door has it
-        may_go_on.set()
-    assert receiver.is_alive
-    receiver.stop()
-    assert rig.next_block() == "ok"
-    rig.leases.abort_peer("p")
-
-
-def test_stopping_waits_for_blocks_that_are_being_written_and_leaves_nothing(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopping_waits_for_blocks_that_are_being_written_and_leaves_nothing(rig: Rig) -> None:
     before, rings = open_descriptors(), num_mapped_rings()
     receiver = SharedReceiver(SharedPlace(), rig.leases, BLOCK_NBYTES, rig.decode_metrics, num_threads=NUM_THREADS)
     receiver.start()
-    close, who_lived = receiver._takers.close, list[bool]()
-
-    def closing() -> None:
-        who_lived.extend(thread.is_alive() for thread in receiver._takers._threads)
-        close()
-
-    monkeypatch.setattr(receiver._takers, "close", closing)
     rig.leases.may_finish.clear()
     with Crowd(rig, receiver, NUM_THREADS + 1) as crowd:
         for number in range(NUM_THREADS + 1):
@@ -174,7 +126,6 @@ def test_stopping_waits_for_blocks_that_are_being_written_and_leaves_nothing(
         rig.leases.may_finish.set()
         stopping.join(WAIT_S)
         assert not stopping.is_alive()
-        assert who_lived == [False] * NUM_THREADS, "rings are unmapped while a thread still reads them"
         assert not receiver.is_alive
         rig.assert_books()  # no write is open
     assert open_descriptors() == before
@@ -204,7 +155,7 @@ def test_one_thread_that_dies_takes_all_with_it_and_senders_hear_of_it(
             SharedPeer(receiver.name).socket.close()
         for peer in crowd.peers:
             assert peer.ended_with() == b""
-        until(lambda: not any(thread.is_alive() for thread in receiver._takers._threads), "threads that live on")
+        until(lambda: not any(thread.is_alive() for thread in receiver._threads), "threads that live on")
         assert not receiver.is_alive
         receiver.stop()
     assert open_descriptors() == before
@@ -240,7 +191,7 @@ def test_a_copy_out_of_memory_that_is_read_only_lets_other_threads_run() -> None
 def test_who_cannot_be_told_yes_is_dropped(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stands in line already, and would be a sender that does not know that it is one."""
     receiver = SharedReceiver(SharedPlace(), rig.leases, BLOCK_NBYTES, rig.decode_metrics)
-    monkeypatch.setattr("kvrelay.wire.shared_receiver.sent", lambda connection, packet: False)
+    monkeypatch.setattr("kvrelay.wire.shared_receiver._sent", lambda connection, packet: False)
     receiver.start()
     ring, descriptor = make_ring(RingShape.of(BLOCK_NBYTES))
     with SharedPeer(receiver.name) as peer:
@@ -270,12 +221,12 @@ def test_a_sender_that_finds_no_place_in_the_line_again_is_dropped_and_no_other(
     receiver = SharedReceiver(SharedPlace(), rig.leases, BLOCK_NBYTES, rig.decode_metrics)
     receiver.start()
     with Crowd(rig, receiver, 2) as crowd:
-        takers: Any = receiver._takers
-        whole, takers._epoll = takers._epoll, FullEpoll(takers._epoll)
+        door: Any = receiver
+        whole, door._epoll = door._epoll, FullEpoll(door._epoll)
         crowd.send(0, 0)
         assert crowd.peers[0].slots_back() == [0]
         assert crowd.peers[0].ended_with() == b""
-        takers._epoll = whole
+        door._epoll = whole
         crowd.send(1, 1)
         assert crowd.peers[1].slots_back() == [1]
         assert receiver.is_alive
