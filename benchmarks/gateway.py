@@ -138,7 +138,7 @@ async def measure_gateway(directory: Path, load: Load) -> dict[str, list[float]]
             client = StreamingClient(http, "completions", timeout_s=60.0, clock=time.monotonic)
 
             async def ask(mark: int, tokens: int) -> tuple[float, list[float]]:
-                answer = await client.ask(_body(mark, tokens), on_chunk=lambda: None)
+                answer = await client.ask(_body(mark, tokens))
                 if answer.error is not None:
                     raise SystemExit(f"a request failed: {answer.error}: {answer.error_text}")
                 return answer.sent_s, answer.chunk_s

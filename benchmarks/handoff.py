@@ -116,13 +116,12 @@ def measure(sizes: Sizes, ways: Sequence[str], num_rounds: int) -> tuple[dict[st
             run(True)
             run(False)
         names = list(runs)
-        meter = CpuMeter(lambda: [child.pid for child in psutil.Process().children(recursive=True)], None)
-        meter.start()
+        meter = CpuMeter(lambda: [child.pid for child in psutil.Process().children(recursive=True)])
         for number in range(num_rounds):
             shift = number % len(names)
             for way in names[shift:] + names[:shift]:
                 rounds.setdefault(way, []).append(runs[way](False))
-        cpu = meter.stop(max_lag_s=0.0)
+        cpu = meter.use()
     return rounds, cpu
 
 

@@ -89,7 +89,7 @@ COMMANDS: dict[str, CommandEntry] = {
         _BENCH_DETAILS,
         "kvrelay.launcher.bench.settings:BenchSettings",
         "kvrelay.launcher.bench.run:run",
-        ("kvrelay.launcher.bench.commands:compare",),
+        ("kvrelay.launcher.bench.compare:compare",),
     ),
 }
 

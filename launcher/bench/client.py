@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ import msgspec
 
 from kvrelay.launcher.bench.http_stream import Connection, HttpStreams
 from kvrelay.launcher.bench.records import SHORT_ANSWER, TtftParts
-from kvrelay.launcher.bench.sse import EventSplitter, EventTooLongError
 
 TIMINGS_HEADER = "x-kvrelay-timings"  # asks a kvrelay gateway where the time went; others ignore it
 _MAX_ERROR_BYTES = 100_000
@@ -88,49 +87,62 @@ class StreamingClient:
         self._timeout_s = timeout_s
         self._clock = clock
 
-    async def ask(self, body: bytes, *, exact_tokens: int | None = None, on_chunk: Callable[[], None]) -> Answer:
+    async def ask(self, body: bytes, *, exact_tokens: int | None = None) -> Answer:
         """Send ``body`` and read all of the answer; never raises for what the server does.
 
-        ``exact_tokens``: a whole answer with another count of tokens is a "short answer". ``on_chunk`` is called once for each
-        chunk that counts. Cancelling closes the connection.
+        ``exact_tokens``: a whole answer with another count of tokens is a "short answer". Cancelling closes the connection.
         """
-        loop = asyncio.get_running_loop()
-        sent_s = self._clock()
-        for is_last_try in (False, True):
-            exchange = _Exchange(sent_s, self._clock, loop.create_future(), on_chunk)
-            connection: Connection | None = None
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    connection = await self._streams.post(self._path, body, exchange)
-                    await exchange.done
-            except TimeoutError:
-                exchange.fail("timeout", f"no complete answer after {self._timeout_s:g} s")
-            except OSError as error:
-                exchange.fail("connection", str(error) or type(error).__name__)
-            finally:
-                if connection is not None:
-                    connection.abandon(exchange)
-            # A connection that was idle may have been closed while the request was on its way: nobody has read it.
-            was_stale = connection is not None and connection.is_reused and not connection.has_answered
-            if is_last_try or not (was_stale and exchange.was_lost):
-                break
+        exchange = _Exchange(self._clock, asyncio.get_running_loop().create_future())
+        connection: Connection | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                connection = await self._streams.post(self._path, body, exchange)
+                await exchange.done
+        except TimeoutError:
+            exchange.fail("timeout", f"no complete answer after {self._timeout_s:g} s")
+        except OSError as error:
+            exchange.fail("connection", str(error) or type(error).__name__)
+        finally:
+            if connection is not None:
+                connection.abandon(exchange)
         answer = exchange.answer
         if answer.error is None and exact_tokens is not None:
             _check_length(answer, exact_tokens)
         return answer
 
 
+class EventSplitter:
+    """Server-sent events out of bytes as they come: ``feed`` it what arrives. For lines that end with LF or CRLF."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The ``data`` of every event that ends in ``data``."""
+        if not self._rest and data.startswith(b"data: ") and data.find(b"\n\n") == len(data) - 2:
+            lines = data[6:-2]
+            if b"\n" not in lines:  # one event, one line, nothing else: nearly all that ever comes
+                yield lines
+                return
+        data = self._rest + data
+        if b"\r" in data:
+            # A CR at the very end may be the first half of a line end.
+            end = len(data) - data.endswith(b"\r")
+            data = data[:end].replace(b"\r\n", b"\n") + data[end:]
+        *events, self._rest = data.split(b"\n\n")
+        for event in events:
+            found = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+            if found:  # comments, such as pings, have none
+                yield b"\n".join(found)
+
+
 class _Exchange:
     """Hears one answer."""
 
-    def __init__(
-        self, sent_s: float, clock: Callable[[], float], done: asyncio.Future[None], on_chunk: Callable[[], None]
-    ) -> None:
-        self.answer = Answer(sent_s=sent_s)
+    def __init__(self, clock: Callable[[], float], done: asyncio.Future[None]) -> None:
+        self.answer = Answer(sent_s=clock())
         self.done = done
-        self.was_lost = False
         self._clock = clock
-        self._on_chunk = on_chunk
         self._status = 0
         self._splitter = EventSplitter()
         self._decoder = msgspec.json.Decoder(_Chunk)
@@ -158,7 +170,7 @@ class _Exchange:
         try:
             for event in self._splitter.feed(data):
                 self._on_event(event, now_s)
-        except (msgspec.DecodeError, EventTooLongError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self.fail("broken stream", f"a chunk is not what it should be: {error}")
 
     def on_end(self) -> None:
@@ -170,22 +182,17 @@ class _Exchange:
             self._end()
 
     def on_lost(self, reason: str) -> None:
-        self.was_lost = True
-        if self._is_done:  # all was said
+        # What was said before counts: a refusal is one without the end of its text too.
+        if self._is_done:
             self._end()
-        else:
-            self._fail_of(reason)
-
-    # --------------------------------------------------------------------------------------------------------------
-
-    def _fail_of(self, reason: str) -> None:
-        """The answer broke off. What it had said by then counts: a refusal is one without the end of its text too."""
-        if self._status == 200:
+        elif self._status == 200:
             self.fail("broken stream", reason)
         elif self._status > 200:
             self.fail(f"http {self._status}", _message(self._error_body) or reason)
         else:
             self.fail("connection", reason)
+
+    # --------------------------------------------------------------------------------------------------------------
 
     def _on_event(self, event: bytes, now_s: float) -> None:
         if event == b"[DONE]":
@@ -197,7 +204,6 @@ class _Exchange:
             choice = chunk.choices[0]
             if choice.has_content:
                 self.answer.chunk_s.append(now_s)
-                self._on_chunk()
             if choice.finish_reason is not None:
                 self.answer.finish_reason = choice.finish_reason
         if chunk.usage is not None:

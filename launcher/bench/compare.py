@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,15 +17,8 @@ from kvrelay.launcher.bench.records import ResultFileError, RunResult, read_resu
 from kvrelay.launcher.bench.report import rate_text, time_text
 from kvrelay.launcher.bench.summary import Distribution, StreamSummary, Summary, summarize
 
-# What makes two runs different measurements; the rest (url, name, output …) does not.
-_LOAD_SETTINGS = (
-    "api", "rate", "arrival", "concurrency", "trace", "trace_speed", "trace_block_tokens", "burst", "duration_s", "requests",
-    "warmup", "input_len", "output_len", "prefix_tokens", "prefix_groups", "seed", "ignore_eos", "temperature",
-)  # fmt: skip
-_MACHINE = ("machine", "cpu", "cores")
-# Not the load but how it was sent and served: a difference may be why the runs are compared.
-_SIDE_SETTINGS = ("self_serve", "serve", "timeout_s", "token_ids", "tokenizer")
-_MAX_CPU_DIFFERENCE = 0.2  # cores that others took, between two runs
+# Runs that differ only in these are the same measurement.
+_SAME_LOAD = ("url", "model", "name", "output", "plots", "slo", "prompt_seed", "server_pid", "start_timeout_s")
 _NOISE = 0.05  # ratios nearer to 1 are no difference
 
 
@@ -39,40 +32,39 @@ class Figure:
     is_less_better: bool
 
 
-def run_compare(paths: Sequence[Path], plots: Path | None) -> int:
-    """Print the comparison and write plots if a directory is given; 0. Raises ResultFileError, also if they cannot be written."""
-    if len(paths) < 2:
-        raise ResultFileError(f"{len(paths)} result file is given; a comparison needs two or more")
-    results = with_distinct_names([read_result(path) for path in paths], paths)
+@click.command("compare", short_help="Put results of several runs side by side.")
+@click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--plots", type=click.Path(path_type=Path), metavar="DIR", help="Directory for a plot of all runs.")
+def compare(results: tuple[Path, ...], plots: Path | None) -> None:
+    """Put RESULTS, files that `kvrelay bench --output` wrote, side by side. The first one is what others are compared with.
+
+    \b
+    Example:
+      kvrelay bench compare colocated.json disaggregated.json --plots plots
+    """
+    if len(results) < 2:
+        raise ResultFileError(f"{len(results)} result file is given; a comparison needs two or more")
+    runs = with_distinct_names([read_result(path) for path in results], results)
     console = Console()
-    for doubt in comparison_doubts(results):
-        console.print(f"warning: {doubt}", style="yellow", highlight=False, markup=False)
-    for difference in differences(results):
-        console.print(difference, highlight=False, markup=False)
-    console.print(comparison_table(results))
+    for difference in differences(runs):
+        console.print(difference, style="yellow", highlight=False, markup=False)
+    console.print(comparison_table(runs))
     if plots is not None:
-        from kvrelay.launcher.bench.plots import write_plots  # noqa: PLC0415 - only if there is something to draw
+        from kvrelay.launcher.bench.plots import write_plot  # noqa: PLC0415 - only if there is something to draw
 
         try:
-            pictures = write_plots(results, plots)
+            console.print(f"plot: {write_plot(runs, plots)}", highlight=False, markup=False)
         except OSError as error:
             raise ResultFileError(f"cannot write plots to {plots}: {error.strerror or error}") from error
-        for path in pictures:
-            console.print(f"plot: {path}", highlight=False, markup=False)
-    return 0
 
 
 def with_distinct_names(results: Sequence[RunResult], paths: Sequence[Path]) -> list[RunResult]:
-    """Add the file's name to names that several runs have, as those without ``--name`` do; the whole path if need be."""
-    for suffixes in ([path.stem for path in paths], [str(path) for path in paths]):
-        uses = Counter(result.name for result in results)
-        if max(uses.values()) == 1:
-            break
-        results = [
-            msgspec.structs.replace(result, name=f"{result.name} ({suffix})") if uses[result.name] > 1 else result
-            for result, suffix in zip(results, suffixes, strict=True)
-        ]
-    return list(results)
+    """Add its path to a name that several runs have, as those without ``--name`` do."""
+    names = [result.name for result in results]
+    return [
+        msgspec.structs.replace(result, name=f"{result.name} ({path})") if names.count(result.name) > 1 else result
+        for result, path in zip(results, paths, strict=True)
+    ]
 
 
 def comparison_table(results: Sequence[RunResult]) -> Table:
@@ -92,66 +84,22 @@ def comparison_table(results: Sequence[RunResult]) -> Table:
     return table
 
 
-def comparison_doubts(results: Sequence[RunResult]) -> list[str]:
-    """Why the runs may not be comparable."""
-    first, doubts = results[0], []
-    for result in results:
-        whole = summarize(result).all
-        if whole.num_ok < whole.num_requests:
-            failed = whole.num_requests - whole.num_ok
-            doubts.append(
-                f"{failed} of {whole.num_requests} requests of {result.name} failed; "
-                "its times to the first token and of whole answers leave them out"
-            )
-    for other in results[1:]:
-        if first.model != other.model:
-            doubts.append(
-                f"{first.name} asked for the model {first.model} and {other.name} for {other.model}: "
-                "are they the same weights in the same number format?"
-            )
-        if first.slo != other.slo:
-            doubts.append(
-                f"goodput is not comparable: the SLO of {first.name} is {_slo_text(first)} and of {other.name} {_slo_text(other)}"
-            )
-        different = [
-            f"{name} {first.settings.get(name, 'unset')} and {other.settings.get(name, 'unset')}"
-            for name in _LOAD_SETTINGS
-            if first.settings.get(name) != other.settings.get(name)
-        ]
-        if different:
-            doubts.append(f"{first.name} and {other.name} are different loads: {', '.join(different)}")
-        for name in _MACHINE:
-            if first.environment.get(name) != other.environment.get(name):
-                doubts.append(
-                    f"{first.name} and {other.name} ran on different machines: "
-                    f"{first.environment.get(name)} and {other.environment.get(name)}"
-                )
-        if first.cpu is not None and other.cpu is not None:
-            both = (first.cpu, other.cpu)
-            # Where a server's processes are not known, it may be one of the others.
-            has_others = all(cpu.server is not None for cpu in both)
-            shares = [cpu.stolen + (cpu.others if has_others else 0.0) for cpu in both]
-            if abs(shares[0] - shares[1]) > _MAX_CPU_DIFFERENCE:
-                doubts.append(
-                    f"{'others' if has_others else 'the hypervisor'} took {shares[0]:.2f} cores during {first.name} and "
-                    f"{shares[1]:.2f} during {other.name}; measure again, alternating"
-                )
-    return doubts
-
-
 def differences(results: Sequence[RunResult]) -> list[str]:
-    """How the others differ from the first in what may well be compared on purpose: versions, variables, how it was served."""
-    first, found = results[0], []
-    for other in results[1:]:
-        names = sorted((first.environment.keys() | other.environment.keys()) - set(_MACHINE))
-        pairs = [(name, first.settings.get(name), other.settings.get(name)) for name in _SIDE_SETTINGS]
-        pairs += [(name, first.environment.get(name), other.environment.get(name)) for name in names]
-        different = [
-            f"{name} {before or 'unset'} and {after or 'unset'}" for name, before, after in pairs if before != after
-        ]
+    """How each run differs from the first in its model, its limits, its load and where it ran; on purpose, or not."""
+    first, found = _circumstances(results[0]), []
+    for result in results[1:]:
+        other = _circumstances(result)
+        pairs = ((name, first.get(name, "unset"), other.get(name, "unset")) for name in sorted(first | other))
+        different = [f"{name} {before} and {after}" for name, before, after in pairs if before != after]
         if different:
-            found.append(f"{first.name} and {other.name} differ in: {', '.join(different)}")
+            found.append(f"{results[0].name} and {result.name} differ in: {', '.join(different)}")
     return found
+
+
+def _circumstances(result: RunResult) -> dict[str, str]:
+    load = {name: value for name, value in result.settings.items() if name not in _SAME_LOAD}
+    slo = ",".join(f"{name}={time_text(limit)}" for name, limit in sorted(result.slo.items())) or "none"
+    return {**load, **result.environment, "model": result.model, "slo": slo}
 
 
 def ratio_text(ratio: float, *, is_less_better: bool) -> str:
@@ -166,50 +114,29 @@ def _add_row(table: Table, stream_name: str, figure: Figure, summaries: Sequence
     values = [None if (stream := summary.stream(stream_name)) is None else figure.get(stream) for summary in summaries]
     if all(value is None for value in values):
         return
-    row = [f"{stream_name}: {figure.name}", _value_text(figure, values[0])]
-    base = values[0]
-    for value in values[1:]:
-        row.append(_value_text(figure, value))
+    texts = ["-" if value is None else figure.text(value) for value in values]
+    row = [f"{stream_name}: {figure.name}", texts[0]]
+    for value, text in zip(values[1:], texts[1:], strict=True):
+        base = values[0]
+        row.append(text)
         row.append("-" if not base or value is None else ratio_text(value / base, is_less_better=figure.is_less_better))
     table.add_row(*row)
 
 
-def _value_text(figure: Figure, value: float | None) -> str:
-    return "-" if value is None else figure.text(value)
-
-
-def _slo_text(result: RunResult) -> str:
-    return ",".join(f"{name}={time_text(limit)}" for name, limit in sorted(result.slo.items())) or "none"
-
-
 def _figures() -> list[Figure]:
-    def quantile(
-        get: Callable[[StreamSummary], Distribution | None], name: str
-    ) -> Callable[[StreamSummary], float | None]:
-        def value(stream: StreamSummary) -> float | None:
-            found = get(stream)
-            return (
-                None
-                if found is None
-                else {"p50": found.p50, "p90": found.p90, "p99": found.p99, "max": found.max}[name]
-            )
+    def quantiles(name: str, get: Callable[[StreamSummary], Distribution | None]) -> list[Figure]:
+        def figure(q: str) -> Figure:
+            return Figure(f"{name} {q}", lambda stream: getattr(get(stream), q, None), time_text, is_less_better=True)
 
-        return value
+        return [figure(q) for q in ("p50", "p90", "p99", "max")]
 
-    figures = [
+    return [
         Figure("failed", lambda stream: stream.num_requests - stream.num_ok, str, is_less_better=True),
         Figure("requests/s", lambda stream: stream.requests_per_s, rate_text, is_less_better=False),
         Figure("output tok/s", lambda stream: stream.output_tokens_per_s, rate_text, is_less_better=False),
         Figure("total tok/s", lambda stream: stream.total_tokens_per_s, rate_text, is_less_better=False),
         Figure("goodput req/s", lambda stream: stream.goodput_per_s, rate_text, is_less_better=False),
+        *quantiles("first token", lambda stream: stream.ttft),
+        *quantiles("inter-token", lambda stream: stream.itl),
+        *quantiles("end to end", lambda stream: stream.e2e),
     ]
-    for name, get in (
-        ("first token", lambda stream: stream.ttft),
-        ("inter-token", lambda stream: stream.itl),
-        ("end to end", lambda stream: stream.e2e),
-    ):
-        figures += [
-            Figure(f"{name} {q}", quantile(get, q), time_text, is_less_better=True)
-            for q in ("p50", "p90", "p99", "max")
-        ]
-    return figures

@@ -63,7 +63,7 @@ class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_cores: int
-    generator: float  # this process and its helpers
+    generator: float  # this process
     server: float | None  # the server's processes, if they are known: started by bench, or below --server-pid
     others: float  # everything else
     stolen: float  # taken by the hypervisor
@@ -80,15 +80,15 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     model: str
     settings: dict[str, str]  # every setting of the run, as given
-    environment: dict[str, str]  # machine, cores, kernel, versions of Python, kvrelay, torch
+    environment: dict[str, str]  # of the generator: machine, cores, kernel, versions
     slo: dict[str, float] = {}  # "ttft", "itl", "e2e" → seconds
     requests: list[RequestRecord]
     cpu: CpuUse | None
-    warnings: list[str] = []  # what makes the figures doubtful: the generator was late, others used the CPU
+    warnings: list[str] = []  # what makes the figures doubtful, such as a generator that was late
 
 
 def read_result(path: Path) -> RunResult:
-    """Read what ``result_file.write_result`` wrote; figures come from the records again. Raises ResultFileError."""
+    """Read what ``report.write_result`` wrote; figures come from the records again. Raises ResultFileError."""
     try:
         result = msgspec.json.decode(path.read_bytes(), type=RunResult)
     except OSError as error:

@@ -1,9 +1,16 @@
-"""A run as tables on a terminal."""
+"""A run for readers: as tables on a terminal, and as a file.
+
+The file has the figures beside the records that they come from; ``records.read_result`` takes the records only, so that figures are
+computed in one way.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -30,6 +37,14 @@ def print_report(result: RunResult, console: Console) -> None:
             console.print(_parts(stream.name, stream.parts))
     if result.cpu is not None:
         console.print(cpu_line(result.cpu), highlight=False, markup=False)
+
+
+def write_result(path: Path, result: RunResult) -> None:
+    """Write ``result`` as JSON (indented), its figures as ``summary`` in front of its requests. Raises OSError."""
+    document: dict[str, Any] = msgspec.to_builtins(result)
+    requests = document.pop("requests")  # thousands of lines: nothing is found behind them
+    document |= {"summary": msgspec.to_builtins(summarize(result)), "requests": requests}
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
 
 
 def time_text(seconds: float) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import secrets
 import signal
 import time
@@ -17,121 +18,68 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
+import psutil
 import uvloop
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import describe
-from kvrelay.launcher.bench.bodies import BodySpec
+from kvrelay.launcher.bench.bodies import BodyWriter
+from kvrelay.launcher.bench.client import TIMINGS_HEADER, StreamingClient
 from kvrelay.launcher.bench.cpu import CpuMeter
-from kvrelay.launcher.bench.doubts import doubts
 from kvrelay.launcher.bench.environment import environment
 from kvrelay.launcher.bench.errors import BenchError
-from kvrelay.launcher.bench.generator import Job, Report, generate
+from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.load import LoadRunner
-from kvrelay.launcher.bench.load_view import load_view
-from kvrelay.launcher.bench.prepare import (
-    body_spec,
-    check_places,
-    check_server_pid,
-    length_warnings,
-    making_s,
-    tokenizer_directory,
-)
 from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult
-from kvrelay.launcher.bench.result_file import write_result
-from kvrelay.launcher.bench.server import DEFAULT_URL, ServedModel, local_settings, served_model, vocab_size
+from kvrelay.launcher.bench.report import print_report, write_result
+from kvrelay.launcher.bench.server import DEFAULT_URL, local_settings, served_model
 from kvrelay.launcher.bench.settings import BenchSettings
-from kvrelay.launcher.bench.spec import LoadKind, WorkloadSpec, parse_slo, workload_spec
 from kvrelay.launcher.bench.summary import rate_window
-from kvrelay.launcher.bench.trace import read_trace
-from kvrelay.launcher.bench.values import parse_id_range
-from kvrelay.launcher.bench.workload import plan_workload
+from kvrelay.launcher.bench.values import parse_id_range, parse_slo
+from kvrelay.launcher.bench.workload import Workload, plan_workload
 from kvrelay.launcher.local import LocalDeployment
-from kvrelay.launcher.models import resolve_model, served_name
+from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.progress import stderr_progress
 
 _TICK_S = 0.5  # between two looks at counts and CPU times
 _START_AFTER_S = 0.05
+_LATE_S = 0.02  # sending this late changes when queues form, and a loop this late lengthens what it times
+_FULL_CORE = 0.85  # of the one that the generator can use
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # they end the sending; what has ended by then is reported
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is measured: where, which model, and its processes as far as they are known."""
+    """What is measured: where, which model, and its processes just now (None: they are not known)."""
 
     url: str
-    model: ServedModel
-    vocab_size: int | None
-    deployment: LocalDeployment | None  # if we started it
-    given_pids: tuple[int, ...] = ()  # of a server that somebody else started on this machine
-
-    @property
-    def server_pids(self) -> Callable[[], list[int]] | None:
-        """The server's processes just now, to be asked again and again; None if they are not known."""
-        if (deployment := self.deployment) is not None:
-            return lambda: list(deployment.pids.values())
-        return (lambda: list(self.given_pids)) if self.given_pids else None
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What the generator brought home."""
-
-    report: Report
-    window: tuple[float, float]  # that rates are over, on the run's clock
-    cpu: CpuUse | None
-    started_at: datetime
+    model: str
+    server_pids: Callable[[], Sequence[int]] | None
+    deployment: LocalDeployment | None = None  # if we started it
 
 
 def run(settings: BenchSettings) -> int:
     """The command; 0, or 1 if every request failed. Raises KvrelayError if nothing could be measured."""
-    spec = workload_spec(settings)
+    workload = plan_workload(settings)
     parse_slo(settings.report.slo)
     parse_id_range(settings.prompt.token_ids, "--token-ids")
-    trace = read_trace(Path(settings.load.trace)) if settings.load.trace is not None else ()
-    check_places(settings)
-    check_server_pid(settings)
+    _check_places(settings)
     if settings.prompt.prompt_seed is None:
         prompt = dataclasses.replace(settings.prompt, prompt_seed=secrets.randbelow(2**31))
         settings = dataclasses.replace(settings, prompt=prompt)
     with _target(settings) as target:
-        plan = plan_workload(spec, trace)
-        before_s = making_s(plan)
-        warnings = length_warnings(plan, target.model)
-        body = body_spec(settings, target.model, target.vocab_size)
-        measured = uvloop.run(_measure(settings, spec, body, target, before_s))
-        restarts = [] if target.deployment is None else _restarts(target.deployment)
-    result = make_result(settings, target, measured, [*warnings, *restarts])
-    return _report(settings, result)
+        result = uvloop.run(_measure(settings, workload, target))
+    console = Console()
+    if settings.report.output is not None:  # first: no table is worth a lost measurement
+        write_result(Path(settings.report.output), result)
+    print_report(result, console)
+    if settings.report.plots is not None:
+        from kvrelay.launcher.bench.plots import write_plot  # noqa: PLC0415 - matplotlib only if there is something to draw
 
-
-def make_result(settings: BenchSettings, target: Target, measured: Measured, warnings: Sequence[str]) -> RunResult:
-    """Put a result together. Raises BenchError if no request has ended."""
-    records = _numbered(measured.report.records)
-    counted = [record for record in records if not record.is_warmup]
-    if not counted:
-        raise BenchError(
-            "no counted request has ended, so there is nothing to report; give a longer --duration-s, a higher --rate, "
-            "or a shorter --warmup"
-        )
-    found = list(warnings)
-    if measured.report.is_stopped:
-        found.append("the run was interrupted: requests that had not ended then are left out")
-    found += doubts(counted, measured.cpu)
-    from_s, until_s = measured.window
-    return RunResult(
-        name=settings.report.name or target.model.name,
-        started_at=measured.started_at.isoformat(timespec="seconds"),
-        duration_s=until_s - from_s,
-        url=target.url,
-        model=target.model.name,
-        settings=settings_as_given(settings),
-        environment=environment(),
-        slo=parse_slo(settings.report.slo),
-        requests=records,
-        cpu=measured.cpu,
-        warnings=found,
-    )
+        console.print(f"plot: {write_plot([result], Path(settings.report.plots))}", highlight=False)
+    return 1 if all(record.error is not None for record in result.requests if not record.is_warmup) else 0
 
 
 def settings_as_given(settings: BenchSettings) -> dict[str, str]:
@@ -144,122 +92,127 @@ def settings_as_given(settings: BenchSettings) -> dict[str, str]:
     return {name: str(value) for name, value in texts.items() if value not in (None, "")}
 
 
-def _report(settings: BenchSettings, result: RunResult) -> int:
-    from kvrelay.launcher.bench.report import print_report  # noqa: PLC0415 - tables and plots only once there is something
+def doubts(counted: Sequence[RequestRecord], cpu: CpuUse | None) -> list[str]:
+    """What makes the figures doubtful, if the server is not to blame."""
+    found: list[str] = []
+    if num_uncounted := sum(not record.has_usage for record in counted):
+        found.append(
+            f"the server did not count the tokens of {num_uncounted} answers: a chunk is taken for a token there"
+        )
+    latest_s = max(record.sent_s - record.due_s for record in counted)
+    if latest_s > _LATE_S:
+        found.append(f"requests were sent up to {latest_s * 1e3:.0f} ms after they were due")
+    if cpu is not None and (cpu.generator > _FULL_CORE or cpu.generator_max_lag_s > _LATE_S):
+        found.append(
+            f"the generator used {cpu.generator:.2f} cores of the one that it can, and its event loop was late by up to "
+            f"{cpu.generator_max_lag_s * 1e3:.0f} ms: it, and not the server, may be what limits the figures"
+        )
+    return found
 
-    console = Console()
-    if settings.report.output is not None:  # first: no table is worth a lost measurement
-        write_result(Path(settings.report.output), result)
-    print_report(result, console)
-    if settings.report.output is not None:
-        console.print(f"result: {settings.report.output}", highlight=False)
-    if settings.report.plots is not None:
-        from kvrelay.launcher.bench.plots import write_plots  # noqa: PLC0415
 
-        write_plots([result], Path(settings.report.plots))
-        console.print(f"plots: {settings.report.plots}", highlight=False)
-    return 1 if all(record.error is not None for record in result.requests if not record.is_warmup) else 0
+def _check_places(settings: BenchSettings) -> None:
+    """A result that cannot be written must not be found out after the measurement. Raises SettingsError."""
+    output, plots = settings.report.output, settings.report.plots
+    folders = {"--plots": plots and Path(plots), "--output": output and Path(output).parent}
+    for flag, folder in folders.items():
+        if not folder:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"{flag}: cannot make {folder} ({error.strerror})") from error
+        if not os.access(folder, os.W_OK):
+            raise SettingsError(f"{flag}: cannot write in {folder}")
+    if output is not None and Path(output).is_dir():
+        raise SettingsError(f"--output is {output!r}; it must be a file")
 
 
 @contextmanager
 def _target(settings: BenchSettings) -> Iterator[Target]:
     """The server, started if asked for, and stopped in the end."""
+    pids = settings.target.server_pid
     if not settings.is_self_served:
         url = settings.target.url or DEFAULT_URL
+        if missing := [str(pid) for pid in pids if not psutil.pid_exists(pid)]:
+            raise SettingsError(f"--server-pid is {', '.join(missing)}: there is no such process on this machine")
         model = served_model(url, settings.target.model, settings.target.api_key)
-        size = None if settings.prompt.tokenizer is None else vocab_size(tokenizer_directory(settings.prompt.tokenizer))
-        yield Target(url, model, size, None, settings.target.server_pid)
+        yield Target(url, model, (lambda: pids) if pids else None)
         return
+    if pids:
+        raise SettingsError("--server-pid is given with --self-serve, which knows what it starts; leave it out")
     local = local_settings(settings)
-    directory = resolve_model(local.gateway.model)
-    deployment = LocalDeployment.from_settings(local, directory)
-    with deployment:
-        with stderr_progress()(
-            f"starting {served_name(local.gateway.model, directory)} with {', '.join(deployment.plan.admin_urls)}"
-        ):
+    with LocalDeployment.from_settings(local, resolve_model(local.gateway.model)) as deployment:
+        with stderr_progress()(f"starting {', '.join(deployment.plan.admin_urls)}"):
             deployment.wait_ready(settings.target.start_timeout_s)
         model = served_model(deployment.url, None, None)
-        yield Target(deployment.url, model, vocab_size(directory), deployment)
+        yield Target(deployment.url, model, lambda: list(deployment.pids.values()), deployment)
 
 
-async def _measure(
-    settings: BenchSettings, spec: WorkloadSpec, body: BodySpec, target: Target, before_s: float
-) -> Measured:
-    """Send the load; ``before_s``: what the generator needs before it begins."""
-    start_s = time.monotonic() + _START_AFTER_S + before_s
-    runners: list[LoadRunner] = []
-    work = asyncio.create_task(generate(Job(settings, body, target.url, start_s), runners.append))
+async def _measure(settings: BenchSettings, workload: Workload, target: Target) -> RunResult:
+    """Send the load. Raises BenchError if no request that counts has ended."""
+    headers = {TIMINGS_HEADER: "1", "accept": "text/event-stream"}
+    if settings.target.api_key is not None:
+        headers["authorization"] = f"Bearer {settings.target.api_key}"
+    streams = HttpStreams(ServerAddress(target.url), headers)
+    writer = BodyWriter(settings, target.model)
+    meter = CpuMeter(target.server_pids)
+    started_at = datetime.now(UTC)
+    start_s = time.monotonic() + _START_AFTER_S
 
-    def stop() -> None:
-        for runner in runners:
-            runner.stop()
+    def clock() -> float:
+        return time.monotonic() - start_s
 
+    client = StreamingClient(streams, settings.target.api, timeout_s=settings.load.timeout_s, clock=clock)
+    runner = LoadRunner(client, writer, workload, clock=clock, exact_output=settings.prompt.ignore_eos)
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
-        loop.add_signal_handler(number, stop)
-    meter = CpuMeter(list, target.server_pids)
-    started_at = datetime.now(UTC)
-    meter.start()
-    total_s = None if spec.duration_s is None else spec.warmup.duration_s + spec.duration_s
-    total_requests = None if spec.num_requests is None else spec.warmup.num_requests + spec.num_requests
-    console = Console(stderr=True)
-    console.print(f"measuring {target.model.name} at {target.url}: {describe_load(spec)}", highlight=False)
-    with load_view(console, total_s=total_s, total_requests=total_requests) as update:
+        loop.add_signal_handler(number, runner.stop)
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[sent]} sent, {task.fields[ended]} ended"))
+    work = asyncio.create_task(runner.run())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=workload.end_s, sent=0, ended=0)
         try:
             while not work.done():
                 await asyncio.wait([work], timeout=_TICK_S)
                 meter.sample()
-                for runner in runners:
-                    update(max(0.0, time.monotonic() - start_s), runner.counts)
-            report = work.result()
+                progress.update(bar, completed=clock(), sent=runner.num_sent, ended=len(runner.records))
+            work.result()
         finally:
             for number in _STOP_SIGNALS:
                 loop.remove_signal_handler(number)
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-    window = window_of(spec, report)
-    return Measured(report, window, counted_cpu(meter, report, window, start_s), started_at)
-
-
-def window_of(spec: WorkloadSpec, report: Report) -> tuple[float, float]:
-    """What rates are over. A trace may be shorter than the time that it was given, and an interrupted run was not given it."""
-    counted = [record for record in report.records if not record.is_warmup]
-    is_timed = spec.kind is not LoadKind.TRACE and not report.is_stopped
-    return rate_window(counted, spec.duration_s if is_timed else None)
-
-
-def counted_cpu(meter: CpuMeter, report: Report, window: tuple[float, float], start_s: float) -> CpuUse | None:
-    """End the meter; CPU use and lateness of the time that rates are over.
-
-    Neither a start and a warm-up nor the wait for a last answer may blur it. ``start_s`` of the run is on ``time.monotonic()``.
-    """
-    from_s, until_s = window
-    late_s = [late for at_s, late in report.late if from_s <= at_s <= until_s]
-    return meter.stop(max(late_s, default=0.0), from_s=start_s + from_s, until_s=start_s + until_s)
-
-
-def describe_load(spec: WorkloadSpec) -> str:
-    """A load in a few words."""
-    how = {
-        LoadKind.RATE: f"{spec.rate:g} requests/s",
-        LoadKind.CONCURRENCY: f"{spec.concurrency} requests at a time",
-        LoadKind.TRACE: f"a trace at {spec.trace_speed:g} times its speed",
-    }[spec.kind]
-    ends = [f" for {spec.duration_s:g} s"] if spec.duration_s is not None else []
-    ends += [f", {spec.num_requests} requests"] if spec.num_requests is not None else []
-    burst = "" if spec.burst is None else f", and {spec.burst.num} at once every {spec.burst.every_s:g} s"
-    return how + "".join(ends) + burst
-
-
-def _numbered(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """In the order in which they were due, numbered in it."""
-    ordered = sorted(records, key=lambda record: (record.due_s, record.stream, record.index))
-    return [msgspec.structs.replace(record, index=index) for index, record in enumerate(ordered)]
-
-
-def _restarts(deployment: LocalDeployment) -> list[str]:
-    return [
-        f"{status.name} died and was restarted {status.num_restarts} times during the run"
-        for status in deployment.statuses()
-        if status.num_restarts
-    ]
+            await streams.close()
+    records = sorted(runner.records, key=lambda record: (record.due_s, record.stream, record.index))
+    records = [msgspec.structs.replace(record, index=index) for index, record in enumerate(records)]
+    counted = [record for record in records if not record.is_warmup]
+    if not counted:
+        raise BenchError(
+            "no counted request has ended, so there is nothing to report; give a longer --duration-s, a higher --rate, "
+            "or a shorter --warmup"
+        )
+    # A trace may be shorter than the time that it was given, and an interrupted run was not given it.
+    is_timed = settings.load.trace is None and not runner.is_stopped
+    from_s, until_s = rate_window(counted, workload.end_s if is_timed else None)
+    # Neither a start and a warm-up nor the wait for a last answer may blur what the CPU did.
+    lag_s = max((late for at_s, late in runner.late if from_s <= at_s <= until_s), default=0.0)
+    cpu = meter.use(start_s + from_s, start_s + until_s, max_lag_s=lag_s)
+    warnings = doubts(counted, cpu)
+    if runner.is_stopped:
+        warnings.append("the run was interrupted: requests that had not ended then are left out")
+    if target.deployment is not None:
+        restarted = [status.name for status in target.deployment.statuses() if status.num_restarts]
+        warnings += [f"{name} died and was restarted during the run" for name in restarted]
+    return RunResult(
+        name=settings.report.name or target.model,
+        started_at=started_at.isoformat(timespec="seconds"),
+        duration_s=until_s - from_s,
+        url=target.url,
+        model=target.model,
+        settings=settings_as_given(settings),
+        environment=environment(),
+        slo=parse_slo(settings.report.slo),
+        requests=records,
+        cpu=cpu,
+        warnings=warnings,
+    )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvrelay.common.errors import SettingsError
@@ -19,15 +17,6 @@ from kvrelay.launcher.settings import LocalSettings, local_infos
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _ANSWER_S = 10.0
-_MAX_ANSWER_BYTES = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What /v1/models says."""
-
-    name: str
-    max_model_len: int | None  # tokens of prompt and output together; None: it does not say
 
 
 def local_settings(settings: BenchSettings) -> LocalSettings:
@@ -43,7 +32,7 @@ def local_settings(settings: BenchSettings) -> LocalSettings:
     return LocalSettings.of(**check(local_infos(), values, source="--serve"))
 
 
-def served_model(url: str, model: str | None, api_key: str | None) -> ServedModel:
+def served_model(url: str, model: str | None, api_key: str | None) -> str:
     """The first model that ``url`` lists, or the one named ``model``. Raises BenchError if nobody answers, or has no such model.
 
     Raises SettingsError on a key that cannot be sent.
@@ -57,8 +46,7 @@ def served_model(url: str, model: str | None, api_key: str | None) -> ServedMode
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_ANSWER_S) as answer:
-            listed = json.loads(answer.read(_MAX_ANSWER_BYTES))["data"]
-        entries = {str(entry["id"]): entry for entry in listed}
+            names = [str(entry["id"]) for entry in json.load(answer)["data"]]
     except urllib.error.HTTPError as error:
         raise BenchError(f"{address.url}/v1/models answers {error.code} {error.reason}; is --url right?") from error
     except OSError as error:
@@ -69,20 +57,7 @@ def served_model(url: str, model: str | None, api_key: str | None) -> ServedMode
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise BenchError(f"{address.url}/v1/models is no list of models; is --url right?") from error
-    if not entries:
-        raise BenchError(f"{address.url}/v1/models lists no model")
-    if model is not None and model not in entries:
-        raise BenchError(f"{address.url} does not serve {model!r}; --model must be one of {', '.join(entries)}")
-    name = model if model is not None else next(iter(entries))
-    limit = entries[name].get("max_model_len")
-    return ServedModel(name, limit if isinstance(limit, int) else None)
-
-
-def vocab_size(directory: Path) -> int | None:
-    """Of the model in ``directory``; None if its config does not say."""
-    try:
-        config = json.loads((directory / "config.json").read_text())
-        size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    except (OSError, ValueError, AttributeError):
-        return None
-    return size if isinstance(size, int) else None
+    if not names or (model is not None and model not in names):
+        asked = "a model" if model is None else repr(model)
+        raise BenchError(f"{address.url} does not serve {asked}; --model must be one of {', '.join(names) or 'none'}")
+    return model or names[0]

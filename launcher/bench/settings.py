@@ -1,6 +1,6 @@
 """Settings of ``kvrelay bench``, in groups; each group is what one part of the benchmark needs.
 
-Texts such as ``--burst "every=5s,n=4"`` are read by ``spec.py`` and ``values.py``; here is only what the command line shows.
+Texts such as ``--burst "every=5s,n=4"`` are read by ``workload.py`` and ``values.py``; here is only what the command line shows.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LoadSettings:
     requests: int | None = setting(None, "how many requests are sent, instead of a duration", minimum=1)
     warmup: str | None = setting(
         None,
-        "what comes first and is not counted: a time (5s) or a number of requests (16); 0: nothing; default: 2s, a trace: nothing",
+        "how long requests come first that are not counted, as 5s; 0: not at all; default: 2s, of a trace: not at all",
     )
     timeout_s: float = setting(300.0, "after which an answer counts as failed", unit="s", minimum=0.1)
 
@@ -87,10 +87,6 @@ class PromptSettings:
     prefix_tokens: int = setting(0, "tokens before each prompt that it shares with its group", unit="tokens", minimum=0)
     prefix_groups: int = setting(1, "groups of requests that share a prefix", minimum=1)
     token_ids: str = setting("1000-20000", "range of the random token ids; must be ids of plain text")
-    tokenizer: str | None = setting(
-        None,
-        "model directory or name whose tokenizer counts prompts of text and chats; default: a word is taken for a token",
-    )
     seed: int = setting(0, "same seed: same times, lengths and groups")
     prompt_seed: int | None = setting(
         None, "seed of the prompts' tokens; default: a new one each run, so that no prompt is in a prefix cache"

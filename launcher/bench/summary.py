@@ -118,18 +118,16 @@ def summarize(result: RunResult) -> Summary:
     return Summary(result.duration_s, streams)
 
 
-def rate_window(counted: Sequence[RequestRecord], asked_s: float | None = None) -> tuple[float, float]:
+def rate_window(counted: Sequence[RequestRecord], end_s: float | None = None) -> tuple[float, float]:
     """From the first due time until the last success, or the last sending if that is later; (0, 0) of no requests.
 
-    ``asked_s``: for how long requests were to be sent, if a time was to end them. A closed loop sends nothing while a server hangs,
+    ``end_s``: until when requests were to be sent, if a time was to end them. A closed loop sends nothing while a server hangs,
     but that time was the load's all the same.
     """
     if not counted:
         return 0.0, 0.0
-    from_s = min(record.due_s for record in counted)
-    last_sent_s = max(record.sent_s for record in counted)
-    last_success_s = max((record.finished_s for record in counted if record.error is None), default=last_sent_s)
-    return from_s, max(last_sent_s, last_success_s, from_s + (asked_s or 0.0))
+    ends = [record.sent_s if record.error is not None else record.finished_s for record in counted]
+    return min(record.due_s for record in counted), max(*ends, end_s or 0.0)
 
 
 def percentile(ordered: Sequence[float], q: float) -> float:

@@ -113,3 +113,11 @@ def parse_id_range(text: str, flag: str) -> range:
     if len(ids) < 2 or ids.start < 0:
         raise SettingsError(f"{flag} is {text!r}; write LOW-HIGH, for example 1000-20000")
     return ids
+
+
+def parse_slo(text: str | None) -> dict[str, float]:
+    """``"ttft=1s,itl=100ms,e2e=10s"`` in seconds. Raises SettingsError."""
+    if text is None:
+        return {}
+    pairs = parse_pairs(text, "--slo", ("ttft", "itl", "e2e"))
+    return {key: parse_time_s(value, f"--slo {key}") for key, value in pairs.items()}

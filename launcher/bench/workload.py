@@ -9,15 +9,24 @@ long trace would not fit into memory.
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from kvrelay.launcher.bench.spec import LoadKind, WorkloadSpec
-from kvrelay.launcher.bench.trace import TraceRow
+from kvrelay.common.errors import SettingsError
+from kvrelay.common.settings import describe
+from kvrelay.launcher.bench.settings import BenchSettings, LoadSettings, PromptSettings
+from kvrelay.launcher.bench.trace import TraceRow, read_trace
+from kvrelay.launcher.bench.values import parse_lengths, parse_pairs, parse_time_s
 
 MAIN = "main"
 BURST = "burst"
+
+_DEFAULT_CONCURRENCY = 8
+_DEFAULT_DURATION_S = 30.0
+_DEFAULT_WARMUP_S = 2.0  # the first requests after a start compile and allocate
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +35,6 @@ class Piece:
 
     key: str
     length: int  # tokens
-    is_shared: bool  # other prompts may have it too
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,36 +54,45 @@ class PlannedRequest:
         return sum(piece.length for piece in self.pieces)
 
 
+class MainLoad:
+    """Says what the n-th request of the main load is, whoever sends it when."""
+
+    def __init__(self, prompt: PromptSettings) -> None:
+        """Raises SettingsError."""
+        self._prompt = prompt
+        self._input = parse_lengths(prompt.input_len, "--input-len")
+        self._output = parse_lengths(prompt.output_len, "--output-len")
+
+    def request(self, number: int, due_s: float | None, *, is_warmup: bool) -> PlannedRequest:
+        """The ``number``-th request, from 0."""
+        prompt = self._prompt
+        chooser = random.Random(f"{prompt.seed}/{MAIN}/{number}")  # noqa: S311 - the same load is wanted at every run
+        pieces = [Piece(f"{MAIN}/{number}", self._input.draw(chooser))]
+        output_tokens = self._output.draw(chooser)
+        if prompt.prefix_tokens:
+            pieces.insert(0, Piece(f"prefix/{chooser.randrange(prompt.prefix_groups)}", prompt.prefix_tokens))
+        return PlannedRequest(MAIN, number, is_warmup, due_s, tuple(pieces), output_tokens)
+
+
 class ClosedLoop:
     """Hands out the requests of a closed loop, one after the other; knows when it is over. No clock of its own."""
 
-    def __init__(self, spec: WorkloadSpec) -> None:
-        self.concurrency = spec.concurrency
-        self._spec = spec
-        self._num_given = 0
-        self._num_counted = 0
-        self._counted_since_s: float | None = None
+    def __init__(self, load: MainLoad, concurrency: int, warmup_s: float, end_s: float | None, num: int | None) -> None:
+        """It ends at ``end_s``, or after ``num`` requests that count."""
+        self.concurrency = concurrency
+        self._load = load
+        self._warmup_s = warmup_s
+        self._end_s = math.inf if end_s is None else end_s
+        self._num_left = math.inf if num is None else num
+        self._numbers = itertools.count()
 
     def next_request(self, now_s: float) -> PlannedRequest | None:
         """The request to send at ``now_s``; None if the run is over."""
-        is_warmup = self._num_given < self._spec.warmup.num_requests or now_s < self._spec.warmup.duration_s
-        if not is_warmup:
-            if self._counted_since_s is None:
-                self._counted_since_s = now_s
-            if self._spec.num_requests is not None and self._num_counted >= self._spec.num_requests:
-                return None
-            if self._spec.duration_s is not None and now_s >= self._counted_since_s + self._spec.duration_s:
-                return None
-            self._num_counted += 1
-        self._num_given += 1
-        return self._request(self._num_given - 1, is_warmup=is_warmup)
-
-    def upcoming(self) -> Iterator[PlannedRequest]:
-        """What ``next_request`` will give, in its order and without an end; whether it is warm-up is not known before."""
-        return (self._request(place, is_warmup=False) for place in itertools.count(self._num_given))
-
-    def _request(self, number: int, *, is_warmup: bool) -> PlannedRequest:
-        return _main_request(self._spec, number, None, is_warmup=is_warmup)
+        is_warmup = now_s < self._warmup_s
+        if now_s >= self._end_s or (not is_warmup and not self._num_left):
+            return None
+        self._num_left -= not is_warmup
+        return self._load.request(next(self._numbers), None, is_warmup=is_warmup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,133 +101,122 @@ class Workload:
 
     timed: tuple[PlannedRequest, ...]  # in order of due_s
     closed: ClosedLoop | None
+    end_s: float | None  # of sending, since the start of the run, if a time ends it; a trace may be over before
 
 
-def plan_workload(spec: WorkloadSpec, trace: Sequence[TraceRow] = ()) -> Workload:
-    """Plan everything. ``trace`` is for LoadKind.TRACE, as ``read_trace`` gives it."""
-    closed: ClosedLoop | None = None
-    if spec.kind is LoadKind.CONCURRENCY:
-        assert spec.duration_s is not None or spec.burst is None, "bursts need an end"
-        closed = ClosedLoop(spec)
-        main: list[PlannedRequest] = []
-        end_s = spec.warmup.duration_s + (spec.duration_s or 0.0)
-        counted_from_s = spec.warmup.duration_s
-    else:
-        main = list(_trace_requests(spec, trace) if spec.kind is LoadKind.TRACE else _rate_requests(spec))
-        counted_from_s, end_s = _counted_time(spec, main)
-    requests = main
-    if spec.burst is not None:
-        bursts = _burst_requests(spec, counted_from_s, end_s)
-        requests = sorted([*main, *bursts], key=lambda request: request.due_s or 0.0)
-    return Workload(tuple(requests), closed)
-
-
-def arrivals_s(rate: float, *, is_poisson: bool, seed: int) -> Iterator[float]:
-    """Endless due times of ``rate`` requests a second: constant gaps from 0 on, or a Poisson process."""
-    if not is_poisson:
-        yield from (number / rate for number in itertools.count())
-    chooser = random.Random(f"{seed}/arrivals")  # noqa: S311 - the same load is wanted at every run
-    time_s = 0.0
-    while True:
-        time_s += chooser.expovariate(rate)
-        yield time_s
-
-
-def poisson_times_s(rate: float, start_s: float, end_s: float, seed: int) -> list[float]:
-    """A Poisson process from ``start_s`` to ``end_s``, given that it has as many events as expected.
-
-    Given their number, the events of a Poisson process are independent and uniform. Without that, 10 s at 2 a second are 11 to
-    29 requests in 95 of 100 runs, and short runs measure luck.
-    """
-    chooser = random.Random(f"{seed}/arrivals/{start_s}")  # noqa: S311
-    num = max(1, round(rate * (end_s - start_s)))
-    return sorted(chooser.uniform(start_s, end_s) for _ in range(num))
-
-
-def _rate_requests(spec: WorkloadSpec) -> Iterator[PlannedRequest]:
-    times = arrivals_s(spec.rate, is_poisson=spec.is_poisson, seed=spec.seed)
-    if spec.is_poisson and spec.duration_s is not None and not spec.warmup.num_requests:
-        counted_s = spec.warmup.duration_s
-        warmup = poisson_times_s(spec.rate, 0.0, counted_s, spec.seed) if counted_s else []
-        times = iter([*warmup, *poisson_times_s(spec.rate, counted_s, counted_s + spec.duration_s, spec.seed)])
-    for number, time_s, is_warmup in _until_end(spec, times):
-        yield _main_request(spec, number, time_s, is_warmup=is_warmup)
-
-
-def _trace_requests(spec: WorkloadSpec, trace: Sequence[TraceRow]) -> Iterator[PlannedRequest]:
-    times = (row.timestamp / 1e3 / spec.trace_speed for row in trace)
-    for number, time_s, is_warmup in _until_end(spec, times):
-        row = trace[number]
-        yield PlannedRequest(
-            MAIN,
-            number,
-            is_warmup,
-            time_s,
-            _trace_pieces(row, number, spec.trace_block_tokens),
-            max(1, row.output_length),
+def plan_workload(settings: BenchSettings) -> Workload:
+    """Plan everything. Raises SettingsError on whatever is wrong with the load, or with its trace."""
+    load, prompt = settings.load, settings.prompt
+    kinds = (("--rate", load.rate), ("--concurrency", load.concurrency), ("--trace", load.trace))
+    if len(given := [flag for flag, value in kinds if value is not None]) > 1:
+        raise SettingsError(
+            f"{' and '.join(given)} are given; one of them decides when requests are sent, leave the others out"
         )
+    if load.duration_s is not None and load.requests is not None:
+        raise SettingsError("--duration-s and --requests are both given; one of them ends the run, leave the other out")
+    warmup_s = _DEFAULT_WARMUP_S if load.trace is None else 0.0
+    if load.warmup is not None:
+        warmup_s = parse_time_s(load.warmup, "--warmup")
+    end_s = None if load.duration_s is None else warmup_s + load.duration_s
+    if end_s is None and load.requests is None and load.trace is None:
+        end_s = warmup_s + _DEFAULT_DURATION_S
+    main_load = MainLoad(prompt)
+    main: list[PlannedRequest] = []
+    closed: ClosedLoop | None = None
+    if load.trace is not None:
+        _check_trace(prompt)
+        main = _trace_requests(load, read_trace(Path(load.trace)), warmup_s, end_s)
+    elif load.rate is not None:
+        times = _due_times_s(load, load.rate, prompt.seed, warmup_s, end_s)
+        main = [main_load.request(i, time_s, is_warmup=time_s < warmup_s) for i, time_s in enumerate(times)]
+    else:
+        closed = ClosedLoop(main_load, load.concurrency or _DEFAULT_CONCURRENCY, warmup_s, end_s, load.requests)
+    if load.burst is not None:
+        last_s = end_s if closed is not None or end_s is not None else main[-1].due_s if main else 0.0
+        if last_s is None:
+            raise SettingsError(
+                "--burst comes at fixed times, so with --concurrency the run needs a fixed end: give --duration-s "
+                "instead of --requests"
+            )
+        main += _burst_requests(load.burst, prompt.seed, warmup_s, last_s)
+    return Workload(tuple(sorted(main, key=lambda request: request.due_s or 0.0)), closed, end_s)
 
 
-def _until_end(spec: WorkloadSpec, times: Iterator[float]) -> Iterator[tuple[int, float, bool]]:
-    """(number, due time, whether it is warm-up), up to the last request that counts.
+def _due_times_s(load: LoadSettings, rate: float, seed: int, warmup_s: float, end_s: float | None) -> Iterable[float]:
+    """Until ``end_s``, or until ``load.requests`` have come after the warm-up.
 
-    The counted time begins where the warm-up's seconds end, or with the first request after the warm-up's.
+    Given their number, the events of a Poisson process are independent and uniform. With a duration their number is what the rate
+    says: else 10 s at 2 a second are 11 to 29 requests in 95 of 100 runs, and short runs measure luck.
     """
+    num_warmup = math.ceil(warmup_s * rate)
+    if load.arrival == "constant":
+        if end_s is not None:
+            return itertools.takewhile(lambda time_s: time_s < end_s, (place / rate for place in itertools.count()))
+        return (place / rate for place in range(num_warmup + (load.requests or 0)))
+    chooser = random.Random(f"{seed}/arrivals")  # noqa: S311
+    warmup = sorted(chooser.uniform(0.0, warmup_s) for _ in range(num_warmup))
+    if end_s is not None:
+        num = max(1, round(rate * (end_s - warmup_s)))
+        return [*warmup, *sorted(chooser.uniform(warmup_s, end_s) for _ in range(num))]
+    gaps = (chooser.expovariate(rate) for _ in range(load.requests or 0))
+    return [*warmup, *(warmup_s + time_s for time_s in itertools.accumulate(gaps))]
+
+
+def _trace_requests(
+    load: LoadSettings, trace: Iterable[TraceRow], warmup_s: float, end_s: float | None
+) -> list[PlannedRequest]:
+    requests: list[PlannedRequest] = []
     num_counted = 0
-    counted_from_s: float | None = None
-    for number, time_s in enumerate(times):
-        is_warmup = spec.warmup.covers(number, time_s)
-        if not is_warmup:
-            if counted_from_s is None:
-                counted_from_s = time_s if spec.warmup.num_requests else spec.warmup.duration_s
-            if spec.num_requests is not None and num_counted >= spec.num_requests:
-                return
-            if spec.duration_s is not None and time_s >= counted_from_s + spec.duration_s:
-                return
-            num_counted += 1
-        yield number, time_s, is_warmup
+    for number, row in enumerate(trace):
+        time_s = row.timestamp / 1e3 / load.trace_speed
+        if (end_s is not None and time_s >= end_s) or num_counted == load.requests:
+            break
+        num_counted += time_s >= warmup_s
+        pieces = tuple(_trace_pieces(row, number, load.trace_block_tokens))
+        requests.append(PlannedRequest(MAIN, number, time_s < warmup_s, time_s, pieces, max(1, row.output_length)))
+    return requests
 
 
-def _counted_time(spec: WorkloadSpec, main: Sequence[PlannedRequest]) -> tuple[float, float]:
-    """From when on bursts count, and when they end: with the main load."""
-    counted = [request.due_s or 0.0 for request in main if not request.is_warmup]
-    first_s = counted[0] if counted and spec.warmup.num_requests else spec.warmup.duration_s
-    if spec.duration_s is not None:
-        return first_s, first_s + spec.duration_s
-    return first_s, counted[-1] if counted else first_s
-
-
-def _burst_requests(spec: WorkloadSpec, counted_from_s: float, end_s: float) -> Iterator[PlannedRequest]:
-    burst = spec.burst
-    assert burst is not None
-    for number in itertools.count():
-        time_s = (number // burst.num + 1) * burst.every_s
-        if time_s >= end_s:
-            return
-        chooser = random.Random(f"{spec.seed}/{BURST}/{number}")  # noqa: S311
-        piece = Piece(f"{BURST}/{number}", burst.input.draw(chooser), is_shared=False)
-        yield PlannedRequest(BURST, number, time_s < counted_from_s, time_s, (piece,), burst.output.draw(chooser))
-
-
-def _main_request(spec: WorkloadSpec, number: int, due_s: float | None, *, is_warmup: bool) -> PlannedRequest:
-    # Seeded by its number: what the n-th request is does not depend on who sends the others.
-    chooser = random.Random(f"{spec.seed}/{MAIN}/{number}")  # noqa: S311
-    own = Piece(f"{MAIN}/{number}", spec.input.draw(chooser), is_shared=False)
-    output_tokens = spec.output.draw(chooser)
-    if not spec.prefix_tokens:
-        return PlannedRequest(MAIN, number, is_warmup, due_s, (own,), output_tokens)
-    group = chooser.randrange(spec.prefix_groups)
-    prefix = Piece(f"prefix/{group}", spec.prefix_tokens, is_shared=True)
-    return PlannedRequest(MAIN, number, is_warmup, due_s, (prefix, own), output_tokens)
-
-
-def _trace_pieces(row: TraceRow, number: int, block_tokens: int) -> tuple[Piece, ...]:
-    pieces: list[Piece] = []
+def _trace_pieces(row: TraceRow, number: int, block_tokens: int) -> Iterator[Piece]:
     rest = row.input_length
     for block in row.hash_ids:
         if rest > 0:
-            pieces.append(Piece(f"block/{block}", min(rest, block_tokens), is_shared=True))
+            yield Piece(f"block/{block}", min(rest, block_tokens))
             rest -= block_tokens
     if rest > 0:  # the trace names fewer blocks than the prompt has: nobody shares the rest
-        pieces.append(Piece(f"{MAIN}/{number}", rest, is_shared=False))
-    return tuple(pieces)
+        yield Piece(f"{MAIN}/{number}", rest)
+
+
+def _check_trace(prompt: PromptSettings) -> None:
+    """A trace has lengths and shared prefixes of its own; others must not be asked for in vain."""
+    for info in describe(PromptSettings):
+        is_decided = info.name in ("input_len", "output_len", "prefix_tokens", "prefix_groups")
+        if is_decided and getattr(prompt, info.name) != info.default:
+            raise SettingsError(
+                f"{info.flag} and --trace are both given, but a trace says itself how long prompts and answers are and what they "
+                f"share; leave {info.flag} out, or give --rate instead of --trace"
+            )
+
+
+def _burst_requests(text: str, seed: int, warmup_s: float, end_s: float) -> Iterator[PlannedRequest]:
+    """Of ``"every=5s,n=4,input=1500,output=16"``; input and output have defaults. Raises SettingsError."""
+    pairs = parse_pairs(text, "--burst", ("every", "n", "input", "output"))
+    if missing := [key for key in ("every", "n") if key not in pairs]:
+        raise SettingsError(
+            f"--burst is {text!r}; it needs {' and '.join(missing)}, as in every=5s,n=4,input=1500,output=16"
+        )
+    every_s = parse_time_s(pairs["every"], "--burst every")
+    if every_s < 0.001:
+        raise SettingsError(f"--burst every is {pairs['every']!r}; it must be at least 1ms")
+    if not pairs["n"].isdecimal() or int(pairs["n"]) < 1:
+        raise SettingsError(f"--burst n is {pairs['n']!r}; it must be a whole number of at least 1")
+    num = int(pairs["n"])
+    input_len = parse_lengths(pairs.get("input", "1500"), "--burst input")
+    output_len = parse_lengths(pairs.get("output", "16"), "--burst output")
+    for number in itertools.count():
+        time_s = (number // num + 1) * every_s
+        if time_s >= end_s:
+            return
+        chooser = random.Random(f"{seed}/{BURST}/{number}")  # noqa: S311
+        piece = Piece(f"{BURST}/{number}", input_len.draw(chooser))
+        yield PlannedRequest(BURST, number, time_s < warmup_s, time_s, (piece,), output_len.draw(chooser))

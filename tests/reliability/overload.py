@@ -70,7 +70,7 @@ async def offer(up: Fleet, factor: float, seconds: float, seed: int) -> Outcome:
         prompt = [chance.randrange(1000, 20_000) for _ in range(PROMPT_TOKENS)]
         body = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "stream": True, "ignore_eos": True}
         usage = {"stream_options": {"include_usage": True}}
-        ask = client.ask(json.dumps(body | usage).encode(), exact_tokens=OUTPUT_TOKENS, on_chunk=lambda: None)
+        ask = client.ask(json.dumps(body | usage).encode(), exact_tokens=OUTPUT_TOKENS)
         tasks.append(asyncio.create_task(ask))
     answers = await asyncio.gather(*tasks)
     await streams.close()

@@ -11,10 +11,9 @@ import pytest
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.launcher.bench.client import Answer as ClientAnswer
-from kvrelay.launcher.bench.client import StreamingClient
+from kvrelay.launcher.bench.client import EventSplitter, StreamingClient
 from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.records import TtftParts
-from kvrelay.launcher.bench.sse import EventSplitter
 from tests.launcher.bench.stub_server import Answer, Request, StubServer, as_asked, completion, event
 
 
@@ -38,9 +37,7 @@ async def ask(
     prompts = {"completions": {"prompt": [1, 2]}, "text": {"prompt": "x y"}, "chat": {"messages": [{"content": "x"}]}}
     body = {"max_tokens": 3, **prompts[api]}
     try:
-        return [
-            await client.ask(json.dumps(body).encode(), exact_tokens=exact, on_chunk=lambda: None) for _ in range(num)
-        ]
+        return [await client.ask(json.dumps(body).encode(), exact_tokens=exact) for _ in range(num)]
     finally:
         await streams.close()
 
@@ -180,13 +177,6 @@ async def test_connections_are_used_again_also_after_errors(server: StubServer) 
     got = await ask(server, 6)
     assert [answer.error for answer in got] == ["http 503", None] * 3
     assert server.num_connections == 1
-
-
-async def test_a_connection_that_was_closed_while_idle_is_not_an_error(server: StubServer) -> None:
-    server.answer = lambda _: Answer(completion(["a"], usage=(2, 1)), closes=True)
-    got = await ask(server, 4)
-    assert [answer.error for answer in got] == [None] * 4
-    assert len(server.requests) == 4
 
 
 async def test_cancelling_closes_the_connection(server: StubServer) -> None:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 
 import pytest
 
 from kvrelay.common.settings import build
-from kvrelay.launcher.bench.bodies import BodySpec, BodyWriter
+from kvrelay.launcher.bench.bodies import BodyWriter
+from kvrelay.launcher.bench.client import Answer as ClientAnswer
 from kvrelay.launcher.bench.client import StreamingClient
 from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.load import LoadRunner
 from kvrelay.launcher.bench.records import RequestRecord
 from kvrelay.launcher.bench.settings import BenchSettings
-from kvrelay.launcher.bench.spec import workload_spec
 from kvrelay.launcher.bench.workload import plan_workload
 from tests.launcher.bench.stub_server import Answer, Request, StubServer, as_asked
-
-BODY = BodySpec("stub", "completions", 1)
 
 
 @pytest.fixture
@@ -36,12 +34,11 @@ def runner_for(streams: HttpStreams, client: type[StreamingClient] = StreamingCl
     def clock() -> float:
         return time.monotonic() - started_s
 
+    settings = build(BenchSettings, {"output_len": "2", "input_len": "4", "warmup": "0", "prompt_seed": 1, **values})
     return LoadRunner(
         client(streams, "completions", timeout_s=20, clock=clock),
-        BodyWriter(BODY),
-        plan_workload(
-            workload_spec(build(BenchSettings, {"output_len": "2", "input_len": "4", "warmup": "0", **values}))
-        ),
+        BodyWriter(settings, "stub"),
+        plan_workload(settings),
         clock=clock,
         exact_output=True,
     )
@@ -74,12 +71,13 @@ async def test_the_open_loop_does_not_wait_for_answers(server: StubServer) -> No
     server.answer = holding = Holding(12)  # nothing is answered before all have come
     streams = HttpStreams(ServerAddress(server.url), {})
     runner = runner_for(streams, rate=100, requests=12)
-    records = await runner.run()
+    await runner.run()
     await streams.close()
+    records = runner.records
     assert holding.most == 12
     assert sorted(record.index for record in records) == list(range(12))
     assert all(record.error is None and record.sent_s >= record.due_s for record in records)
-    assert (runner.counts.sent, runner.counts.answered, runner.counts.chunks) == (12, 12, 24)
+    assert runner.num_sent == 12
     assert {(record.prompt_tokens, record.output_tokens, len(record.chunk_s)) for record in records} == {(4, 2, 2)}
 
 
@@ -94,11 +92,12 @@ async def test_the_closed_loop_keeps_its_concurrency(server: StubServer) -> None
 
     server.answer = holding = Holding(3)
     streams = HttpStreams(ServerAddress(server.url), {})
-    records = await runner_for(streams, Client, concurrency=3, requests=20, warmup="4").run()
+    runner = runner_for(streams, Client, concurrency=3, requests=20)
+    await runner.run()
     await streams.close()
+    records = runner.records
     assert holding.most == 3
-    assert len(records) == 24
-    assert sum(record.is_warmup for record in records) == 4
+    assert len(records) == 20
     assert server.num_connections == 3
     # Each place is free when its answer before has ended: what passes until the next sending is the generator's.
     assert all(record.due_s in {0.0, *ends} for record in records)
@@ -135,7 +134,49 @@ async def test_stop_gives_up_what_is_under_way_and_keeps_what_ended(server: Stub
     task = asyncio.create_task(runner.run())
     await arrived.wait()
     runner.stop()
-    records = await task
+    await task
     await streams.close()
-    assert [record.error for record in records] == [None, None]
+    assert [record.error for record in runner.records] == [None, None]
     assert runner.is_stopped
+
+
+async def test_a_closed_loop_that_begins_late_is_late() -> None:
+    """Nothing is planned for a time, but its places should have been full from the start of the run on."""
+    runner = simple_runner(concurrency=2, requests=2)
+    await runner.run()
+    assert [record.due_s for record in runner.records] == [0.0, 0.0]
+
+
+async def test_between_requests_that_are_due_together_chunks_are_noted() -> None:
+    """A chunk, as from a socket, comes in the next turn of the loop."""
+    events: list[str] = []
+
+    def on_ask() -> None:
+        events.append("sent")
+        asyncio.get_running_loop().call_soon(events.append, "chunk")
+
+    await simple_runner(on_ask, rate=100, requests=10).run()
+    assert events.count("sent") == 10
+    assert "sent sent sent sent" not in " ".join(events)
+
+
+async def test_a_mistake_of_ours_ends_the_run() -> None:
+    def on_ask() -> None:
+        raise ZeroDivisionError("a bug")
+
+    for values in ({"rate": 10, "requests": 2}, {"concurrency": 2, "requests": 4}):
+        with pytest.raises(ExceptionGroup):
+            await simple_runner(on_ask, **values).run()
+
+
+def simple_runner(on_ask: Callable[[], None] = lambda: None, **values: Any) -> LoadRunner:
+    """Its clock says 100 s; every request is answered at once."""
+
+    class Client:
+        async def ask(self, body: bytes, *, exact_tokens: int | None) -> ClientAnswer:
+            on_ask()
+            return ClientAnswer(sent_s=100.0, output_tokens=2)
+
+    settings = build(BenchSettings, {"warmup": "0", "prompt_seed": 1, **values})
+    client, writer = cast(StreamingClient, Client()), BodyWriter(settings, "stub")
+    return LoadRunner(client, writer, plan_workload(settings), clock=lambda: 100.0, exact_output=True)

@@ -104,7 +104,7 @@ async def test_what_a_gateway_says_of_the_first_two_tokens_leaves_no_more_than_w
             "model": "tiny", "prompt": list(range(3, 40)), "max_tokens": 5, "temperature": 0, "stream": True,
             "ignore_eos": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        answer = await client.ask(json.dumps(body).encode(), exact_tokens=5, on_chunk=lambda: None)
+        answer = await client.ask(json.dumps(body).encode(), exact_tokens=5)
         await streams.close()
     assert answer.error is None, answer.error_text
     assert min(prefill.held_s, decode.held_s) >= Held.HELD_S

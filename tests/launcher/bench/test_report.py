@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from kvrelay.launcher.bench.records import ResultFileError, RunResult, read_result
-from kvrelay.launcher.bench.report import cpu_line, print_report, rate_text, time_text
-from kvrelay.launcher.bench.result_file import write_result
+from kvrelay.launcher.bench.report import cpu_line, print_report, rate_text, time_text, write_result
 from tests.launcher.bench.results import CPU, PARTS, result
 
 
@@ -89,7 +88,7 @@ def test_times(seconds: float, text: str) -> None:
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "result.json"
+    path = tmp_path / "result.json"
     write_result(path, result())
     assert read_result(path) == result()
 

@@ -102,8 +102,8 @@ def test_the_time_in_which_requests_were_sent_counts_also_if_they_failed() -> No
 def test_a_closed_loop_that_stands_still_does_not_shorten_the_time() -> None:
     """All answers came in 3 of 60 seconds; from then on the server hung, and nothing was sent."""
     hung = record(1, due_s=3.0, sent_s=3.0, finished_s=303.0, chunk_s=[], error="timeout")
-    assert rate_window([record(), hung], asked_s=60.0) == (0.0, 60.0)
-    assert rate_window([record(finished_s=70.0)], asked_s=60.0) == (0.0, 70.0)
+    assert rate_window([record(), hung], end_s=60.0) == (0.0, 60.0)
+    assert rate_window([record(finished_s=70.0)], end_s=60.0) == (0.0, 70.0)
 
 
 def test_streams_are_reported_apart_and_together() -> None:
