@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -121,35 +120,6 @@ async def test_defaults_are_openais(
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
-
-REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "top_logprobs alone": (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
-    "a long chat": (CHAT, {"messages": [{"role": "user", "content": "relay " * 900}]}, "messages", "512"),
-    "a million bad ids": (TEXT, {"prompt": [-1] * 1_000_000}, "prompt", "greater than or equal to 0"),
-    "a large id": (TEXT, {"prompt": [1, 300]}, "prompt", "0 to 299"),
-    **{
-        name: (TEXT, {"prompt": "x", name: value}, name, "not supported")
-        for name, value in {
-            "suffix": "x",
-            "functions": [{"name": "f"}],
-            "audio": {"voice": "x"},
-            "chat_template": "{{ messages }}",
-            "web_search_options": {},
-        }.items()
-    },
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-async def test_what_cannot_be_served_is_refused_by_name(model_directory: Path, name: str) -> None:
-    path, body, param, text = REFUSED[name]
-    async with app_for(model_directory, saying("x"), max_body_bytes=8_000_000) as app:
-        async with asyncio.timeout(5):
-            error = (await app.post(path, 400, **body))["error"]
-        assert (error["param"], error["type"]) == (param, "invalid_request_error")
-        assert text in error["message"]
-        assert len(error["message"]) < 400
-        assert not app.player.submits
 
 
 async def test_bodies(model_directory: Path) -> None:

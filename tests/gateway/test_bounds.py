@@ -38,7 +38,6 @@ class Route:
 
 
 USER = {"role": "user", "content": "x"}
-TOOL = {"type": "function", "function": {"name": "weather"}}
 ROUTES = (
     Route(CHAT, {"messages": [USER]}, ChatBody),
     Route(TEXT, {"prompt": "x"}, CompletionBody),
@@ -166,53 +165,3 @@ def _is_number(value: Any) -> bool:
     while isinstance(value, list | dict) and value:
         value = next(iter(value.values())) if isinstance(value, dict) else value[0]
     return isinstance(value, int | float) and math.isfinite(value) and value != 1.5
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
-        (CHAT, {"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
-        (CHAT, {"tool_choice": "required"}, "tool_choice"),
-        (CHAT, {"tools": [TOOL], "tool_choice": "required", "use_beam_search": True}, "tools"),
-        (CHAT, {"max_completion_tokens": 10**30}, "max_completion_tokens"),
-        (TEXT, {"max_tokens": 10**30}, "max_tokens"),
-        (TEXT, {"min_tokens": 10**30}, "min_tokens"),
-        (TEXT, {"max_tokens": 0, "use_beam_search": True}, "max_tokens"),
-        (TEXT, {"max_tokens": 0, "guided_regex": "a"}, "max_tokens"),
-        (TEXT, {"prompt": [300]}, "prompt"),
-        ("/v1/responses", {"max_output_tokens": 10**30}, "max_output_tokens"),
-        ("/v1/responses", {"tool_choice": "required"}, "tool_choice"),
-        *(
-            (TEXT, {"use_beam_search": True, name: value}, name)
-            for name, value in (
-                ("top_k", 5),
-                ("top_p", 0.5),
-                ("min_p", 0.5),
-                ("typical_p", 0.5),
-                ("repetition_penalty", 1.5),
-                ("presence_penalty", 0.5),
-                ("frequency_penalty", -0.5),
-                ("logit_bias", {"5": 1}),
-                ("allowed_token_ids", [5]),
-                ("bad_words", ["x"]),
-                ("watermark", True),
-                ("min_tokens", 2),
-                ("prompt_logprobs", 1),
-                ("ignore_eos", True),
-                ("guided_choice", ["a"]),
-                ("structured_outputs", {"grammar": 'root ::= "a"'}),
-            )
-        ),
-        *((TEXT, {name: value}, name) for name, value in (("beam_width", 2), ("early_stopping", True))),
-    ],
-)
-async def test_what_contradicts_itself_or_the_model_is_named(
-    model_directory: Path, path: str, fields: dict[str, Any], param: str
-) -> None:
-    body = next(route.body for route in ROUTES if route.path == path)
-    async with app_for(model_directory, good) as app:
-        error = (await app.post(path, 400, **{**body, **fields}))["error"]
-        assert error["param"] == param, error
-        assert param in error["message"]
-        assert app.player.submits == []

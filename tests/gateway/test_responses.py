@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pytest
 
 from kvrelay.common.sampling import FinishReason, GuideKind
 from kvrelay.gateway.response_items import ResponseItems
@@ -164,27 +163,6 @@ async def test_formats_and_log_probabilities(model_directory: Path) -> None:
         assert part.type == "output_text"
         assert part.logprobs is not None
         assert "".join(entry.token for entry in part.logprobs) == "{}"
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "text"),
-    [
-        ({"input": []}, "input", "at least 1"),
-        ({"input": [{"type": "web_search_call"}]}, "input[0]", "function_call_output"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "text part"),
-        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0]", "arguments"),
-        ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", "whole conversation"),
-        ({"input": "x", "background": True}, "background", "not supported"),
-        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text", "no schema"),
-        ({"input": "x", "temperature": 3}, "temperature", "less than or equal to 2"),
-        ({"input": "x", "max_output_tokens": 9999}, "max_output_tokens", "2048"),
-    ],
-)
-async def test_what_is_wrong_is_named(model_directory: Path, fields: dict[str, Any], param: str, text: str) -> None:
-    async with app_for(model_directory, saying("x"), num_blocks=512) as app:
-        error = (await app.post(ROUTE, 400, **fields))["error"]
-        assert error["param"] == param
-        assert text in error["message"]
 
 
 def test_items_follow_one_another_and_are_told_in_order() -> None:
