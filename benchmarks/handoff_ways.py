@@ -6,11 +6,13 @@ import queue
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import zmq
 from handoff_pools import Pool, Sizes, WholePool
 from prometheus_client import CollectorRegistry
+from sides import Side, heard
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.memory import keep_freed_memory
@@ -36,10 +38,58 @@ PLAIN = "frames"  # its processes keep glibc as it comes, the others set it as k
 ANSWER_S = 60.0  # a side that says nothing for so long has failed
 
 
-def split_way(way: str) -> tuple[str, int]:
-    """The way's name and its number of data sockets: ``verified@2`` has two, ``verified`` one."""
-    name, _, sockets = way.partition("@")
-    return name, int(sockets or 1)
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How blocks go: a name of :mod:`handoff`'s, and over how many data sockets or rings, each with a thread at either end."""
+
+    name: str
+    num_sockets: int = 1
+
+    @classmethod
+    def of(cls, text: str) -> Way:
+        """``verified@2`` has two sockets, ``verified`` one."""
+        name, _, number = text.partition("@")
+        return cls(name, int(number or 1))
+
+    @property
+    def is_plain(self) -> bool:
+        """Without kvrelay."""
+        return self.name.startswith("frames")
+
+    @property
+    def is_shared(self) -> bool:
+        """Through shared memory."""
+        return self.name.startswith("shared")
+
+    @property
+    def seals_kv(self) -> bool:
+        """With AES-256-GCM."""
+        return self.name.endswith("sealed")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One way's figures in one round."""
+
+    seconds: float
+    sender_cpu_s: float
+    receiver_cpu_s: float
+
+
+def run_round(sender: Side, receiver: Side, digest: str | None = None) -> Round:
+    """One round of two processes that run ``receive_rounds`` and ``send_rounds``.
+
+    ``digest``: of what is sent. With it the receiver's pool is emptied before, and RuntimeError is raised if it has other bytes
+    afterwards.
+    """
+    receiver.tell(digest is not None)
+    receiver.hear()
+    sender.tell(True)
+    receiver_cpu_s, received = receiver.hear()
+    seconds, sender_cpu_s = sender.hear()
+    if received != digest:
+        raise RuntimeError(f"the receiver's pool does not hold what was sent ({received})")
+    return Round(seconds, sender_cpu_s, receiver_cpu_s)
 
 
 # -- the receiving process ---------------------------------------------------------------------------------------------
@@ -70,26 +120,23 @@ class KvrelayReceiver:
         pool: Pool,
         sizes: Sizes,
         peer: Connection,
-        *,
-        seals_kv: bool,
-        is_shared: bool = False,
-        data_sockets: int = 1,
+        way: Way,
         settle: Callable[[], None] | None = None,
     ) -> None:
-        """``data_sockets``: threads that take blocks. ``settle``: waits until received blocks are where they belong."""
+        """``settle``: waits until received blocks are where they belong."""
         self._settle = settle
         self._ends, self._peer, self._codec = LeaseEnds(), peer, Codec()
         settings = LeaseSettings(
-            EPOCH, FINGERPRINT, BLOCK_SIZE, ttl_s=ANSWER_S, seals_kv=seals_kv, num_receivers=data_sockets
+            EPOCH, FINGERPRINT, BLOCK_SIZE, ttl_s=ANSWER_S, seals_kv=way.seals_kv, num_receivers=way.num_sockets
         )
         metrics = WireMetrics(CollectorRegistry())
         # One block more than is sent: a lease has room for the first token behind the prompt.
         self._leases = LeaseTable(settings, WholePool(sizes.num_blocks + 1), pool, self._ends, metrics, time.monotonic)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_network_threads(data_sockets))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_network_threads(way.num_sockets))
         self._receiver: BlockReceiver | SharedReceiver
-        if is_shared:
+        if way.is_shared:
             self._receiver = SharedReceiver(
-                SharedPlace(), self._leases, sizes.block_nbytes, metrics, num_threads=data_sockets
+                SharedPlace(), self._leases, sizes.block_nbytes, metrics, num_threads=way.num_sockets
             )
             self._receiver.start()
             self.address = self._receiver.name
@@ -99,7 +146,7 @@ class KvrelayReceiver:
             self._leases,
             sizes.block_nbytes,
             context=self._context,
-            num_threads=data_sockets,
+            num_threads=way.num_sockets,
         )
         self._receiver.start()
         self.address = self._receiver.address
@@ -146,32 +193,31 @@ class ZmqReceiver:
         self._socket.close(linger=0)
 
 
-def receive(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> None:
-    """The receiving process: a round for every word of the parent, until it says nothing."""
-    name, sockets = split_way(way)
-    if name != PLAIN:
+def receive(parent: Connection, sizes: Sizes, way: Way, peer: Connection) -> None:
+    """The receiving process. Tells its address, then receives rounds."""
+    if way.name != PLAIN:
         keep_freed_memory()
     pool = Pool(sizes)
-    makers: dict[str, Callable[[], KvrelayReceiver | ZmqReceiver]] = {
-        PLAIN: lambda: ZmqReceiver(sizes, peer),
-        "frames-kept": lambda: ZmqReceiver(sizes, peer),
-        "verified": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=False, data_sockets=sockets),
-        "sealed": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=True, data_sockets=sockets),
-        "shared": lambda: KvrelayReceiver(pool, sizes, peer, seals_kv=False, is_shared=True, data_sockets=sockets),
-        "shared-sealed": lambda: KvrelayReceiver(
-            pool, sizes, peer, seals_kv=True, is_shared=True, data_sockets=sockets
-        ),
-    }
-    receiver = makers[name]()
+    receiver = ZmqReceiver(sizes, peer) if way.is_plain else KvrelayReceiver(pool, sizes, peer, way)
     parent.send(receiver.address)
-    while (is_checked := parent.recv()) is not None:
+    receive_rounds(parent, receiver, pool.clear, pool.digest)
+
+
+def receive_rounds(
+    parent: Connection,
+    receiver: KvrelayReceiver | ZmqReceiver,
+    clear: Callable[[], None],
+    digest: Callable[[], str],
+) -> None:
+    """A round for every word of the parent, until None; on a true one of an empty pool, whose digest is told afterwards."""
+    for is_checked in heard(parent):
         if is_checked:
-            pool.bytes[:] = bytes(sizes.nbytes)
+            clear()
         parent.send(None)  # ready
         cpu_s = time.process_time()
         receiver.run()
         cpu_s = time.process_time() - cpu_s
-        parent.send((cpu_s, pool.digest() if is_checked else None))
+        parent.send((cpu_s, digest() if is_checked else None))
     receiver.close()
 
 
@@ -217,26 +263,22 @@ class KvrelaySender:
         sizes: Sizes,
         peer: Connection,
         address: str,
-        *,
-        seals_kv: bool,
-        is_shared: bool = False,
-        data_sockets: int = 1,
+        way: Way,
     ) -> None:
-        """``data_sockets``: connections."""
         self._sizes, self._control = sizes, PipeControl(peer)
         metrics = WireMetrics(CollectorRegistry())
         # Without shared memory it would go over TCP, to nobody: that ends with an error, not with a figure.
-        shared = SharedTarget(address, SharedPlace(), sizes.block_nbytes) if is_shared else None
-        address = "tcp://127.0.0.1:9" if is_shared else address
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_network_threads(data_sockets))
+        shared = SharedTarget(address, SharedPlace(), sizes.block_nbytes) if way.is_shared else None
+        address = "tcp://127.0.0.1:9" if way.is_shared else address
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(num_network_threads(way.num_sockets))
         self._sender = BlockSender(
             address,
             metrics=metrics,
             context=self._context,
             shared=shared,
-            num_sockets=data_sockets,
+            num_sockets=way.num_sockets,
         )
-        self._link = DecodeLink(self._control, self._sender, seals_kv)
+        self._link = DecodeLink(self._control, self._sender, way.seals_kv)
         self._transfers = TransferTable(pool, TransferEnds(), TransferSettings(), metrics, time.monotonic)
         self._num_rounds = 0
 
@@ -298,10 +340,9 @@ class ZmqSender:
         self._socket.close(linger=0)
 
 
-def send(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> None:
-    """The sending process: a round for every word of the parent, until it says nothing."""
-    name, sockets = split_way(way)
-    if name != PLAIN:
+def send(parent: Connection, sizes: Sizes, way: Way, peer: Connection) -> None:
+    """The sending process. Hears the receiver's address, tells its pool's digest, then sends rounds."""
+    if way.name != PLAIN:
         keep_freed_memory()
     pool = Pool(sizes)
     block = secrets.token_bytes(sizes.block_nbytes)
@@ -309,21 +350,14 @@ def send(sizes: Sizes, way: str, parent: Connection, peer: Connection) -> None:
         pool.open_write(index)[:] = block
         pool.open_write(index)[:8] = index.to_bytes(8, "little")
     address: str = parent.recv()
-    makers: dict[str, Callable[[], KvrelaySender | ZmqSender]] = {
-        PLAIN: lambda: ZmqSender(pool, sizes, peer, address),
-        "frames-kept": lambda: ZmqSender(pool, sizes, peer, address),
-        "verified": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=False, data_sockets=sockets),
-        "sealed": lambda: KvrelaySender(pool, sizes, peer, address, seals_kv=True, data_sockets=sockets),
-        "shared": lambda: KvrelaySender(
-            pool, sizes, peer, address, seals_kv=False, is_shared=True, data_sockets=sockets
-        ),
-        "shared-sealed": lambda: KvrelaySender(
-            pool, sizes, peer, address, seals_kv=True, is_shared=True, data_sockets=sockets
-        ),
-    }
-    sender = makers[name]()
+    sender = ZmqSender(pool, sizes, peer, address) if way.is_plain else KvrelaySender(pool, sizes, peer, address, way)
     parent.send(pool.digest())
-    while parent.recv() is not None:
+    send_rounds(parent, sender)
+
+
+def send_rounds(parent: Connection, sender: KvrelaySender | ZmqSender) -> None:
+    """A round for every word of the parent, until None; tells its seconds, and those of this process's CPU time."""
+    for _ in heard(parent):
         cpu_s = time.process_time()
         seconds = sender.run()
         parent.send((seconds, time.process_time() - cpu_s))

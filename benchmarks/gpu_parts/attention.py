@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from gpu_parts.floors import decode_attention_bytes, prefill_attention_flops
-from gpu_parts.paged import decode_workspace, paged_context, random_pool
+from gpu_parts.paged import decode_call, paged_context, prefill_call, random_pool
 from gpu_parts.peers import NO_TIME, Problem, measure_peers
 from gpu_parts.rows import Against, Goal, Peer, Row, Unit
 from gpu_parts.running import Context, Finding
 from gpu_parts.sizes import BLOCK_SIZE
 from gpu_parts.timing import Stopwatch
-from kvrelay.kernels import paged_decode_attention, paged_prefill_attention
 
 _FP8 = torch.float8_e4m3fn
 _LARGE_BYTES = 1e9  # from here on a decode kernel has no excuse
@@ -43,8 +41,8 @@ def measure_decode(context: Context) -> Iterator[Finding]:
             yield Row(name, Unit.SECONDS, None, note="its KV and a contiguous copy of it do not fit the memory")
             continue
         problem = _problem(context, pool, batch, 1, length)
-        call, out = _decode_call(context, problem)
-        value = stopwatch.median_s(call)
+        out = torch.empty_like(problem.query)
+        value = stopwatch.median_s(decode_call(problem.query, problem.paged, out))
         nbytes = decode_attention_bytes(shape, batch, length)
         yield Row(
             name,
@@ -55,7 +53,7 @@ def measure_decode(context: Context) -> Iterator[Finding]:
             _peers(context, problem, out, stopwatch),
             f"{nbytes / 1e9:.2f} GB at {nbytes / value / 1e12:.2f} TB/s; pool of {pool.shape[1]} layers",
         )
-        del pool, problem, call, out
+        del pool, problem, out
         _forget(context)
 
 
@@ -73,9 +71,10 @@ def measure_decode_fp8(context: Context) -> Iterator[Finding]:
         for dtype in (_FP8, context.dtype):
             pool = _pool(context, _num_blocks(batch, length), dtype)
             if pool is not None:
-                call, _ = _decode_call(context, _problem(context, pool, batch, 1, length))
+                problem = _problem(context, pool, batch, 1, length)
+                call = decode_call(problem.query, problem.paged, torch.empty_like(problem.query))
                 seconds[dtype] = stopwatch.median_s(call)
-                del call
+                del problem, call
             del pool
             _forget(context)
         if len(seconds) < 2:
@@ -104,8 +103,8 @@ def measure_prefill(context: Context) -> Iterator[Finding]:
         pool = _pool(context, _num_blocks(1, new + cached), context.dtype)
         assert pool is not None, "a prompt of one layer fits anywhere"
         problem = _problem(context, pool, 1, new, new + cached)
-        call, out = _prefill_call(context, problem)
-        value = stopwatch.median_s(call)
+        out = torch.empty_like(problem.query)
+        value = stopwatch.median_s(prefill_call(problem.query, [new], problem.paged, out))
         flops = prefill_attention_flops(shape, new, cached)
         yield Row(
             name,
@@ -116,43 +115,6 @@ def measure_prefill(context: Context) -> Iterator[Finding]:
             _peers(context, problem, out, stopwatch),
             f"{flops / value / 1e12:.0f} TFLOP/s",
         )
-
-
-def _decode_call(context: Context, problem: Problem) -> tuple[Callable[[], None], torch.Tensor]:
-    """Our kernel on a problem, and where its result goes."""
-    shape, paged, out = context.sizes.shape, problem.paged, torch.empty_like(problem.query)
-    call = functools.partial(
-        paged_decode_attention,
-        problem.query,
-        paged.pool,
-        paged.layer,
-        paged.block_tables,
-        paged.seq_lens,
-        scale=shape.head_dim**-0.5,
-        sliding_window=None,
-        workspace=decode_workspace(shape, problem.num_seqs, context.device),
-        out=out,
-        kv_scales=paged.kv_scales,
-    )
-    return call, out
-
-
-def _prefill_call(context: Context, problem: Problem) -> tuple[Callable[[], None], torch.Tensor]:
-    shape, paged, out = context.sizes.shape, problem.paged, torch.empty_like(problem.query)
-    call = functools.partial(
-        paged_prefill_attention,
-        problem.query,
-        paged.pool,
-        paged.layer,
-        paged.block_tables,
-        torch.tensor([0, problem.query_len], dtype=torch.int32, device=context.device),
-        paged.seq_lens,
-        scale=shape.head_dim**-0.5,
-        sliding_window=None,
-        max_query_len=problem.query_len,
-        out=out,
-    )
-    return call, out
 
 
 def _peers(context: Context, problem: Problem, ours: torch.Tensor, stopwatch: Stopwatch) -> tuple[Peer, ...]:

@@ -9,10 +9,10 @@ import torch
 
 from gpu_parts.comparing import compared, poisoned
 from gpu_parts.kernel_names import Kernel
-from gpu_parts.paged import PagedContext, attention_float64, decode_workspace, paged_context, random_pool
+from gpu_parts.paged import PagedContext, attention_float64, decode_call, paged_context, prefill_call, random_pool
 from gpu_parts.running import Context, Finding, Note
 from gpu_parts.sizes import BLOCK_SIZE, BOX_BLOCK_SIZE
-from kvrelay.kernels import paged_decode_attention, paged_prefill_attention, rotary_kv_write
+from kvrelay.kernels import rotary_kv_write
 from kvrelay.kernels.prefill_tiles import TileLoads
 
 _FP8 = torch.float8_e4m3fn
@@ -63,21 +63,9 @@ def check_fp8(context: Context) -> Iterator[Finding]:
 
 
 def _decode(context: Context, kernel: Kernel, paged: PagedContext, window: int | None) -> Iterator[Finding]:
-    shape = context.sizes.shape
     query = _query(context, len(paged.lens))
     out = poisoned(query.shape, query)
-    paged_decode_attention(
-        query,
-        paged.pool,
-        paged.layer,
-        paged.block_tables,
-        paged.seq_lens,
-        scale=shape.head_dim**-0.5,
-        sliding_window=window,
-        workspace=decode_workspace(shape, len(paged.lens), context.device),
-        out=out,
-        kv_scales=paged.kv_scales,
-    )
+    decode_call(query, paged, out, window)()
     places = range(len(paged.lens))
     rows = [attention_float64(query[place : place + 1], paged.keys_values(place), window) for place in places]
     case = f"decode, contexts {paged.lens}, window {window}"
@@ -91,20 +79,7 @@ def _prefill(
     query = _query(context, sum(query_lens)).to(context.dtype if paged.kv_scales is not None else paged.pool.dtype)
     starts = [0, *itertools.accumulate(query_lens)]
     out = poisoned(query.shape, query)
-    paged_prefill_attention(
-        query,
-        paged.pool,
-        paged.layer,
-        paged.block_tables,
-        torch.tensor(starts, dtype=torch.int32, device=context.device),
-        paged.seq_lens,
-        scale=context.sizes.shape.head_dim**-0.5,
-        sliding_window=window,
-        max_query_len=max(query_lens),
-        out=out,
-        kv_scales=paged.kv_scales,
-        loads=loads,
-    )
+    prefill_call(query, query_lens, paged, out, window, loads)()
     for index, length in enumerate(paged.lens):
         own = slice(starts[index], starts[index + 1])
         expected = attention_float64(query[own], paged.keys_values(index), window)

@@ -9,6 +9,7 @@ import torch
 from gpu_parts.comparing import compared
 from gpu_parts.kernel_names import Kernel
 from gpu_parts.linears import compute_dtype, random_linear, roundings
+from gpu_parts.paged import num_multiprocessors
 from gpu_parts.running import Context, Finding
 from kvrelay.engine.linear_cuda import RoundedLinear
 from kvrelay.kernels.weight_only_linear import dequantise_weight
@@ -26,7 +27,7 @@ def check_linear(context: Context) -> Iterator[Finding]:
         for name in ("QKV", "down"):
             weight = random_linear(context, generator, *shapes[name], rounding)
             bias = torch.randn(weight.shape[0], device=context.device, generator=generator).to(dtype)
-            linear = RoundedLinear(weight, bias, _num_multiprocessors(context))
+            linear = RoundedLinear(weight, bias, num_multiprocessors(context.device))
             exact = weight.values.double() * weight.scale.double()[:, None]
             rows = _ROWS[:3] if context.is_dry else (*_ROWS, _MANY_ROWS)
             x = torch.randn(max(rows), weight.shape[1], device=context.device, generator=generator).to(dtype)
@@ -36,9 +37,3 @@ def check_linear(context: Context) -> Iterator[Finding]:
                 yield from compared(Kernel.LINEAR, case, linear(x[:num_rows]), expected[:num_rows])
         slab = dequantise_weight(weight.values, weight.scale, dtype)
         yield from compared(Kernel.LINEAR, f"{rounding.value} slab", slab, exact)
-
-
-def _num_multiprocessors(context: Context) -> int:
-    if context.device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(context.device).multi_processor_count)

@@ -7,29 +7,29 @@ memory run beside the others, and bound it. Leases, transfers and both ends are 
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, cast
+from typing import cast
 
 import torch
 import xxhash
 from handoff_pools import Pool
 from handoff_pools import Sizes as RoundSizes
-from handoff_ways import KvrelayReceiver, KvrelaySender
+from handoff_ways import KvrelayReceiver, KvrelaySender, Way, receive_rounds, run_round, send_rounds
+from sides import Side, heard
 
-from gpu_parts.processes import Side
 from gpu_parts.rows import Against, Goal, Row, Unit
-from gpu_parts.running import Context, Fact, Finding
+from gpu_parts.running import PRELOADED, Context, Fact, Finding
 from gpu_parts.sizes import BLOCK_SIZE
 from kvrelay.common.memory import keep_freed_memory
 from kvrelay.engine.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv_pool import KvPool
 from kvrelay.engine.model_config import parse_config
 
-TCP, SAME_HOST = "loopback TCP", "shared memory"
+TCP, SAME_HOST = "verified", "shared"  # handoff_ways' names
+_NAMES = {TCP: "loopback TCP", SAME_HOST: "shared memory"}
 _SOCKETS = (1, 2, 4)
 _GOALS = {
     TCP: Goal("≥ 4 GB/s", Against.VALUE, 4e9, is_at_least=True),
@@ -37,22 +37,9 @@ _GOALS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How blocks go."""
-
-    name: str
-    sockets: int  # or rings; each has a thread at either end
-
-    @property
-    def text(self) -> str:
-        """For people."""
-        return self.name if self.sockets == 1 else f"{self.name} x {self.sockets}"
-
-
 def fact_name(way: str) -> str:
     """Under which later sections find how long a hand-off takes, all blocks ready."""
-    return f"seconds of a hand-off over {way}"
+    return f"seconds of a hand-off over {_NAMES[way]}"
 
 
 def measure_handoff(context: Context) -> Iterator[Finding]:
@@ -61,15 +48,16 @@ def measure_handoff(context: Context) -> Iterator[Finding]:
     limits = context.limits
     slower = None if limits is None else min(limits.to_host_bytes_per_s, limits.to_device_bytes_per_s)
     at_sender, at_receiver = Pipe()
-    with Side(_receive, context, at_receiver) as receiver, Side(_send, context, at_sender) as sender:
+    start = functools.partial(Side, ends_s=context.ends_s, preload=PRELOADED)
+    with start(_receive, context, at_receiver) as receiver, start(_send, context, at_sender) as sender:
         at_sender.close()
         at_receiver.close()
         for way in (Way(name, sockets) for sockets in _SOCKETS for name in _GOALS):
             median_s = statistics.median(_rounds(context, way, sender, receiver))
-            if way.sockets == 1:
+            if way.num_sockets == 1:
                 yield Fact(fact_name(way.name), median_s)
             yield Row(
-                f"hand-off of {context.sizes.handoff_len:,} tokens, {way.text}",
+                f"hand-off of {context.sizes.handoff_len:,} tokens, {_text(way)}",
                 Unit.BYTES_PER_S,
                 sizes.nbytes / median_s,
                 slower,
@@ -79,73 +67,51 @@ def measure_handoff(context: Context) -> Iterator[Finding]:
             )
 
 
+def _text(way: Way) -> str:
+    name = _NAMES[way.name]
+    return name if way.num_sockets == 1 else f"{name} x {way.num_sockets}"
+
+
 def _rounds(context: Context, way: Way, sender: Side, receiver: Side) -> list[float]:
     """Seconds of each round behind the first, from blocks that are ready to blocks that are verified, and in the pool."""
     receiver.tell(way)
     sender.tell((way, receiver.hear()))
     digest = sender.hear()
-    seconds: list[float] = []
-    for number in range(1 + context.sizes.handoff_rounds):
-        receiver.tell(number == 0)
-        receiver.hear()
-        sender.tell(True)
-        if (received := receiver.hear()) not in (None, digest):
-            raise RuntimeError(f"{way.text}: the receiver's pool does not hold what was sent ({received})")
-        seconds.append(sender.hear())
+    run_round(sender, receiver, digest)
+    seconds = [run_round(sender, receiver).seconds for _ in range(context.sizes.handoff_rounds)]
     sender.tell(None)
     receiver.tell(None)
-    return seconds[1:]
+    return seconds
 
 
-def _receive(context: Context, connection: Connection, peer: Connection) -> None:
-    """For every way that is told: receive a round for every word until None; on a true one tell the pool's digest afterwards."""
+def _receive(connection: Connection, context: Context, peer: Connection) -> None:
+    """For every way that is told: tell the address, and receive rounds."""
     keep_freed_memory()
     sizes = _round_sizes(context)
     pool = _pool(context, sizes.num_blocks + 1)  # a lease has room for the first token behind the prompt
-    for way in _heard(connection):
-        receiver = KvrelayReceiver(
-            cast(Pool, pool),
-            sizes,
-            peer,
-            seals_kv=False,
-            is_shared=way.name == SAME_HOST,
-            data_sockets=way.sockets,
-            settle=lambda: settle(pool),
-        )
-        pool.tensor.zero_()  # the last way's blocks prove nothing
+
+    def clear() -> None:
+        pool.tensor.zero_()
         if context.device.type == "cuda":
             torch.cuda.synchronize()
+
+    for way in heard(connection):
+        receiver = KvrelayReceiver(cast(Pool, pool), sizes, peer, way, settle=lambda: settle(pool))
         connection.send(receiver.address)
-        for is_checked in _heard(connection):
-            connection.send(None)
-            receiver.run()
-            connection.send(_digest(pool, sizes.num_blocks) if is_checked else None)
-        receiver.close()
+        receive_rounds(connection, receiver, clear, lambda: _digest(pool, sizes.num_blocks))
 
 
-def _send(context: Context, connection: Connection, peer: Connection) -> None:
-    """For every way, and the receiver's address, that are told: send a round for every word until None."""
+def _send(connection: Connection, context: Context, peer: Connection) -> None:
+    """For every way, and the receiver's address, that are told: tell the pool's digest, and send rounds."""
     keep_freed_memory()
     sizes = _round_sizes(context)
     pool = _pool(context, sizes.num_blocks)
     pool.tensor.normal_(generator=context.generator())
     digest = _digest(pool, sizes.num_blocks)
-    for way, address in _heard(connection):
-        is_shared = way.name == SAME_HOST
-        sender = KvrelaySender(
-            cast(Pool, pool), sizes, peer, address, seals_kv=False, is_shared=is_shared, data_sockets=way.sockets
-        )
+    for way, address in heard(connection):
+        sender = KvrelaySender(cast(Pool, pool), sizes, peer, address, way)
         connection.send(digest)
-        for _ in _heard(connection):
-            connection.send(sender.run())
-        sender.close()
-
-
-def _heard(connection: Connection) -> Iterator[Any]:
-    """What comes until None does, or nothing can."""
-    with contextlib.suppress(EOFError):
-        while (heard := connection.recv()) is not None:
-            yield heard
+        send_rounds(connection, sender)
 
 
 def settle(pool: KvPool) -> None:

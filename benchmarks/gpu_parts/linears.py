@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu_parts.floors import linear_bytes
+from gpu_parts.paged import num_multiprocessors
 from gpu_parts.rows import Against, Goal, Peer, Row, Unit
 from gpu_parts.running import Context, Finding
 from kvrelay.engine.rounding import RoundedWeight, Rounding, rounded
@@ -22,13 +23,10 @@ _GOAL = Goal("≥ 1.5x of 16 bits", Against.PEER, 1 / 1.5)
 def measure_linears(context: Context) -> Iterator[Finding]:
     """One row for each matrix, format and number of rows; the floor is the bytes with 8-bit weights."""
     stopwatch, generator, dtype = context.stopwatch(), context.generator(), compute_dtype(context)
-    num_programs = 4
-    if context.device.type == "cuda":
-        num_programs = torch.cuda.get_device_properties(context.device).multi_processor_count
     for name, shape in context.sizes.shape.linears.items():
         weights = {one: random_linear(context, generator, *shape, one) for one in roundings(context.device)}
         full = weights[Rounding.INT8].dequantised().to(dtype)
-        num_splits = linear_splits(num_programs, *shape)
+        num_splits = linear_splits(num_multiprocessors(context.device), *shape)
         for num_rows in context.sizes.linear_rows:
             x = torch.randn(num_rows, shape[1], device=context.device, generator=generator).to(dtype)
             full_s = stopwatch.median_s(lambda x=x, full=full: F.linear(x, full), budget_s=_BUDGET_S)  # type: ignore[misc]

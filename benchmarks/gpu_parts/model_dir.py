@@ -1,7 +1,6 @@
 """A model directory of random weights: what a user has on disk, without a download.
 
-All layers have the same random numbers under names of their own: a device does not care, and they are drawn once. The files are
-written by hand and in parallel, since 16 GB through a serializer are most of a minute.
+All layers have the same random numbers under names of their own: a device does not care, and they are drawn once.
 """
 
 from __future__ import annotations
@@ -9,18 +8,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from gpu_parts.running import Context
 from gpu_parts.sizes import ModelShape
 
 _STD = 0.02
 _WRITERS = 6
-_SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def model_directory(context: Context) -> Path:
@@ -48,54 +46,33 @@ def write_model(directory: Path, shape: ModelShape, generator: torch.Generator, 
 
     hidden, mid = shape.hidden_size, shape.intermediate_size
     q_size, kv_size = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    ones = torch.ones(hidden, dtype=dtype)
     layer = {
-        "input_layernorm": ones,
+        "input_layernorm": torch.ones(hidden, dtype=dtype),
         "self_attn.q_proj": drawn(q_size, hidden),
         "self_attn.k_proj": drawn(kv_size, hidden),
         "self_attn.v_proj": drawn(kv_size, hidden),
         "self_attn.o_proj": drawn(hidden, q_size),
-        "post_attention_layernorm": ones,
+        "post_attention_layernorm": torch.ones(hidden, dtype=dtype),
         "mlp.gate_proj": drawn(mid, hidden),
         "mlp.up_proj": drawn(mid, hidden),
         "mlp.down_proj": drawn(hidden, mid),
     }
-    files: dict[str, Mapping[str, torch.Tensor]] = {
+    files = {
         f"layer-{index:03}.safetensors": {f"model.layers.{index}.{name}.weight": value for name, value in layer.items()}
         for index in range(shape.num_layers)
     }
     files["ends.safetensors"] = {
         "model.embed_tokens.weight": drawn(shape.vocab_size, hidden),
-        "model.norm.weight": ones,
+        "model.norm.weight": torch.ones(hidden, dtype=dtype),
         "lm_head.weight": drawn(shape.vocab_size, hidden),
     }
     directory.mkdir(parents=True)
     with ThreadPoolExecutor(_WRITERS) as writers:
-        list(writers.map(lambda name: write_safetensors(directory / name, files[name]), files))
+        list(writers.map(lambda name: save_file(files[name], directory / name, {"format": "pt"}), files))
     places = {tensor: name for name, tensors in files.items() for tensor in tensors}
     index = {"metadata": {}, "weight_map": places}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     (directory / "config.json").write_text(json.dumps(shape.config(), indent=1))
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """One file: the header's length in 8 bytes, the header as JSON, then all tensors' bytes in the header's order.
-
-    As https://github.com/huggingface/safetensors describes it. The tensors are contiguous and on the CPU.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        kind = _SAFETENSORS_NAMES[tensor.dtype]
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # so that the data is aligned
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little"))
-        file.write(encoded)
-        for tensor in tensors.values():
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def scratch_directory(nbytes: int) -> Path:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from gpu_parts.sizes import BLOCK_SIZE, ModelShape
-from kvrelay.kernels import DecodeWorkspace, splits_for_device
+from kvrelay.kernels import DecodeWorkspace, paged_decode_attention, paged_prefill_attention, splits_for_device
+from kvrelay.kernels.prefill_tiles import TileLoads
 
 _MAX_SCORES = 1 << 26  # float64 elements of one piece of the reference: half a gibibyte
 _POISON = 64.0  # factor on what no context holds: whoever reads it is found out
@@ -86,11 +89,63 @@ def paged_context(
     return PagedContext(pool, layer, tuple(lens), tables.contiguous(), seq_lens, scales)
 
 
-def decode_workspace(shape: ModelShape, num_seqs: int, device: torch.device) -> DecodeWorkspace:
-    """What decode attention needs beside its arguments, sized for the device as the engine does it."""
-    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    max_splits = splits_for_device(num_multiprocessors, shape.num_kv_heads)
-    return DecodeWorkspace.allocate(num_seqs, shape.num_q_heads, shape.head_dim, max_splits, device)
+def num_multiprocessors(device: torch.device) -> int:
+    """Of the device; four in a dry run."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
+
+
+def decode_call(
+    query: torch.Tensor, paged: PagedContext, out: torch.Tensor, window: int | None = None
+) -> Callable[[], None]:
+    """Our decode attention of one ``query`` for each context, into ``out``; both ``[num_seqs, num_q_heads, head_dim]``.
+
+    The workspace is sized for the device as the engine does it.
+    """
+    num_q_heads, head_dim = query.shape[1:]
+    max_splits = splits_for_device(num_multiprocessors(query.device), paged.pool.shape[3])
+    return functools.partial(
+        paged_decode_attention,
+        query,
+        paged.pool,
+        paged.layer,
+        paged.block_tables,
+        paged.seq_lens,
+        scale=head_dim**-0.5,
+        sliding_window=window,
+        workspace=DecodeWorkspace.allocate(len(paged.lens), num_q_heads, head_dim, max_splits, query.device),
+        out=out,
+        kv_scales=paged.kv_scales,
+    )
+
+
+def prefill_call(
+    query: torch.Tensor,
+    query_lens: Sequence[int],
+    paged: PagedContext,
+    out: torch.Tensor,
+    window: int | None = None,
+    loads: TileLoads = TileLoads.POINTERS,
+) -> Callable[[], None]:
+    """Our prefill attention of the last ``query_lens`` positions of each context, into ``out``.
+
+    ``query`` and ``out``: ``[sum(query_lens), num_q_heads, head_dim]``.
+    """
+    starts = [0, *itertools.accumulate(query_lens)]
+    return functools.partial(
+        paged_prefill_attention,
+        query,
+        paged.pool,
+        paged.layer,
+        paged.block_tables,
+        torch.tensor(starts, dtype=torch.int32, device=query.device),
+        paged.seq_lens,
+        scale=query.shape[2] ** -0.5,
+        sliding_window=window,
+        max_query_len=max(query_lens),
+        out=out,
+        kv_scales=paged.kv_scales,
+        loads=loads,
+    )
 
 
 def _signed(codes: torch.Tensor) -> torch.Tensor:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from gpu_parts.check_attention import box_dtype
 from gpu_parts.floors import prefill_attention_flops
-from gpu_parts.paged import PagedContext, paged_context, random_pool
+from gpu_parts.paged import paged_context, prefill_call, random_pool
 from gpu_parts.rows import Peer, Row, Unit
 from gpu_parts.running import Context, Finding
 from gpu_parts.sizes import BOX_BLOCK_SIZE
-from kvrelay.kernels import paged_prefill_attention
 from kvrelay.kernels.prefill_tiles import TileLoads, nvidia_capability, tile_loads
 
 
@@ -30,11 +28,12 @@ def measure_prefill_boxes(context: Context) -> Iterator[Finding]:
         paged = paged_context(pool, 1, (length,), generator)
         query = torch.empty((length, shape.num_q_heads, shape.head_dim), dtype=pool.dtype, device=pool.device)
         query.normal_(generator=generator)
+        out = torch.empty_like(query)
         # Interleaved: a clock that sinks meets both.
         seconds: dict[TileLoads, list[float]] = {TileLoads.POINTERS: [], TileLoads.BOXES: []}
         for _ in range(2):
             for loads, found in seconds.items():
-                found.append(stopwatch.median_s(_call(paged, query, loads), budget_s=0.25))
+                found.append(stopwatch.median_s(prefill_call(query, [length], paged, out, loads=loads), budget_s=0.25))
         by_boxes, by_pointers = (min(seconds[loads]) for loads in (TileLoads.BOXES, TileLoads.POINTERS))
         flops = prefill_attention_flops(shape, length, 0)
         yield Row(
@@ -45,21 +44,3 @@ def measure_prefill_boxes(context: Context) -> Iterator[Finding]:
             peers=(Peer("pointers", by_pointers),),
             note=f"{flops / by_boxes / 1e12:.0f} TFLOP/s; {by_boxes / by_pointers:.3f} of pointers' time",
         )
-
-
-def _call(paged: PagedContext, query: torch.Tensor, loads: TileLoads) -> Callable[[], None]:
-    length = query.shape[0]
-    return functools.partial(
-        paged_prefill_attention,
-        query,
-        paged.pool,
-        paged.layer,
-        paged.block_tables,
-        torch.tensor([0, length], dtype=torch.int32, device=query.device),
-        paged.seq_lens,
-        scale=query.shape[2] ** -0.5,
-        sliding_window=None,
-        max_query_len=length,
-        out=torch.empty_like(query),
-        loads=loads,
-    )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import statistics
 from collections.abc import Iterator
 
 import torch
+from sides import Side
 
 from gpu_parts.handoff import SAME_HOST, fact_name
 from gpu_parts.model_dir import model_directory
-from gpu_parts.processes import Side
 from gpu_parts.rows import Against, Goal, Peer, Row, Unit
-from gpu_parts.running import Context, Finding, Note
+from gpu_parts.running import PRELOADED, Context, Finding, Note
 from gpu_parts.workers import Answer, asker, run_decode_worker, run_prefill_worker
 
 _WARM_UPS = 2
@@ -24,7 +25,8 @@ def measure_ttft(context: Context) -> Iterator[Finding]:
     """Both ways in turns, fresh prompts, medians; and how much of the hand-off is over when the prompt is."""
     model_directory(context)  # before both want to write it
     # In this order: the prefill worker, whose link it is, ends first.
-    with Side(run_decode_worker, context) as decode, Side(run_prefill_worker, context) as prefill:
+    start = functools.partial(Side, ends_s=context.ends_s, preload=PRELOADED)
+    with start(run_decode_worker, context) as decode, start(run_prefill_worker, context) as prefill:
         addresses = prefill.hear(), decode.hear()
         yield Note(f"both workers are up, {context.remaining_s:.0f} s left")
         apart, local = asyncio.run(_ask(context, *addresses))
@@ -62,7 +64,7 @@ def _hidden_row(context: Context, apart: list[Answer]) -> Row:
         )
         return Row(name, Unit.SHARE, None, goals=(_HIDDEN_GOAL,), note=missing)
     exposed_s = statistics.median(exposed)
-    note = f"{exposed_s * 1e3:.1f} ms behind the commit, {alone_s * 1e3:.0f} ms alone, {SAME_HOST}"
+    note = f"{exposed_s * 1e3:.1f} ms behind the commit, {alone_s * 1e3:.0f} ms alone, through shared memory"
     return Row(name, Unit.SHARE, hidden_share(exposed_s, alone_s), goals=(_HIDDEN_GOAL,), note=note)
 
 

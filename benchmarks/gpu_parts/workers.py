@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from prometheus_client import CollectorRegistry
+from sides import heard
 
-from gpu_parts.processes import wait_for_end
 from gpu_parts.running import Context
 from gpu_parts.sizes import BLOCK_SIZE
 from gpu_parts.stepping import load_engine
@@ -58,7 +58,7 @@ class Answer:
     transfer_s: float | None  # commit received until every block was verified, as the decode worker says
 
 
-def run_prefill_worker(context: Context, connection: Connection) -> None:
+def run_prefill_worker(connection: Connection, context: Context) -> None:
     """A process's whole life: load, serve, end when the connection closes. Tells its control address."""
     keep_freed_memory()
     chunk = context.sizes.ttft_chunk
@@ -84,7 +84,7 @@ def run_prefill_worker(context: Context, connection: Connection) -> None:
     asyncio.run(serve())
 
 
-def run_decode_worker(context: Context, connection: Connection) -> None:
+def run_decode_worker(connection: Connection, context: Context) -> None:
     """The same of a decode worker."""
     keep_freed_memory()
     chunk = max(_MAX_NUM_SEQS, context.sizes.ttft_chunk)
@@ -116,7 +116,7 @@ async def _serve(worker: PrefillWorker | DecodeWorker, connection: Connection) -
     await worker.start()
     try:
         connection.send(worker.address)
-        await asyncio.to_thread(wait_for_end, connection)
+        await asyncio.to_thread(list, heard(connection))
     finally:
         await worker.stop()
 

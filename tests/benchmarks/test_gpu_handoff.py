@@ -11,7 +11,7 @@ import torch
 from gpu_parts.handoff import settle
 from gpu_parts.sizes import BLOCK_SIZE, TINY
 from handoff_pools import Pool, Sizes
-from handoff_ways import KvrelayReceiver, KvrelaySender
+from handoff_ways import KvrelayReceiver, KvrelaySender, Way
 
 from kvrelay.engine.copies import StagingPlan
 from kvrelay.engine.kv_pool import KvPool
@@ -57,10 +57,9 @@ def test_a_round_is_not_over_before_its_blocks_have_settled(is_shared: bool) -> 
         settle(pool)
         heard.append(bool(pool.tensor[:6].all()))
 
-    receiver = KvrelayReceiver(
-        cast(Pool, pool), sizes, theirs, seals_kv=False, is_shared=is_shared, data_sockets=2, settle=settled
-    )
-    sender = KvrelaySender(source, sizes, ours, receiver.address, seals_kv=False, is_shared=is_shared, data_sockets=2)
+    way = Way("shared" if is_shared else "verified", num_sockets=2)
+    receiver = KvrelayReceiver(cast(Pool, pool), sizes, theirs, way, settle=settled)
+    sender = KvrelaySender(source, sizes, ours, receiver.address, way)
     thread = threading.Thread(target=receiver.run)
     thread.start()
     try:

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from handoff import Round, show, summary
+from handoff import show, summary
 from handoff_pools import Sizes
+from handoff_ways import Round
 
 from kvrelay.launcher.bench.records import CpuUse
 

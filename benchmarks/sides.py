@@ -1,34 +1,34 @@
-"""Two processes of one section that share the device, as two workers on one GPU do."""
+"""A process of a benchmark that is told what to do and answers: one end of a hand-off, or a worker."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from gpu_parts.running import PRELOADED, Context
 from kvrelay.common.lifeline import end_with_parent
 
 _END_S = 20.0
 
 Target = Callable[..., None]
-"""Called with a :class:`Context`, the connection to the section's process, and what else was given."""
+"""Called with the connection to the process that started it, and the arguments."""
 
 
 class Side:
     """One of them. Use it as a context manager: it is gone afterwards."""
 
-    def __init__(self, target: Target, context: Context, *arguments: Any) -> None:
-        """Started at once; ``arguments`` follow the connection."""
+    def __init__(self, target: Target, *arguments: Any, ends_s: float, preload: Sequence[str] = ()) -> None:
+        """Started at once, by a server that imports ``preload``. ``ends_s``: until when it may say something, monotonic."""
         processes = multiprocessing.get_context("forkserver")
-        processes.set_forkserver_preload(PRELOADED)
-        self._ends_s = context.ends_s
+        processes.set_forkserver_preload(list(preload))
+        self._ends_s = ends_s
         self._connection, theirs = processes.Pipe()
         self._process = processes.Process(
-            target=_run, args=(target, context, theirs, arguments), daemon=True, name=target.__name__
+            target=_run, args=(target, theirs, arguments), daemon=True, name=target.__name__
         )
         self._process.start()
         theirs.close()
@@ -38,9 +38,9 @@ class Side:
         self._connection.send(message)
 
     def hear(self) -> Any:
-        """Wait for a word. Raises RuntimeError if the process ended, or the section's time did."""
+        """Wait for a word. Raises RuntimeError if the process ended, or its time did."""
         if not self._connection.poll(max(0.0, self._ends_s - time.monotonic())):
-            raise RuntimeError(f"{self._process.name} said nothing in the section's time")
+            raise RuntimeError(f"{self._process.name} said nothing in its time")
         try:
             return self._connection.recv()
         except EOFError as error:
@@ -60,14 +60,13 @@ class Side:
         self._process.close()
 
 
-def wait_for_end(connection: Connection) -> None:
-    """Return when the section's process is done with this one."""
-    try:
-        connection.recv()
-    except EOFError:
-        return
+def heard(connection: Connection) -> Iterator[Any]:
+    """What the other end says until it says None, or is done with this process."""
+    with contextlib.suppress(EOFError):
+        while (message := connection.recv()) is not None:
+            yield message
 
 
-def _run(target: Target, context: Context, connection: Connection, arguments: tuple[Any, ...]) -> None:
+def _run(target: Target, connection: Connection, arguments: tuple[Any, ...]) -> None:
     end_with_parent(os.getppid())
-    target(context, connection, *arguments)
+    target(connection, *arguments)
