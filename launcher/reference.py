@@ -40,7 +40,7 @@ def _task(directory: Path, dtype: str, device: str, threads: int) -> dict[str, A
 
 
 def _run(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    lifeline = [sys.executable, "-P", "-m", "kvrelay.launcher.lifeline", str(os.getpid())]
+    lifeline = [sys.executable, "-P", "-m", "kvrelay.common.lifeline", str(os.getpid())]
     command = [*lifeline, sys.executable, "-P", "-m", "kvrelay.launcher.reference"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "OMP_NUM_THREADS": str(task["threads"])}
     with subprocess.Popen(  # noqa: S603 - our own module, no shell

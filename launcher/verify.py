@@ -163,7 +163,8 @@ def _deployed(
                 if num_prefill:
                     _check_handed_over(deployment.admin_urls["decode-0"], len(prompts))
             except VerifyError as error:
-                raise VerifyError(f"{error}\nthe deployment's last lines:\n{deployment.log.tail()}") from error
+                last = "\n".join(deployment.log.lines[-30:])
+                raise VerifyError(f"{error}\nthe deployment's last lines:\n{last}") from error
     return columns
 
 

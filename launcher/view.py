@@ -7,11 +7,8 @@ threads and never fails them: a terminal that is gone is not a reason to stop se
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
-from collections.abc import Callable
-from types import TracebackType
-from typing import Protocol, Self, TextIO
+from collections.abc import Callable, Iterator
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -31,32 +28,6 @@ _STATE_STYLES = {
 }
 
 
-class View(Protocol):
-    """Shows a deployment between enter and exit; see also :class:`kvrelay.launcher.supervisor.Observer`."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def on_line(self, name: str, line: str) -> None:
-        """A component wrote a line."""
-
-    def on_state(self, status: Status) -> None:
-        """A component changed its state."""
-
-    def say(self, text: str) -> None:
-        """Show a text of the launcher's own."""
-
-
-def make_view(statuses: Callable[[], list[Status]], traffic: Traffic, *, hide_logs: bool) -> View:
-    """The view that fits stdout. ``statuses`` and ``traffic`` are asked whenever the table is drawn."""
-    if sys.stdout.isatty():
-        return LiveView(Console(), statuses, traffic, hide_logs=hide_logs)
-    return PlainView(sys.stdout, hide_logs=hide_logs)
-
-
 def describe(status: Status) -> str:
     """A status in words, without the component's name."""
     parts = [status.state.value]
@@ -70,84 +41,52 @@ def describe(status: Status) -> str:
     return " ".join(parts)
 
 
-class PlainView:
-    """Lines, for log files and pipes."""
-
-    def __init__(self, stream: TextIO, *, hide_logs: bool) -> None:
-        self._stream = stream
-        self._hide_logs = hide_logs
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def on_line(self, name: str, line: str) -> None:
-        """``prefill-0 | line``"""
-        if not self._hide_logs:
-            self._write(f"{name:<9} | {line}")
-
-    def on_state(self, status: Status) -> None:
-        """``kvrelay   | prefill-0: ready after 3.1 s (412 MiB)``"""
-        self._write(f"kvrelay   | {status.name}: {describe(status)}")
-
-    def say(self, text: str) -> None:
-        """The text as it is."""
-        self._write(text)
-
-    def _write(self, text: str) -> None:
-        with self._lock, contextlib.suppress(OSError, ValueError):  # a reader that went away
-            self._stream.write(text + "\n")
-            self._stream.flush()
-
-
-class LiveView:
-    """A table that stays at the bottom of the terminal, log lines above it."""
+class View:
+    """Shows a deployment between enter and exit. Implements :class:`kvrelay.launcher.supervisor.Observer`."""
 
     def __init__(
         self, console: Console, statuses: Callable[[], list[Status]], traffic: Traffic, *, hide_logs: bool
     ) -> None:
+        """``statuses`` and ``traffic`` are asked whenever the table is drawn."""
         self._console = console
         self._statuses = statuses
         self._traffic = traffic
-        self._watching = contextlib.ExitStack()
         self._hide_logs = hide_logs
-        self._live = Live(console=console, get_renderable=self._table, refresh_per_second=4, transient=True)
         self._colours: dict[str, str] = {}
 
-    def __enter__(self) -> Self:
-        self._watching.enter_context(self._traffic.watched())
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watching.close()
-        with contextlib.suppress(OSError, ValueError):
-            self._live.stop()
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[Self]:
+        """On a terminal a table stays at the bottom of it."""
+        if not self._console.is_terminal:
+            yield self
+            return
+        live = Live(console=self._console, get_renderable=self._table, refresh_per_second=4, transient=True)
+        with self._traffic.watched():
+            live.start()
+            try:
+                yield self
+            finally:
+                with contextlib.suppress(OSError, ValueError):
+                    live.stop()
 
     def on_line(self, name: str, line: str) -> None:
-        """The line, its component's name coloured before it."""
+        """``prefill-0 | line``"""
         if not self._hide_logs:
             colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
-            self._print(Text.assemble((f"{name:<9} ", colour), ("│ ", "dim"), line))
+            self._print(Text.assemble((f"{name:<9} ", colour), ("| ", "dim"), line))
 
     def on_state(self, status: Status) -> None:
-        """The table shows it; a death also stays in the log."""
-        if status.state is State.DIED:
-            self._print(Text.assemble((f"{status.name} {describe(status)}", "bold red")))
+        """``kvrelay   | prefill-0: ready after 3.1 s (412 MiB)``; where a table shows it, deaths only."""
+        if status.state is State.DIED or not self._console.is_terminal:
+            self._print(Text(f"kvrelay   | {status.name}: {describe(status)}", _STATE_STYLES[status.state]))
 
     def say(self, text: str) -> None:
-        """The text above the table."""
+        """A text of the launcher's own."""
         self._print(Text(text))
 
     def _print(self, text: Text) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        # A reader that went away; rich would end the program.
+        with contextlib.suppress(OSError, ValueError, SystemExit):
             self._console.print(text, soft_wrap=True)
 
     def _table(self) -> Table:

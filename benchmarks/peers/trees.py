@@ -45,7 +45,7 @@ class ProcessTree:
             raise PeerError(
                 f"{name}: there is no {command[0]}; is --peers-dir right? (benchmarks/README.md installs the peers)"
             )
-        lifeline = [sys.executable, "-P", "-m", "kvrelay.launcher.lifeline", str(os.getpid())]
+        lifeline = [sys.executable, "-P", "-m", "kvrelay.common.lifeline", str(os.getpid())]
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 [*lifeline, *command],

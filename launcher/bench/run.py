@@ -41,7 +41,7 @@ from kvrelay.launcher.bench.values import parse_id_range, parse_slo
 from kvrelay.launcher.bench.workload import Workload, plan_workload
 from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model
-from kvrelay.launcher.progress import stderr_progress
+from kvrelay.launcher.progress import announce
 
 _TICK_S = 0.5  # between two looks at counts and CPU times
 _START_AFTER_S = 0.05
@@ -142,7 +142,7 @@ def _target(settings: BenchSettings) -> Iterator[Target]:
         raise SettingsError("--server-pid is given with --self-serve, which knows what it starts; leave it out")
     local = local_settings(settings)
     with LocalDeployment.from_settings(local, resolve_model(local.gateway.model)) as deployment:
-        with stderr_progress()(f"starting {', '.join(deployment.plan.admin_urls)}"):
+        with announce(f"starting {', '.join(deployment.plan.admin_urls)}"):
             deployment.wait_ready(settings.target.start_timeout_s)
         model = served_model(deployment.url, None, None)
         yield Target(deployment.url, model, lambda: list(deployment.pids.values()), deployment)

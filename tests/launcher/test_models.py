@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvrelay.common.errors import ModelError
 from kvrelay.launcher import models
-from kvrelay.launcher.atomic_dir import MANIFEST_NAME, build_once, is_complete
+from kvrelay.launcher.atomic_dir import build_once
 from kvrelay.launcher.errors import DownloadError
 
 # Writes half a model, says so, and then waits to be killed or, at the end of its input, finishes.
@@ -33,11 +30,6 @@ def build(directory):
 
 build_once(Path(sys.argv[1]), build)
 """
-
-
-@contextlib.contextmanager
-def quiet(_: str) -> Iterator[None]:
-    yield
 
 
 def slow_builder(target: Path) -> subprocess.Popen[str]:
@@ -79,29 +71,14 @@ def test_the_demo_is_converted_once(gguf: Path, tmp_path: Path) -> None:
         calls.append(output)
         fake_conversion(source, output)
 
-    directory = models.demo_directory(gguf, tmp_path / "cache", converter, quiet)
+    directory = models.demo_directory(gguf, tmp_path / "cache", converter)
     assert directory.name == "SmolLM2-135M-Instruct"
     assert (directory / "model.safetensors").read_bytes() == b"weights of GGUF"
-    assert models.demo_directory(gguf, tmp_path / "cache", converter, quiet) == directory
+    assert models.demo_directory(gguf, tmp_path / "cache", converter) == directory
     assert len(calls) == 1
     assert calls[0] != directory, "it is built elsewhere and renamed"
     gguf.write_bytes(b"GGUF, another version")
-    assert models.demo_directory(gguf, tmp_path / "cache", converter, quiet) != directory
-
-
-@pytest.mark.parametrize("damage", ["truncate", "remove", "manifest"])
-def test_a_damaged_cache_is_converted_anew(gguf: Path, tmp_path: Path, damage: str) -> None:
-    directory = models.demo_directory(gguf, tmp_path / "cache", fake_conversion, quiet)
-    if damage == "truncate":
-        (directory / "model.safetensors").write_bytes(b"wei")
-    elif damage == "remove":
-        (directory / "tokenizer.json").unlink()
-    else:
-        (directory / MANIFEST_NAME).write_text("not json")
-    assert not is_complete(directory)
-    assert models.demo_directory(gguf, tmp_path / "cache", fake_conversion, quiet) == directory
-    assert is_complete(directory)
-    assert (directory / "model.safetensors").read_bytes() == b"weights of GGUF"
+    assert models.demo_directory(gguf, tmp_path / "cache", converter) != directory
 
 
 def test_a_conversion_that_fails_leaves_nothing(gguf: Path, tmp_path: Path) -> None:
@@ -110,14 +87,14 @@ def test_a_conversion_that_fails_leaves_nothing(gguf: Path, tmp_path: Path) -> N
         raise ModelError("the conversion failed")
 
     with pytest.raises(ModelError, match="the conversion failed"):
-        models.demo_directory(gguf, tmp_path / "cache", converter, quiet)
+        models.demo_directory(gguf, tmp_path / "cache", converter)
     left = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert [path.suffix for path in left] == [".lock"]
 
 
 def test_a_conversion_without_weights_is_refused(gguf: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="left no model"):
-        models.demo_directory(gguf, tmp_path / "cache", lambda *_: None, quiet)
+        models.demo_directory(gguf, tmp_path / "cache", lambda *_: None)
 
 
 def test_a_builder_killed_in_the_middle_leaves_no_half_model(tmp_path: Path) -> None:
@@ -139,30 +116,20 @@ def test_a_builder_killed_in_the_middle_leaves_no_half_model(tmp_path: Path) -> 
 
 def test_two_processes_build_once(tmp_path: Path) -> None:
     target = tmp_path / "cache" / "model"
-    is_waiting = threading.Event()
-
-    @contextlib.contextmanager
-    def waiting() -> Iterator[None]:
-        is_waiting.set()
-        yield
-
-    def build(_: Path) -> None:
-        raise AssertionError("the other process has built it")
-
-    with slow_builder(target) as process:
-        second = threading.Thread(target=build_once, args=(target, build), kwargs={"waiting": waiting})
-        second.start()
-        assert is_waiting.wait(20)
-        assert not target.exists()
-        assert process.stdin is not None
-        process.stdin.close()
-        second.join(20)
-        assert not second.is_alive()
+    with slow_builder(target) as first:
+        second = subprocess.Popen(
+            [sys.executable, "-P", "-c", SLOW_BUILDER, str(target)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert first.stdin is not None
+        first.stdin.close()
+        said, _ = second.communicate(timeout=20)
+    assert said == "", "the other one has built it"
     assert (target / "model.safetensors").read_bytes() == b"whole"
 
 
 def test_the_files_can_be_read_by_others(gguf: Path, tmp_path: Path) -> None:
-    directory = models.demo_directory(gguf, tmp_path / "cache", fake_conversion, quiet)
+    directory = models.demo_directory(gguf, tmp_path / "cache", fake_conversion)
     assert directory.stat().st_mode & 0o777 == 0o755
     assert (directory / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
@@ -170,7 +137,7 @@ def test_the_files_can_be_read_by_others(gguf: Path, tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_to(gguf: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where a directory should be")
     with pytest.raises(ModelError, match=r"cannot keep the converted demo model.*XDG_CACHE_HOME"):
-        models.demo_directory(gguf, tmp_path / "cache", fake_conversion, quiet)
+        models.demo_directory(gguf, tmp_path / "cache", fake_conversion)
 
 
 def test_the_conversion_process_tells_why_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,9 +167,9 @@ def test_a_demo_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = model_directory(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
-    assert models.resolve_model(str(directory), quiet) == directory
+    assert models.resolve_model(str(directory)) == directory
     monkeypatch.chdir(tmp_path)
-    assert models.resolve_model("m", quiet) == directory
+    assert models.resolve_model("m") == directory
     assert models.served_name("m", directory) == "m"
     assert models.served_name("org/model", Path("/cache/snapshots/abc")) == "org/model"
     assert models.served_name("demo", Path("/cache/SmolLM2")) == "SmolLM2"
@@ -219,23 +186,23 @@ def test_a_local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_directory_that_lacks_something(files: list[str], message: str, tmp_path: Path) -> None:
     directory = model_directory(tmp_path / "m", *files)
     with pytest.raises(ModelError, match=message):
-        models.resolve_model(str(directory), quiet)
+        models.resolve_model(str(directory))
 
 
 def test_a_gateway_needs_no_weights(tmp_path: Path) -> None:
     directory = model_directory(tmp_path / "m", "config.json", "tokenizer.json")
-    assert models.resolve_model(str(directory), quiet, needs_weights=False) == directory
+    assert models.resolve_model(str(directory), needs_weights=False) == directory
 
 
 @pytest.mark.parametrize("name", ["/no/such/dir", "./nothing", "~/nothing-here", "a/b/c"])
 def test_a_path_that_is_no_directory(name: str) -> None:
     with pytest.raises(ModelError, match="is not a directory; name a model directory, a Hugging Face id, or 'demo'"):
-        models.resolve_model(name, quiet)
+        models.resolve_model(name)
 
 
 def test_a_word_that_is_no_model() -> None:
     with pytest.raises(ModelError, match="'nonsense' is neither a directory here nor a Hugging Face id"):
-        models.resolve_model("nonsense", quiet)
+        models.resolve_model("nonsense")
 
 
 @pytest.fixture
@@ -253,7 +220,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_downloaded_model_needs_no_network(hub: Path) -> None:
     (hub / "model.safetensors").write_text("{}")
-    assert models.resolve_model("org/m", quiet) == hub
+    assert models.resolve_model("org/m") == hub
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
@@ -264,9 +231,9 @@ def test_an_interrupted_download_is_not_used(hub: Path, is_sharded: bool) -> Non
         (hub / "model-00001-of-00002.safetensors").write_text("{}")
     lacking = "model-00002-of-00002.safetensors" if is_sharded else "model.safetensors"
     with pytest.raises(DownloadError, match=f"the download of 'org/m' is not complete: .* lacks {lacking}"):
-        models.resolve_model("org/m", quiet)
+        models.resolve_model("org/m")
 
 
 def test_a_model_that_cannot_be_downloaded(hub: Path) -> None:
     with pytest.raises(DownloadError, match=r"cannot download the model 'org/other'.*name a local directory"):
-        models.resolve_model("org/other", quiet)
+        models.resolve_model("org/other")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 
 from rich.console import Console
 
 from kvrelay.launcher.supervisor import State, Status
 from kvrelay.launcher.traffic import Figures, Traffic
-from kvrelay.launcher.view import LiveView, PlainView
+from kvrelay.launcher.view import View
 
 
 def status(state: State, **changes: object) -> Status:
@@ -26,7 +27,8 @@ def status(state: State, **changes: object) -> Status:
 
 def test_plain_lines() -> None:
     stream = io.StringIO()
-    with PlainView(stream, hide_logs=False) as view:
+    view = View(Console(file=stream, width=20), list, Traffic({}), hide_logs=False)
+    with view.shown():
         view.on_line("decode-0", "hello [not markup]")
         view.on_state(status(State.READY))
         view.on_state(status(State.DIED, detail="exit code 3"))
@@ -39,11 +41,24 @@ def test_plain_lines() -> None:
 
 def test_hidden_logs_and_a_stream_that_is_gone() -> None:
     stream = io.StringIO()
-    view = PlainView(stream, hide_logs=True)
+    view = View(Console(file=stream), list, Traffic({}), hide_logs=True)
     view.on_line("decode-0", "hello")
     assert stream.getvalue() == ""
     stream.close()
     view.say("nobody hears this")
+
+
+def test_a_pipe_that_nobody_reads_ends_nothing() -> None:
+    class Gone(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+    before = os.dup(1)
+    try:
+        View(Console(file=Gone()), list, Traffic({}), hide_logs=False).say("nobody hears this")
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
 
 
 def test_the_table_on_a_terminal() -> None:
@@ -52,10 +67,11 @@ def test_the_table_on_a_terminal() -> None:
     states = [status(State.READY), status(State.DIED, name="gateway", detail="exit code 3", num_restarts=2)]
     traffic = Traffic({})
     traffic.figures["decode-0"] = Figures(3, 456.4, 78.9)
-    with LiveView(console, lambda: states, traffic, hide_logs=False) as view:
+    view = View(console, lambda: states, traffic, hide_logs=False)
+    with view.shown():
         view.on_line("decode-0", "hello [not markup]")
         view.on_state(states[1])
         view.say("ready")
     shown = stream.getvalue()
-    for text in ("hello [not markup]", "gateway died (exit code 3)", "component", "5 MiB", "restarts", "456", "79"):
+    for text in ("hello [not markup]", "gateway: died (exit code 3)", "component", "5 MiB", "restarts", "456", "79"):
         assert text in shown
