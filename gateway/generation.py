@@ -18,7 +18,7 @@ from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.output_text import OutputText, StopReason, TextOptions
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.relay import Relay
-from kvrelay.gateway.soon import Soon
+from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.wire.messages import Beam
 
@@ -46,6 +46,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):  # one per token, as Out
     beam: int = 0  # of a beam search: which of its results this is, whole
 
 
+TakeText = Callable[[TextDelta], None]
 TakeNumbered = Callable[[int, TextDelta], None]
 """Takes what is new of one of several generations, and which. Must not wait."""
 
@@ -73,22 +74,25 @@ class Generator:
 
     def __init__(self, relay: Relay, tokenizer: Tokenizer, metrics: GatewayMetrics, clock: Clock) -> None:
         self._relay = relay
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         self._metrics = metrics
         self._clock = clock
 
     async def run_all(self, generations: Sequence[Generation], usages: Sequence[Usage], take: TakeNumbered) -> None:
-        """Run them side by side; ``take`` gets the text of all as it comes, numbered. The first error ends all.
+        """Run them side by side; ``take`` gets the text of all as it comes, numbered, and ``usages`` are filled. Raises ApiError.
 
-        As :meth:`run` else.
+        ``take`` is called as tokens come, and must not wait; the last text of each has a finish reason. The first error ends all,
+        also what ``take`` raises. Cancel to give them up. A stop string ends a text in front of it, and its request. A beam search
+        gives one delta for each of its results.
         """
-        if len(generations) == 1:
-            await self.run(generations[0], usages[0], partial(take, 0))
-            return
-        tasks = [
-            asyncio.create_task(self.run(generation, usage, partial(take, index)))
+        runs = [
+            self._run(generation, usage, partial(take, index))
             for index, (generation, usage) in enumerate(zip(generations, usages, strict=True))
         ]
+        if len(runs) == 1:
+            await runs[0]
+            return
+        tasks = [asyncio.create_task(run) for run in runs]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -96,44 +100,17 @@ class Generator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def run(self, generation: Generation, usage: Usage, take: Callable[[TextDelta], None]) -> None:
-        """Give ``take`` the text of ``generation``, the last of it with a finish reason; fills ``usage``. Raises ApiError.
-
-        ``take`` is called as tokens come, and must not wait; what it raises ends the generation, and comes out here. Cancel to
-        give the generation up. A stop string ends the text in front of it, and the request. A beam search gives one delta for
-        each of its results.
-        """
+    async def _run(self, generation: Generation, usage: Usage, take: TakeText) -> None:
         if generation.is_first:
             self._metrics.tokens.on_prompt(len(generation.prompt_token_ids))
-        await self._relay.run(
-            generation, _Text(generation, usage, take, self.tokenizer, self._metrics, self._clock).take
-        )
+        output = OutputText(self._tokenizer, generation.text, generation.sampling)
+        await self._relay.run(generation, partial(self._take, generation, usage, output, take))
 
-
-class _Text:
-    """What tokens of one generation become, as they come."""
-
-    def __init__(
-        self,
-        generation: Generation,
-        usage: Usage,
-        take: Callable[[TextDelta], None],
-        tokenizer: Tokenizer,
-        metrics: GatewayMetrics,
-        clock: Clock,
-    ) -> None:
-        self._generation = generation
-        self._usage = usage
-        self._take = take
-        self._tokenizer = tokenizer
-        self._metrics = metrics
-        self._clock = clock
-        self._output = Soon(lambda: OutputText(tokenizer, generation.text, generation.sampling))
-
-    def take(self, delta: OutputDelta) -> bool:
+    def _take(
+        self, generation: Generation, usage: Usage, output: OutputText, take: TakeText, delta: OutputDelta
+    ) -> bool:
         """Pass its text on; whether more tokens are wanted. See :data:`kvrelay.gateway.attempt.Take`."""
-        generation, usage, output = self._generation, self._usage, self._output.get()
-        self._observe(delta)
+        self._observe(generation.timings, delta)
         if delta.num_cached_tokens is not None and generation.is_first:
             num_more = max(0, delta.num_cached_tokens - usage.num_cached_tokens)
             usage.num_cached_tokens += num_more
@@ -141,8 +118,8 @@ class _Text:
         if delta.beams is not None:
             for index, beam in enumerate(delta.beams):
                 usage.num_output_tokens += len(beam.tokens)
-                self._take(self._beam(index, beam))
-            return self._ended()
+                take(self._beam(generation, index, beam))
+            return self._ended(generation)
         tokens, text = delta.tokens, ""
         if generation.is_silent:
             tokens = []
@@ -150,28 +127,25 @@ class _Text:
             text, num_taken = output.push(tokens)
             usage.num_output_tokens += num_taken
             tokens = tokens[:num_taken]
-        if output.is_stopped:
-            self._take(TextDelta(text, tokens, FinishReason.STOP, output.stop_reason, delta.prompt_logprobs))
-            return self._ended()
-        if delta.finish_reason is not None:
+        is_cut = output.is_stopped
+        reason = FinishReason.STOP if is_cut else delta.finish_reason
+        if reason is not None and not is_cut:
             text += output.finish(tokens[-1].token_id if tokens else None)
-            reason = FinishReason.STOP if output.is_stopped else delta.finish_reason
-            if generation.is_silent:
+            if output.is_stopped:
+                reason = FinishReason.STOP
+            elif generation.is_silent:
                 reason = FinishReason.LENGTH
-            self._take(TextDelta(text, tokens, reason, output.stop_reason, delta.prompt_logprobs))
-            return self._ended()
-        if text or tokens or delta.prompt_logprobs is not None:
-            self._take(TextDelta(text, tokens, None, None, delta.prompt_logprobs))
-        return True
+        if reason is not None or text or tokens or delta.prompt_logprobs is not None:
+            take(TextDelta(text, tokens, reason, output.stop_reason, delta.prompt_logprobs))
+        return reason is None or self._ended(generation)
 
-    def _beam(self, index: int, beam: Beam) -> TextDelta:
-        output = OutputText(self._tokenizer, self._generation.text, self._generation.sampling)
+    def _beam(self, generation: Generation, index: int, beam: Beam) -> TextDelta:
+        output = OutputText(self._tokenizer, generation.text, generation.sampling)
         text, _ = output.push(beam.tokens)
         text += output.finish(beam.tokens[-1].token_id if beam.tokens else None)
         return TextDelta(text, beam.tokens, beam.finish_reason, output.stop_reason, beam=index)
 
-    def _observe(self, delta: OutputDelta) -> None:
-        timings = self._generation.timings
+    def _observe(self, timings: RequestTimings, delta: OutputDelta) -> None:
         parts = {} if delta.timings is None else timings.on_parts(delta.timings)
         is_first = False
         if delta.tokens:
@@ -180,18 +154,17 @@ class _Text:
             self._metrics.tokens.on_tokens(len(delta.tokens), gap_s)
         if parts or is_first:
             # Histograms take longer than all else that a token meets here, and a stream's client waits for the first one.
-            asyncio.get_running_loop().call_soon(self._count_start, parts, is_first)
+            asyncio.get_running_loop().call_soon(self._count_start, timings, parts, is_first)
 
-    def _count_start(self, parts: Mapping[str, float], is_first: bool) -> None:
+    def _count_start(self, timings: RequestTimings, parts: Mapping[str, float], is_first: bool) -> None:
         """New parts of the request's start, and whether its first token has come."""
         for name, value in parts.items():
             self._metrics.part_s.labels(name).observe(value)
-        timings = self._generation.timings
         if is_first:
             assert timings.first_token_s is not None
             self._metrics.ttft_s.observe(timings.first_token_s - timings.received_s)
 
-    def _ended(self) -> bool:
+    def _ended(self, generation: Generation) -> bool:
         """No more is wanted."""
-        self._metrics.e2e_s.observe(self._clock() - self._generation.timings.received_s)
+        self._metrics.e2e_s.observe(self._clock() - generation.timings.received_s)
         return False

@@ -20,7 +20,7 @@ from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError, Unav
 from kvrelay.gateway.generation import Generation
 from kvrelay.gateway.output_text import TextOptions
 from kvrelay.gateway.params import check_token_ids, sampling_params, word_ids
-from kvrelay.gateway.prompt_share import PromptShare
+from kvrelay.gateway.progress import PromptShare
 from kvrelay.gateway.spec import GenerationSpec
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer

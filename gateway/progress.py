@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,10 +12,32 @@ from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.gateway.errors import ApiError, RequestTimeoutError
 from kvrelay.gateway.failover import Avoidance
 from kvrelay.gateway.prefixes import RequestPrefix
-from kvrelay.gateway.prompt_share import PromptShare
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.worker import Worker
 from kvrelay.wire.messages import Beam, Timings
+
+
+class PromptShare:
+    """The choices of one prompt (``n``, ``best_of``) compute it once: the first one goes ahead, the others follow its K/V.
+
+    As soon as its K/V lie verified on a decode worker, the others are sent there: they find all full blocks of the prompt in that
+    worker's prefix cache, and compute what is left. Every choice is a request with attempts of its own; where the first one's
+    worker has no room for them, or is lost, they are routed as anybody. Lives on the gateway's asyncio loop.
+    """
+
+    def __init__(self) -> None:
+        self._is_settled = asyncio.Event()
+        self.decode_address: str | None = None  # where the prompt's K/V lie, as far as known
+
+    def settle(self, decode_address: str | None) -> None:
+        """The first choice's K/V lie on that worker; or, with None, it is over. The first word counts."""
+        if not self._is_settled.is_set():
+            self.decode_address = decode_address
+            self._is_settled.set()
+
+    async def settled(self) -> None:
+        """Returns when it is known where the K/V lie, or that nobody will know."""
+        await self._is_settled.wait()
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.detokenizer import Detokenizer
 from kvrelay.gateway.errors import InvalidRequestError
-from kvrelay.gateway.stop import StopMatcher
+from kvrelay.gateway.output_text import StopMatcher
 from kvrelay.gateway.tokenizer import Tokenizer
 
 
