@@ -312,8 +312,8 @@ class DecodeScheduler:
 
     @property
     def _num_left_over(self) -> int:
-        """Blocks that are allocatable, less the next one of all who run."""
-        return self._blocks.num_allocatable - len(self.running)
+        """Blocks that whoever joins may have."""
+        return self._blocks.num_allocatable - self._blocks.num_next
 
     def _num_free_places(self) -> int:
         """A beam search takes all its places from the start, whether it has so many beams yet or not."""
@@ -341,7 +341,7 @@ class DecodeScheduler:
         hashes = chain_hashes(root, sequence.token_ids[: num_reusable * block_size], block_size)
         num_blocks = self._blocks.num_blocks_for(sequence.num_tokens)
         # Else the next one that needs a block would take it from this one, which would have been computed for nothing.
-        allocation = self._blocks.allocate(_owner(sequence), num_blocks, hashes, spare=len(self.running))
+        allocation = self._blocks.allocate(_owner(sequence), num_blocks, hashes, spare=self._blocks.num_next)
         if allocation is None:
             missing = hashes[self._blocks.num_cached_prefix(hashes) :][:1]
             self._found_none = (sequence, self._num_left_over, missing)
@@ -438,9 +438,9 @@ class DecodeScheduler:
 
     @property
     def _num_awaited(self) -> int:
-        """Blocks of the oldest that waits to be computed. Hand-offs, all younger, would take each block that comes free."""
+        """Blocks of the oldest that waits to be computed, its next one too. Hand-offs would take each block that comes free."""
         oldest = next((sequence for sequence in self.waiting if not sequence.block_table), None)
-        return 0 if oldest is None else self._blocks.num_blocks_for(oldest.num_tokens)
+        return 0 if oldest is None else self._blocks.num_blocks_for(oldest.num_tokens) + 1
 
     def _end(self, sequence: Sequence, *, keeps_blocks: bool = False) -> None:
         """Take a sequence out, wherever it is, and release its blocks, unless a step still writes to them."""

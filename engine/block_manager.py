@@ -115,13 +115,19 @@ class BlockManager:
             return len(self._free) + len(self._cached)
 
     @property
-    def num_promised(self) -> int:
-        """Allocatable blocks that a hand-off must leave: those set aside, and the next one of every owner.
+    def num_next(self) -> int:
+        """Allocatable blocks that whoever joins must leave: the next one of every owner, and of the one that joins.
 
-        Without the latter the owners' next blocks would be taken from sequences that run. With a hand-off owners become one more.
+        Without them the owners' next blocks would be taken from sequences that run. Whoever is alone may have all there are.
         """
         with self._lock:
-            return self.set_aside + (len(self._owned) + 1 if self._owned else 0)
+            return len(self._owned) + 1 if self._owned else 0
+
+    @property
+    def num_promised(self) -> int:
+        """Allocatable blocks that a hand-off must leave: also those set aside."""
+        with self._lock:
+            return self.set_aside + self.num_next
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""

@@ -265,8 +265,8 @@ def test_a_step_waits_for_one_that_makes_room_for_somebody() -> None:
 
 
 def crowded(ends: SamplingParams) -> tuple[Rig, Watched]:
-    """A pool of 10 blocks of which two sequences hold 5, and grow, and a prompt of 6 that waits for one of them to end."""
-    rig = fake_rig(10, runs_ahead=True)
+    """A pool of 11 blocks of which two sequences hold 5, and grow, and a prompt of 6 that waits for one of them to end."""
+    rig = fake_rig(11, runs_ahead=True)
     rig.add("stays", [1, 2, 3], greedy(13))
     rig.add("ends", list(range(15)), ends)
     rig.add("waits", list(range(1, 23)), greedy(2), handed_over=False)
@@ -303,7 +303,7 @@ def test_who_waits_for_blocks_gets_those_of_a_sequence_that_stopped_one_step_lat
 
 
 def test_who_waits_for_blocks_gets_those_that_a_lease_lets_go() -> None:
-    rig = fake_rig(10, runs_ahead=True)
+    rig = fake_rig(11, runs_ahead=True)
     watched = rig.engine
     rig.scribble(4)
     rig.add("stays", [1, 2, 3], greedy(13))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -133,13 +133,16 @@ def test_blocks_that_come_free_are_the_oldest_prompts_however_many_hand_offs_com
     rig.run()
 
 
-@given(st.lists(st.integers(1, 30), min_size=2, max_size=20), st.integers(0, 10))
-def test_hand_offs_leave_the_next_block_of_everybody_who_generates(lengths: list[int], num_leased: int) -> None:
+@given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=2, max_size=20), st.integers(0, 10))
+@example([(8, True), (4, True)], 36)
+def test_who_joins_leaves_the_next_block_of_everybody_who_generates(
+    lengths: list[tuple[int, bool]], num_leased: int
+) -> None:
     rig = Rig(num_blocks=40)
     if num_leased:
         rig.scribble(num_leased)
-    for index, length in enumerate(lengths):
-        rig.add(f"s{index}", tokens(index, length), MANY)
+    for index, (length, is_local) in enumerate(lengths):
+        rig.add(f"s{index}", tokens(index, length), MANY, handed_over=not is_local)
     for _ in range(rig.blocks.block_size):
         rig.step()
     assert rig.num_preemptions == 0
