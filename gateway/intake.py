@@ -19,9 +19,8 @@ from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
 from kvrelay.gateway.generation import Generation
 from kvrelay.gateway.output_text import TextOptions
-from kvrelay.gateway.params import check_token_ids, sampling_params, word_ids
 from kvrelay.gateway.progress import PromptShare
-from kvrelay.gateway.spec import GenerationSpec
+from kvrelay.gateway.spec import GenerationSpec, check_token_ids, sampling_params, word_ids
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool

@@ -102,15 +102,12 @@ class ResponseBody(RequestBody):
                     param=name,
                 )
         return GenerationSpec(
+            **self.model_dump(include={"temperature", "top_p", "seed", "cache_salt"}, exclude_none=True),
             max_tokens=self.max_output_tokens,
             max_tokens_param="max_output_tokens",
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=self.seed,
             num_logprobs=(self.top_logprobs or 0) if self.shows_logprobs else None,
             guide=(guide := self._guide()),
             guide_param=None if guide is None else "text.format",
-            cache_salt=self.cache_salt or "",
         )
 
     def chat(self) -> ChatRequest:

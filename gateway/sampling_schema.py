@@ -55,6 +55,12 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
 }
 
+# Fields that are called the same among all APIs' wishes; what is not given has its default there.
+_WISHES = {
+    "temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "min_tokens", "ignore_eos", "cache_salt",
+}  # fmt: skip
+
 _KNOWN = BOOKKEEPING | GUIDED_FIELDS | _HARMLESS.keys()
 
 
@@ -183,21 +189,12 @@ class SamplingBody(RequestBody):
             name = requested.param.partition(".")[0]
             raise InvalidRequestError(f"{name} and use_beam_search are given together; leave one out", param=name)
         return GenerationSpec(
+            **self.model_dump(include=_WISHES, exclude_none=True),
             max_tokens=max_tokens,
             max_tokens_param=max_tokens_param,
-            min_tokens=self.min_tokens or 0,
-            temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k if self.top_k is not None and self.top_k > 0 else 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=0.0 if self.min_p is None else self.min_p,
-            typical_p=1.0 if self.typical_p is None else self.typical_p,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            presence_penalty=0.0 if self.presence_penalty is None else self.presence_penalty,
-            frequency_penalty=0.0 if self.frequency_penalty is None else self.frequency_penalty,
-            seed=self.seed,
             stops=self._stops() if self.stop else (),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
             includes_stop=bool(self.include_stop_str_in_output),
             keeps_special=self.skip_special_tokens is False,
             logit_bias=_bias_entries(self.logit_bias) if self.logit_bias else (),
@@ -214,7 +211,6 @@ class SamplingBody(RequestBody):
             beam_search=beams,
             priority=(self.priority or 0) + _TIER_PRIORITY.get(self.service_tier or "", 0),
             retention=self._retention(),
-            cache_salt=self.cache_salt or "",
             truncate=self.truncate_prompt_tokens,
         )
 

@@ -21,7 +21,7 @@ from kvrelay.gateway.errors import ApiError, InvalidRequestError
 from kvrelay.gateway.http import error_response
 from kvrelay.gateway.intake import Intake, aside, check_text
 from kvrelay.gateway.openai_schema import ChatBody, DetokenizeBody, TokenizeBody
-from kvrelay.gateway.params import check_token_ids
+from kvrelay.gateway.spec import check_token_ids
 from kvrelay.gateway.tgi.docs import (
     ChatTokens,
     Detokenized,

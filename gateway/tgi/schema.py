@@ -18,6 +18,15 @@ from kvrelay.gateway.sampling_schema import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS
 from kvrelay.gateway.spec import GenerationSpec
 
 _DEFAULT_NEW_TOKENS = 100
+_WISHES = {
+    "top_k",
+    "top_p",
+    "typical_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "seed",
+    "truncate",
+}  # as others call them
 _NAMED_SCHEMA = {"name", "description", "schema", "strict"}  # of what "json_schema" takes beside a schema itself
 
 Mass = Annotated[float, Field(gt=0, lt=1)]
@@ -98,14 +107,9 @@ class GenerateParameters(RequestBody):
         temperature = 1.0 if self.temperature is None else self.temperature
         best_of = self.best_of or 1
         return GenerationSpec(
+            **self.model_dump(include=_WISHES, exclude_none=True),
             max_tokens=self.max_new_tokens,
             temperature=temperature if self.samples else 0.0,
-            top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            typical_p=1.0 if self.typical_p is None else self.typical_p,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            frequency_penalty=0.0 if self.frequency_penalty is None else self.frequency_penalty,
-            seed=self.seed,
             stops=tuple(stop for stop in self.stop or () if stop),
             includes_stop=True,
             num_choices=best_of,  # all of them are told, with details
@@ -115,7 +119,6 @@ class GenerateParameters(RequestBody):
             guide=None if self.grammar is None else self.grammar.guide(),
             guide_param=None if self.grammar is None else "parameters.grammar",
             has_watermark=bool(self.watermark),
-            truncate=self.truncate,
             max_tokens_param="max_new_tokens",
         )
 
