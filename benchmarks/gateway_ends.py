@@ -1,15 +1,15 @@
-"""The two ends of what ``gateway.py`` measures: a played decode worker, and a client that speaks to it without a gateway."""
+"""The two ends of what ``gateway.py`` measures: a played decode worker, and what is asked of it without a gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
+from direct_link import DirectLink
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.engine.fake import fake_card
-from kvrelay.wire.control_client import ControlClient
 from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.messages import (
     Hello,
@@ -104,47 +104,16 @@ class PacedWorker:
         )
 
 
-class DirectClient:
-    """A client without a gateway: requests over the worker's control link. Implements ClientHandler."""
-
-    def __init__(self, address: str, network: Network) -> None:
-        self.is_up = asyncio.Event()
-        self._arrived_s: dict[str, list[float]] = {}
-        self._is_over: dict[str, asyncio.Event] = {}
-        hello = Hello(role=Role.GATEWAY, peer_id="direct")
-        metrics = WireMetrics(CollectorRegistry())
-        self.link = ControlClient(address, hello, self, LinkSettings(), metrics=metrics, network=network)
-
-    def on_welcome(self, welcome: Welcome) -> None:
-        """Begin."""
-        self.is_up.set()
-
-    def on_message(self, message: Message) -> None:
-        """Note when tokens came."""
-        now_s = time.monotonic()
-        for item in message.items if isinstance(message, Tokens) else ():
-            self._arrived_s[item.request_id].append(now_s)
-            if item.finish_reason is not None:
-                self._is_over[item.request_id].set()
-
-    def on_lost(self, reason: str) -> None:
-        """The end of the run."""
-
-    def on_refused(self, refused: HelloRefused) -> None:
-        """Never in a benchmark."""
-
-    async def ask(self, mark: int, tokens: int) -> tuple[float, list[float]]:
-        """When a request was sent, and when its tokens came."""
-        name = str(mark)
-        self._arrived_s[name], self._is_over[name] = [], asyncio.Event()
-        prompt = prompt_of(mark)
-        sampling = SamplingParams(max_tokens=tokens, temperature=0.0)
-        sent_s = time.monotonic()
-        self.link.send(Submit(
-            request_id=name, attempt=1, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=sampling
-        ))  # fmt: skip
-        await self._is_over[name].wait()
-        return sent_s, self._arrived_s.pop(name)
+async def ask_directly(link: DirectLink, mark: int, tokens: int) -> tuple[float, list[float]]:
+    """When a request was sent, and when its tokens came."""
+    name, prompt, came_s = str(mark), prompt_of(mark), list[float]()
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0)
+    submit = Submit(request_id=name, attempt=1, token_ids=prompt, num_prompt_tokens=len(prompt), sampling=sampling)
+    sent_s = time.monotonic()
+    link.client.send(submit)
+    while len(came_s) < tokens:
+        came_s.append((await link.next(name))[0])
+    return sent_s, came_s
 
 
 def prompt_of(mark: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,10 +25,10 @@ class Measured:
     warnings: list[str]
 
 
-def throughput(streams: int, seconds: float, step_ms: float, rounds: int) -> Measured:
-    """Measure and print it ``rounds`` times; of everything the median counts."""
-    measured = [measure_throughput(streams, seconds, step_ms) for _ in range(rounds)]
-    figures = {name: statistics.median(one.figures[name] for one in measured) for name in measured[0].figures}
+def throughput(streams: int, seconds: float) -> Measured:
+    """Measure and print it."""
+    measured = measure_throughput(streams, seconds)
+    figures = measured.figures
     print(
         f"{streams} streams: {figures['tokens_per_s']:.0f} tokens/s; gateway "
         f"{figures['gateway_us_per_token']:.1f} CPU s per million tokens and {figures['gateway_mb']:.0f} MB, "
@@ -37,16 +36,16 @@ def throughput(streams: int, seconds: float, step_ms: float, rounds: int) -> Mea
         f"generator {figures.get('generator_cores', float('nan')):.2f} cores, others "
         f"{figures.get('other_cores', float('nan')):.2f}, stolen {figures.get('stolen_cores', float('nan')):.2f}"
     )
-    warnings = [f"round {number}: {text}" for number, one in enumerate(measured, 1) for text in one.warnings]
-    for warning in warnings:
-        print(f"  doubtful, {warning}")
-    return Measured(figures, warnings)
+    for warning in measured.warnings:
+        print(f"  doubtful: {warning}")
+    return measured
 
 
-def measure_throughput(streams: int, seconds: float, step_ms: float) -> Measured:
+def measure_throughput(streams: int, seconds: float) -> Measured:
     """Streamed tokens per second with a fake decode worker, and what each process used of the CPU."""
+    # A step of a millisecond is more than the worker can do.
     settings = LocalSettings.of(
-        engine="fake", prefill=0, port=0, log_level="warning", fake_step_ms=step_ms, fake_token_us=0, fake_token_bytes=64,
+        engine="fake", prefill=0, port=0, log_level="warning", fake_step_ms=1, fake_token_us=0, fake_token_bytes=64,
         max_num_seqs=streams + 56,
     )  # fmt: skip
     with (
@@ -61,11 +60,11 @@ def measure_throughput(streams: int, seconds: float, step_ms: float) -> Measured
             "--concurrency", str(streams), "--input-len", "32", "--output-len", "256",
             "--duration-s", str(seconds), "--output", str(output), "--server-pid", f"{gateway.pid},{worker.pid}",
         ]  # fmt: skip
-        before_s, worker_before_s = _cpu_s(gateway), _cpu_s(worker)
+        before_s, worker_before_s = cpu_s(gateway), cpu_s(worker)
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if not output.exists():
             raise SystemExit(f"the generator failed: {ended.stderr[-2000:]}")
-        used_s, worker_s = _cpu_s(gateway) - before_s, _cpu_s(worker) - worker_before_s
+        used_s, worker_s = cpu_s(gateway) - before_s, cpu_s(worker) - worker_before_s
         memory_mb = gateway.memory_info().rss / 2**20
         return figures_of(read_result(output), used_s, worker_s, memory_mb)
 
@@ -93,6 +92,7 @@ def figures_of(result: RunResult, gateway_s: float, worker_s: float, memory_mb: 
     return Measured(figures, result.warnings)
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def cpu_s(process: psutil.Process) -> float:
+    """CPU time that it has used."""
     times = process.cpu_times()
     return float(times.user + times.system)

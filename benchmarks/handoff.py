@@ -47,7 +47,8 @@ from kvrelay.launcher.bench.records import CpuUse
 
 LONGEST_S = 1800.0  # for one size of blocks
 STRIPED = {"verified", "sealed", "shared", "shared-sealed"}  # have connections, one or several
-WAYS = ["frames", "frames-kept", "verified", "sealed", "shared", "shared-sealed"]
+PLAIN_WAYS = ("frames", "frames-kept")
+WAYS = [*PLAIN_WAYS, "verified", "sealed", "shared", "shared-sealed"]
 
 
 def measure(sizes: Sizes, ways: Sequence[str], num_rounds: int) -> tuple[dict[str, list[Round]], CpuUse | None]:
@@ -94,25 +95,10 @@ def summary(sizes: Sizes, rounds: dict[str, list[Round]], cpu: CpuUse | None) ->
         return spread([other.seconds / mine.seconds for mine, other in pairs])
 
     gigabytes = sizes.nbytes / 1e9
-    ratios = {
-        "verified / frames": ratio("verified", "frames"),
-        "verified / frames-kept": ratio("verified", "frames-kept"),
-        "sealed / frames": ratio("sealed", "frames"),
-        "sealed / frames-kept": ratio("sealed", "frames-kept"),
-        "sealed / verified": ratio("sealed", "verified"),
-        **{
-            f"{way} / {name}@1": ratio(way, f"{name}@1")
-            for way in rounds
-            for name, at, number in [way.partition("@")]
-            if at and number != "1"
-        },
-        "shared / frames": ratio("shared", "frames"),
-        "shared / frames-kept": ratio("shared", "frames-kept"),
-        "shared-sealed / frames": ratio("shared-sealed", "frames"),
-        "shared-sealed / frames-kept": ratio("shared-sealed", "frames-kept"),
-        "shared / verified": ratio("shared", "verified"),
-        "shared-sealed / shared": ratio("shared-sealed", "shared"),
-    }
+    compared = [(way, base) for way in ("verified", "sealed", "shared", "shared-sealed") for base in PLAIN_WAYS]
+    compared += [("sealed", "verified"), ("shared", "verified"), ("shared-sealed", "shared")]
+    compared += [(way, f"{name}@1") for way in rounds for name, _, number in [way.partition("@")] if number > "1"]
+    ratios = {f"{way} / {base}": ratio(way, base) for way, base in compared}
     return {
         "block_nbytes": sizes.block_nbytes,
         "num_blocks": sizes.num_blocks,

@@ -1,7 +1,7 @@
-"""Others' attention on the same numbers: torch's SDPA and flex_attention, FlashInfer, conch-triton-kernels.
+"""Others' attention on the same numbers: torch's SDPA and flex_attention, FlashInfer.
 
-SDPA and flex_attention get keys and values gathered into one piece, which spares them the block table. The others read kvrelay's
-pool as it is, whose layer is what they call HND. Who is not installed, fails, or computes something else is named as absent.
+SDPA and flex_attention get keys and values gathered into one piece, which spares them the block table. FlashInfer reads kvrelay's
+pool as it is, whose layer is what it calls HND. Who is not installed, fails, or computes something else is named as absent.
 """
 
 from __future__ import annotations
@@ -178,26 +178,8 @@ def _flashinfer(problem: Problem) -> Call:
     return functools.partial(wrapper.run, problem.query, caches)
 
 
-def _conch(problem: Problem) -> Call:
-    from conch.ops.attention.paged_attention import paged_attention  # noqa: PLC0415 - as above
-    from conch.ops.attention.varlen_attention import varlen_attention  # noqa: PLC0415
-
-    paged, query = problem.paged, problem.query
-    # They count tokens before heads; a view does, for they go by strides.
-    keys, values = (problem.layer[:, part].transpose(1, 2) for part in (0, 1))
-    out, scale = torch.empty_like(query), query.shape[2] ** -0.5
-    if problem.query_len == 1:
-        return lambda: paged_attention(query, keys, values, paged.block_tables, paged.seq_lens, output=out, scale=scale)
-    starts = torch.arange(problem.num_seqs + 1, dtype=torch.int32, device=query.device) * problem.query_len
-    lens = (starts, problem.query_len, paged.seq_lens, problem.context)
-    return lambda: varlen_attention(
-        query, keys, values, *lens, paged.block_tables, output=out, causal=True, scale=scale
-    )
-
-
 PEERS: dict[str, Prepare] = {
     "SDPA, contiguous": _sdpa,
     "flex_attention, contiguous": _flex,
     "FlashInfer, paged": _flashinfer,
-    "conch, paged": _conch,
 }

@@ -30,30 +30,30 @@ class Stopwatch:
         self._buffer = torch.ones(flush_bytes // 4, dtype=torch.float32, device=device)
         self._sink = torch.empty((), dtype=torch.float32, device=device)
 
-    def median_s(self, call: Callable[[], object], *, budget_s: float = 0.5, num_flushes: int = 1) -> float:
+    def median_s(self, call: Callable[[], object], *, budget_s: float = 0.5) -> float:
         """Median seconds of ``call``, whose work is on the device's current stream.
 
-        Repeated for about ``budget_s``, flushes not counted. ``num_flushes``: more than one for what takes the host long to launch.
+        Repeated for about ``budget_s``, flushes not counted.
         """
         for _ in range(self._warm_ups):
             call()
         self.synchronize()
-        one_s = self._times_s(call, 1, num_flushes)[0]
+        one_s = self._times_s(call, 1)[0]
         repeats = min(self._max_repeats, max(self._min_repeats, int(budget_s / max(one_s, 1e-6))))
-        return statistics.median(self._times_s(call, repeats, num_flushes))
+        return statistics.median(self._times_s(call, repeats))
 
     def synchronize(self) -> None:
         """Wait for the device."""
         if self._is_cuda:
             torch.cuda.synchronize()
 
-    def _times_s(self, call: Callable[[], object], repeats: int, num_flushes: int) -> list[float]:
+    def _times_s(self, call: Callable[[], object], repeats: int) -> list[float]:
         if not self._is_cuda:
-            return [self._host_s(call, num_flushes) for _ in range(repeats)]
+            return [self._host_s(call) for _ in range(repeats)]
         marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         for _ in range(repeats):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            self._flush(num_flushes)
+            self._flush()
             start.record()
             call()
             end.record()
@@ -61,15 +61,14 @@ class Stopwatch:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) * 1e-3 for start, end in marks]
 
-    def _host_s(self, call: Callable[[], object], num_flushes: int) -> float:
-        self._flush(num_flushes)
+    def _host_s(self, call: Callable[[], object]) -> float:
+        self._flush()
         begun_s = time.perf_counter()
         call()
         return time.perf_counter() - begun_s
 
-    def _flush(self, times: int) -> None:
-        for _ in range(times):
-            torch.sum(self._buffer, dim=0, out=self._sink)
+    def _flush(self) -> None:
+        torch.sum(self._buffer, dim=0, out=self._sink)
 
 
 def device_state() -> str:

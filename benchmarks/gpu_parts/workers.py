@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
+from direct_link import DirectLink
 from prometheus_client import CollectorRegistry
 from sides import heard
 
@@ -22,21 +24,7 @@ from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
-from kvrelay.wire.control_client import ControlClient
-from kvrelay.wire.messages import (
-    Cancelled,
-    DecodeTarget,
-    Failed,
-    Hello,
-    HelloRefused,
-    Message,
-    Role,
-    Submit,
-    TokenDelta,
-    Tokens,
-    Welcome,
-)
-from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.messages import DecodeTarget, Submit
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.shared_place import SharedPlace
@@ -60,59 +48,48 @@ class Answer:
 
 def run_prefill_worker(connection: Connection, context: Context) -> None:
     """A process's whole life: load, serve, end when the connection closes. Tells its control address."""
-    keep_freed_memory()
-    chunk = context.sizes.ttft_chunk
-    engine = load_engine(
-        context, _num_blocks(context), max_num_seqs=_MAX_NUM_SEQS, max_batched_tokens=chunk, decodes=False
-    )
-
-    async def serve() -> None:
-        worker = PrefillWorker(
-            engine,
-            PrefillSchedulerSettings(max_batched_tokens=chunk),
-            "tcp://127.0.0.1:*",
-            "prefill",
-            CollectorRegistry(),
-            network=Network.open(),
-            model_loop=ModelLoop,
-            epoch=time.time_ns(),
-            link_settings=_LINK,
-            shared_memory=SharedPlace(),
-        )
-        await _serve(worker, connection)
-
-    asyncio.run(serve())
+    asyncio.run(_serve(connection, _load(context, decodes=False)))
 
 
 def run_decode_worker(connection: Connection, context: Context) -> None:
     """The same of a decode worker."""
+    asyncio.run(_serve(connection, _load(context, decodes=True)))
+
+
+def _load(context: Context, *, decodes: bool) -> Callable[[], PrefillWorker | DecodeWorker]:
+    """The engine, loaded; what makes a worker of it is called inside the event loop."""
     keep_freed_memory()
-    chunk = max(_MAX_NUM_SEQS, context.sizes.ttft_chunk)
+    chunk = max(_MAX_NUM_SEQS, context.sizes.ttft_chunk) if decodes else context.sizes.ttft_chunk
     engine = load_engine(
-        context, _num_blocks(context), max_num_seqs=_MAX_NUM_SEQS, max_batched_tokens=chunk, decodes=True
+        context, _num_blocks(context), max_num_seqs=_MAX_NUM_SEQS, max_batched_tokens=chunk, decodes=decodes
     )
 
-    async def serve() -> None:
-        settings = DecodeSchedulerSettings(max_num_seqs=_MAX_NUM_SEQS, max_batched_tokens=chunk)
-        worker = DecodeWorker(
+    def make() -> PrefillWorker | DecodeWorker:
+        anywhere = "tcp://127.0.0.1:*"
+        common: Any = {
+            "network": Network.open(),
+            "model_loop": ModelLoop,
+            "epoch": time.time_ns(),
+            "link_settings": _LINK,
+            "shared_memory": SharedPlace(),
+        }
+        if decodes:
+            settings = DecodeSchedulerSettings(max_num_seqs=_MAX_NUM_SEQS, max_batched_tokens=chunk)
+            return DecodeWorker(engine, settings, anywhere, anywhere, "decode", CollectorRegistry(), **common)
+        return PrefillWorker(
             engine,
-            settings,
-            "tcp://127.0.0.1:*",
-            "tcp://127.0.0.1:*",
-            "decode",
+            PrefillSchedulerSettings(max_batched_tokens=chunk),
+            anywhere,
+            "prefill",
             CollectorRegistry(),
-            network=Network.open(),
-            model_loop=ModelLoop,
-            epoch=time.time_ns(),
-            link_settings=_LINK,
-            shared_memory=SharedPlace(),
+            **common,
         )
-        await _serve(worker, connection)
 
-    asyncio.run(serve())
+    return make
 
 
-async def _serve(worker: PrefillWorker | DecodeWorker, connection: Connection) -> None:
+async def _serve(connection: Connection, make: Callable[[], PrefillWorker | DecodeWorker]) -> None:
+    worker = make()
     await worker.start()
     try:
         connection.send(worker.address)
@@ -121,41 +98,10 @@ async def _serve(worker: PrefillWorker | DecodeWorker, connection: Connection) -
         await worker.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class _Lost:
-    """A worker is gone."""
-
-    reason: str
-
-
-class _Link:
-    """A link to one worker. Implements ClientHandler."""
-
-    def __init__(self, address: str, network: Network) -> None:
-        self.inbox: asyncio.Queue[Message | _Lost] = asyncio.Queue()
-        self.up = asyncio.Event()
-        hello = Hello(role=Role.GATEWAY, peer_id="benchmark")
-        metrics = WireMetrics(CollectorRegistry())
-        self.client = ControlClient(address, hello, self, _LINK, metrics=metrics, network=network)
-
-    def on_welcome(self, welcome: Welcome) -> None:
-        self.up.set()
-
-    def on_message(self, message: Message) -> None:
-        if isinstance(message, Tokens | Failed | Cancelled):
-            self.inbox.put_nowait(message)
-
-    def on_lost(self, reason: str) -> None:
-        self.inbox.put_nowait(_Lost(reason))
-
-    def on_refused(self, refused: HelloRefused) -> None:
-        self.inbox.put_nowait(refused)
-
-
 class Asker:
     """Stands where the gateway stands: one request at a time."""
 
-    def __init__(self, prefill: _Link, decode: _Link) -> None:
+    def __init__(self, prefill: DirectLink, decode: DirectLink) -> None:
         self._prefill, self._decode = prefill, decode
         self._num_asked = 0
 
@@ -170,46 +116,35 @@ class Asker:
             sampling=SamplingParams(max_tokens=_NUM_TOKENS, temperature=0.0),
             decode=None if is_local else DecodeTarget(address=self._decode.client.address),
         )
-        begun_s = time.perf_counter()
+        begun_s = time.monotonic()
         first = self._decode if is_local else self._prefill
         assert first.client.send(submit), "the link is not up"
-        first_delta = await self._delta(first, submit)
-        first_s = time.perf_counter() - begun_s
+        first_s, delta = await first.next(submit.request_id)
         second_s, transfer_s = first_s, None
-        num_tokens = len(first_delta.tokens) if is_local else 0  # the decode worker repeats the first one
-        finished = first_delta.finish_reason if is_local else None
+        num_tokens = len(delta.tokens) if is_local else 0  # the decode worker repeats the first one
+        finished = delta.finish_reason if is_local else None
         while finished is None:
-            delta = await self._delta(self._decode, submit)
+            at_s, delta = await self._decode.next(submit.request_id)
             before, num_tokens = num_tokens, num_tokens + len(delta.tokens)
             if before < 2 <= num_tokens:
-                second_s = time.perf_counter() - begun_s
+                second_s = at_s
             if delta.timings is not None and delta.timings.transfer_s is not None:
                 transfer_s = delta.timings.transfer_s
             finished = delta.finish_reason
-        return Answer(first_s, second_s, transfer_s)
-
-    async def _delta(self, link: _Link, submit: Submit) -> TokenDelta:
-        while True:
-            async with asyncio.timeout(_ANSWER_S):
-                message = await link.inbox.get()
-            if not isinstance(message, Tokens):
-                raise RuntimeError(f"no token came: {message}")
-            for item in message.items:
-                if item.request_id == submit.request_id:
-                    return item
+        return Answer(first_s - begun_s, second_s - begun_s, transfer_s)
 
 
 @asynccontextmanager
 async def asker(prefill_address: str, decode_address: str) -> AsyncIterator[Asker]:
     """Links to both workers, up; closed at the end."""
     network = Network.open()
-    links = [_Link(address, network) for address in (prefill_address, decode_address)]
+    links = [DirectLink(address, network, _LINK) for address in (prefill_address, decode_address)]
     try:
         for link in links:
             link.client.start()
         async with asyncio.timeout(_ANSWER_S):
             for link in links:
-                await link.up.wait()
+                await link.is_up.wait()
         yield Asker(*links)
     finally:
         for link in links:

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvrelay.launcher.bench.records import RunResult
-from peers.errors import PeerError
 from peers.figures import Figure, Results, Values
 from peers.load import failures, warm_up_of
 from peers.servers import ServerSide
+from peers.trees import PeerError
 
 Say = Callable[[str], None]
 

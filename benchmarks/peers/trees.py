@@ -16,11 +16,15 @@ from pathlib import Path
 
 import psutil
 
-from peers.errors import PeerError
+from kvrelay.common.errors import KvrelayError
 
 _POLL_S = 0.05
 _KILL_S = 10.0  # how long the kernel may take to remove what was killed
 _TAIL_CHARS = 1500
+
+
+class PeerError(KvrelayError):
+    """A side does not run or does not answer; the text says which, and where its log is."""
 
 
 class ProcessTree:

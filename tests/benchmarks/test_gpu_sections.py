@@ -34,13 +34,9 @@ from gpu_parts.paged import attention_float64, paged_context, random_pool
 from gpu_parts.rows import Checked, Row
 from gpu_parts.running import Context, Fact, Finding, Run
 from gpu_parts.sizes import TINY, dry_sizes
-from gpu_parts.timing import Stopwatch
 from safetensors.torch import load_file
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.engine import ops_cuda
-from kvrelay.engine.uploads import Uploader
-from kvrelay.kernels import apply_penalties
 
 pytestmark = pytest.mark.full  # kernels in an interpreter take a minute
 
@@ -100,38 +96,6 @@ def test_figures_come_with_what_they_are_compared_with(run: Run, context: Contex
         assert row.value is not None or row.note, row
         for peer in row.peers:
             assert (peer.value is None) == bool(peer.absence), peer
-
-
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_a_steps_sampling_is_timed_with_all_that_a_step_does(
-    is_ahead: bool, context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """fp32 logits of the model's own, uploads, and the token under way; which leave the logits as they were."""
-    heard: list[tuple[torch.dtype, bool, int]] = []
-
-    def counted(logits: torch.Tensor, *entries: torch.Tensor | None) -> None:
-        heard.append((logits.dtype, entries[-1] is not None, len(uploads)))
-        apply_penalties(logits, *entries)  # type: ignore[arg-type]
-
-    uploads: list[int] = []
-    upload = Uploader.upload
-    monkeypatch.setattr(Uploader, "upload", lambda self, arrays: uploads.append(len(arrays)) or upload(self, arrays))
-    monkeypatch.setattr(ops_cuda, "apply_penalties", counted)
-    logits = torch.randn(3, TINY.vocab_size, device=context.device).bfloat16()
-    before = logits.clone()
-    tokens = torch.arange(60, device=context.device).view(3, 20)
-    sampling.step_call(context, logits, tokens, is_ahead=is_ahead)()
-    assert heard == [(torch.float32, is_ahead, 1)]
-    assert len(uploads) == 2
-    assert torch.equal(logits, before)
-
-
-def test_what_the_host_takes_long_to_launch_is_timed_behind_more_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopwatch = Stopwatch(torch.device("cpu"), 64, warm_ups=0, min_repeats=2, max_repeats=2)
-    flushed: list[int] = []
-    monkeypatch.setattr(stopwatch, "_flush", flushed.append)
-    stopwatch.median_s(lambda: None, num_flushes=5)
-    assert flushed == [5] * 3
 
 
 def test_prefill_is_timed_by_the_settings_defaults_too(context: Context) -> None:

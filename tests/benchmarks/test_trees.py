@@ -8,8 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from peers.errors import PeerError
-from peers.trees import ProcessTree
+from peers.trees import PeerError, ProcessTree
 
 # A parent that ignores SIGTERM, and a child in a session of its own: what a server may do.
 STUBBORN = """
