@@ -13,8 +13,8 @@ import secrets
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from kvrelay.executor.backend import Backend, Stats
 from kvrelay.executor.daemon_threads import DaemonThreads
 from kvrelay.executor.errors import ShutDownError, WorkerDiedError
 from kvrelay.executor.progress import Progress
@@ -25,6 +25,32 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25  # how often the backend is asked whether it is live: a thread that dies tells nobody
 _NUM_THREADS = 4  # for what would block the loop
+
+
+Stats = dict[str, int]
+"""Requests that run and wait, KV blocks that are used and free (cached ones among them), tokens of prompts and output so far."""
+
+
+class Backend(Protocol):
+    """Made on any thread; all methods are called on the executor's asyncio loop."""
+
+    async def start(self) -> None:
+        """Get ready for requests. Raises KvrelayError; ``stop`` comes after that, too."""
+
+    async def run(self, request: Request, progress: Progress, *, stream: bool) -> None:
+        """Write the request's outputs into ``progress``; it is complete when this returns. Raises ApiError.
+
+        Cancelled, it gives everything back that the request holds.
+        """
+
+    async def stats(self) -> Stats:
+        """How busy it is. Raises ApiError."""
+
+    def not_live(self) -> list[str]:
+        """Why nothing will ever come of any request; empty if something may."""
+
+    async def stop(self) -> None:
+        """End everything; no request runs any more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +101,7 @@ class Executor:
                 self._open.add(submitted)
                 self._loop.call_soon_threadsafe(self._begin, submitted)
         if is_closed:
-            progress.fail(self._end)
+            progress.finish(self._end)
         return submitted
 
     def abort(self, submitted: Submitted) -> None:
@@ -124,7 +150,7 @@ class Executor:
                 self._is_closed = True
                 left, self._open = self._open, set()
             for submitted in left:
-                submitted.progress.fail(self._end)
+                submitted.progress.finish(self._end)
             threads.shutdown()
             self._loop.close()
 
@@ -181,17 +207,17 @@ class Executor:
             await self._backend.run(submitted.request, progress, stream=submitted.stream)
             progress.finish()
         except ApiError as error:
-            progress.fail(error)
+            progress.finish(error)
         except Exception as error:
             logger.exception("a request failed", extra={"request_id": submitted.request.request_id})
-            progress.fail(ApiError(f"the executor failed on this request: {error!r}"))
+            progress.finish(ApiError(f"the executor failed on this request: {error!r}"))
 
     def _forget(self, submitted: Submitted) -> None:
         """Its task is done, maybe without ever having run."""
         del self._tasks[submitted]
         with self._lock:
             self._open.discard(submitted)
-        submitted.progress.fail(self._end)  # if it is not over: its task was cancelled, and not by its owner
+        submitted.progress.finish(self._end)  # if it is not over: its task was cancelled, and not by its owner
 
 
 async def _end_leftovers() -> None:

@@ -9,10 +9,9 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from kvrelay.common.settings import build
-from kvrelay.executor.backend import Stats
 from kvrelay.executor.batch import OnProgress, run_batch
 from kvrelay.executor.errors import ShutDownError
-from kvrelay.executor.executor import Executor
+from kvrelay.executor.executor import Executor, Stats
 from kvrelay.executor.local import LocalBackend
 from kvrelay.executor.outputs import RequestOutput
 from kvrelay.executor.request import Chat, Prompt, Request, as_request

@@ -26,7 +26,7 @@ from kvrelay.engine.guidance import GuideCompiler
 from kvrelay.engine.interface import Engine
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.progress import LoggedProgress
-from kvrelay.executor.backend import Stats
+from kvrelay.executor.executor import Stats
 from kvrelay.executor.outputs import Logprob, Piece, TokenLogprobs
 from kvrelay.executor.progress import Progress
 from kvrelay.executor.request import Chat, Request, encode_body
@@ -35,14 +35,13 @@ from kvrelay.gateway.bodies import parse_body
 from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.chats import ChatReader
 from kvrelay.gateway.dialect import Dialect
-from kvrelay.gateway.generation import Generation, Generator, TextDelta, Usage
+from kvrelay.gateway.generation import Generator, TextDelta, Usage
 from kvrelay.gateway.intake import Arrival, Intake, aside
 from kvrelay.gateway.jobs import choose
 from kvrelay.gateway.logprob_bodies import finite
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.openai_schema import ChatBody, CompletionBody
 from kvrelay.gateway.relay import Relay
-from kvrelay.gateway.spec import GenerationSpec
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.launcher.models import resolve_model
@@ -70,7 +69,7 @@ class _Running:
 
 
 class LocalBackend:
-    """Implements :class:`kvrelay.executor.backend.Backend`."""
+    """Implements :class:`kvrelay.executor.executor.Backend`."""
 
     def __init__(
         self, engine: Engine, directory: Path, settings: LocalSettings, guides: GuideCompiler | None = None
@@ -173,7 +172,11 @@ class LocalBackend:
         # Which are the best, or the beams, is known at the end.
         is_choice_late = len(generations) > spec.num_choices or spec.beam_search is not None
         late: list[list[TextDelta]] = [[] for _ in generations]
-        writer = _Writer(progress, spec)
+
+        def write(index: int, delta: TextDelta) -> None:
+            if delta.prompt_logprobs is not None:
+                progress.on_prompt(logprobs=[None, *map(token_logprobs, delta.prompt_logprobs)])
+            progress.add(index, _piece(delta, tells_logprobs=spec.num_logprobs is not None))
 
         def take(index: int, delta: TextDelta) -> None:
             if delta.finish_reason is not None or stream:
@@ -181,11 +184,14 @@ class LocalBackend:
             if is_choice_late:
                 late[index].append(delta)
             else:
-                writer.write(index, delta)
+                write(index, delta)
 
         await up.generator.run_all(generations, usages, take)
         if is_choice_late:
-            writer.write_chosen(generations, late)
+            of_one = len(generations)
+            for choice in choose(generations, late, num_per_prompt=of_one, num_returned=spec.num_choices):
+                for delta in choice.deltas:
+                    write(choice.index, delta)
 
     async def stats(self) -> Stats:
         """See Backend."""
@@ -242,33 +248,14 @@ class LocalBackend:
                 return list(token_ids)
 
 
-class _Writer:
-    """Writes what the gateway's generator gives into a request's progress."""
-
-    def __init__(self, progress: Progress, spec: GenerationSpec) -> None:
-        self._progress = progress
-        self._tells_logprobs = spec.num_logprobs is not None
-        self._num_returned = spec.num_choices
-
-    def write(self, index: int, delta: TextDelta) -> None:
-        """What is new of one output."""
-        if delta.prompt_logprobs is not None:
-            self._progress.on_prompt(logprobs=[None, *map(token_logprobs, delta.prompt_logprobs)])
-        piece = Piece(
-            text=delta.text,
-            token_ids=[token.token_id for token in delta.tokens],
-            logprobs=[token_logprobs(token) for token in delta.tokens] if self._tells_logprobs else None,
-            finish_reason=None if delta.finish_reason is None else delta.finish_reason.value,
-            stop_reason=delta.stop_reason,
-        )
-        self._progress.add(index, piece)
-
-    def write_chosen(self, generations: list[Generation], deltas: list[list[TextDelta]]) -> None:
-        """The answer among all that was generated."""
-        chosen = choose(generations, deltas, num_per_prompt=len(generations), num_returned=self._num_returned)
-        for choice in chosen:
-            for delta in choice.deltas:
-                self.write(choice.index, delta)
+def _piece(delta: TextDelta, *, tells_logprobs: bool) -> Piece:
+    return Piece(
+        text=delta.text,
+        token_ids=[token.token_id for token in delta.tokens],
+        logprobs=[token_logprobs(token) for token in delta.tokens] if tells_logprobs else None,
+        finish_reason=None if delta.finish_reason is None else delta.finish_reason.value,
+        stop_reason=delta.stop_reason,
+    )
 
 
 def token_logprobs(token: SampledToken) -> TokenLogprobs:

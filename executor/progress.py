@@ -1,15 +1,13 @@
 """One request's outputs as they grow, between the executor's thread, which writes, and whoever waits, on any thread or loop.
 
-A version counts what waiters should hear of. Those who read take a snapshot: a slow reader finds several tokens in one, and nothing
-piles up for it.
+Those who read take a snapshot: a slow reader finds several tokens in one, and nothing piles up for it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvrelay.executor.outputs import CompletionOutput, Piece, RequestOutput, TokenLogprobs
@@ -60,18 +58,17 @@ class Progress:
     def __init__(self, request_id: str, prompt: str | None, num_outputs: int, *, tells_pieces: bool) -> None:
         """``tells_pieces``: waiters hear of every piece, and not only of the end."""
         self.request_id = request_id
+        self.over: Future[None] = Future()  # done when nothing more comes, with the error if it failed
+        self.first_news: Future[None] = Future()  # done when there is anything to see
+        self._news = self.first_news  # done when there is more than the last snapshot has
         self._prompt = prompt
         self._tells_pieces = tells_pieces
-        self._changed = threading.Condition()
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._callbacks: list[Callable[[], None]] = []
-        self._version = 0
+        self._lock = threading.Lock()
         self._growing = [_Growing() for _ in range(num_outputs)]
         self._prompt_token_ids: list[int] = []
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._num_cached_tokens = 0
         self._is_over = False
-        self._error: Exception | None = None
 
     # -- what the executor writes ----------------------------------------------------------------------------------
 
@@ -82,7 +79,7 @@ class Progress:
         num_cached_tokens: int = 0,
     ) -> None:
         """Something is known of the prompt; what is left out stays as it is. Waiters hear of it with the next piece."""
-        with self._changed:
+        with self._lock:
             if token_ids is not None:
                 self._prompt_token_ids = list(token_ids)
             if logprobs is not None:
@@ -91,47 +88,41 @@ class Progress:
 
     def add(self, index: int, piece: Piece) -> None:
         """One output grows. Waiters hear of the piece that completes the last one when it is over."""
-        with self._changed:
+        with self._lock:
             self._growing[index].add(piece)
             if not self._tells_pieces or all(one.finish_reason is not None for one in self._growing):
                 return
-            waiters = self._advance()
-        _wake(waiters)
+            news, self._news = self._news, Future()
+        news.set_result(None)
 
-    def finish(self) -> None:
-        """It is over; outputs that are not complete were cancelled. Does nothing if it was over."""
-        self._end(None)
+    def finish(self, error: Exception | None = None) -> None:
+        """It is over; does nothing if it was over. Outputs that are not complete were cancelled.
 
-    def fail(self, error: Exception) -> None:
-        """It is over: ``error`` is raised to all who read the result. Does nothing if it was over."""
-        self._end(error)
+        ``error`` is raised to all who read the result.
+        """
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+            for one in self._growing:
+                one.finish_reason = one.finish_reason or CANCELLED
+        if error is None:
+            self.over.set_result(None)
+        else:
+            self.over.set_exception(error)
+        self._news.set_result(None)
 
     # -- what others read ------------------------------------------------------------------------------------------
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing more comes."""
-        return self._is_over
-
-    @property
-    def version(self) -> int:
-        """Of what waiters have heard; 0 is nothing."""
-        return self._version
-
-    @property
     def is_cancelled(self) -> bool:
         """Whether it ended before some output was complete, and without an error."""
-        with self._changed:
-            return self._is_over and any(one.finish_reason == CANCELLED for one in self._growing)
+        is_complete = all(one.finish_reason != CANCELLED for one in self._growing)
+        return self.over.done() and self.over.exception() is None and not is_complete
 
-    @property
-    def error(self) -> Exception | None:
-        """Why it failed, once it has."""
-        return self._error
-
-    def snapshot(self, cursor: Cursor) -> tuple[RequestOutput, int]:
-        """The outputs so far, new is what is behind ``cursor``, which moves; and the version, for those who wait for the next."""
-        with self._changed:
+    def snapshot(self, cursor: Cursor) -> tuple[RequestOutput, Future[None]]:
+        """The outputs so far, new is what is behind ``cursor``, which moves; and what is done when there is more to see."""
+        with self._lock:
             outputs = [one.snapshot(index, cursor.get(index, (0, 0))) for index, one in enumerate(self._growing)]
             for index, one in enumerate(self._growing):
                 cursor[index] = (len(one.text), len(one.token_ids))
@@ -144,69 +135,7 @@ class Progress:
                 finished=self._is_over,
                 num_cached_tokens=self._num_cached_tokens,
             )
-            return output, self._version
-
-    def wait_over(self, timeout_s: float | None) -> bool:
-        """Block until it is over; False if that takes longer than ``timeout_s``."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._is_over, timeout_s)
-
-    def wait_news(self, version: int) -> None:
-        """Block until there is more than ``version``."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._version > version)
-
-    async def news(self, version: int) -> None:
-        """Returns when there is more than ``version``, on the running loop, whichever that is."""
-        waiter = (asyncio.get_running_loop(), asyncio.get_running_loop().create_future())
-        with self._changed:
-            if self._version > version:
-                return
-            self._waiters.append(waiter)
-        try:
-            await waiter[1]
-        finally:
-            with self._changed, contextlib.suppress(ValueError):  # whoever woke us has taken it away
-                self._waiters.remove(waiter)
-
-    def when_over(self, callback: Callable[[], None]) -> None:
-        """``callback`` is called once, when it is over: on the executor's thread, or at once if that is past."""
-        with self._changed:
-            if not self._is_over:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def _end(self, error: Exception | None) -> None:
-        with self._changed:
-            if self._is_over:
-                return
-            self._is_over, self._error = True, error
-            for one in self._growing:
-                one.finish_reason = one.finish_reason or CANCELLED
-            waiters = self._advance()
-            callbacks, self._callbacks = self._callbacks, []
-        _wake(waiters)
-        for callback in callbacks:
-            callback()
-
-    def _advance(self) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]:
-        """A new version; returned are those to wake on their loops."""
-        self._version += 1
-        self._changed.notify_all()
-        waiters, self._waiters = self._waiters, []
-        return waiters
-
-
-def _wake(waiters: Sequence[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]) -> None:
-    for loop, future in waiters:
-        with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there any more
-            loop.call_soon_threadsafe(_settle, future)
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+            return output, self._news
 
 
 def _sum(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import Future
 
 from kvrelay.executor.outputs import RequestOutput
 from kvrelay.executor.progress import Cursor, Progress
@@ -29,41 +32,44 @@ class GenerationResult:
     @property
     def finished(self) -> bool:
         """Whether it is over: complete, failed or aborted."""
-        return self._progress.is_over
+        return self._progress.over.done()
 
     def aborted(self) -> bool:
         """Whether it was taken back before it was complete."""
-        return self._progress.error is None and self._progress.is_cancelled
+        return self._progress.is_cancelled
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Block until it is over.
 
         Raises TimeoutError after ``timeout`` seconds (the request goes on), or the ApiError that it failed with.
         """
-        if not self._progress.wait_over(timeout):
-            raise TimeoutError(f"request {self.request_id} is not complete after {timeout:g} s; it goes on")
-        return self._whole()
+        try:
+            self._progress.over.result(timeout)
+        except TimeoutError:
+            raise TimeoutError(f"request {self.request_id} is not complete after {timeout:g} s; it goes on") from None
+        return self._progress.snapshot({})[0]
 
     def __await__(self) -> Generator[None, None, RequestOutput]:
         """As :meth:`result`. Who gives up waiting leaves the request running."""
-        return self._awaited().__await__()
+        yield from _done(self._progress.over).__await__()
+        return self.result()
 
     def __iter__(self) -> Iterator[RequestOutput]:
         cursor: Cursor = {}
-        version = 0
+        news = self._progress.first_news
         while True:
-            self._progress.wait_news(version)
-            output, version = self._next(cursor)
+            news.result()
+            output, news = self._next(cursor)
             yield output
             if output.finished:
                 return
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         cursor: Cursor = {}
-        version = 0
+        news = self._progress.first_news
         while True:
-            await self._progress.news(version)
-            output, version = self._next(cursor)
+            await _done(news)
+            output, news = self._next(cursor)
             yield output
             if output.finished:
                 return
@@ -77,20 +83,22 @@ class GenerationResult:
 
     def add_done_callback(self, callback: Callable[[GenerationResult], None]) -> None:
         """Call ``callback`` with this result when it is over, on the executor's thread (it must be quick); at once if it is."""
-        self._progress.when_over(lambda: callback(self))
+        self._progress.over.add_done_callback(lambda _: callback(self))
 
-    async def _awaited(self) -> RequestOutput:
-        while not self._progress.is_over:
-            await self._progress.news(self._progress.version)
-        return self._whole()
+    def _next(self, cursor: Cursor) -> tuple[RequestOutput, Future[None]]:
+        output, news = self._progress.snapshot(cursor)
+        if output.finished:
+            self._progress.over.result()
+        return output, news
 
-    def _next(self, cursor: Cursor) -> tuple[RequestOutput, int]:
-        output, version = self._progress.snapshot(cursor)
-        if output.finished and self._progress.error is not None:
-            raise self._progress.error
-        return output, version
 
-    def _whole(self) -> RequestOutput:
-        if self._progress.error is not None:
-            raise self._progress.error
-        return self._progress.snapshot({})[0]
+async def _done(future: Future[None]) -> None:
+    """Wait for it on the running loop, whichever that is. Who gives up leaves it alone."""
+    loop, woken = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: Future[None]) -> None:
+        with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there any more
+            loop.call_soon_threadsafe(woken.set)
+
+    future.add_done_callback(wake)
+    await woken.wait()

@@ -33,7 +33,7 @@ class Server:
             progress.finish()
 
         if len(self.running) + self.num_taken >= self.num_places:
-            progress.fail(UnavailableError("no room", retry_after_s=1.0))
+            progress.finish(UnavailableError("no room", retry_after_s=1.0))
             if self.running:
                 self.serve()
         else:
@@ -48,7 +48,7 @@ class Server:
     def serve(self) -> None:
         request, progress = self.running.pop()
         if request.prompt == "bad":
-            progress.fail(InvalidRequestError("bad"))
+            progress.finish(InvalidRequestError("bad"))
         else:
             progress.add(0, Piece(str(request.prompt), [1], None, "stop"))
             progress.finish()

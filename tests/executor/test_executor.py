@@ -16,9 +16,8 @@ import pytest
 
 from kvrelay.engine.fake import expected_output
 from kvrelay.engine.interface import StepRow
-from kvrelay.executor.backend import Stats
 from kvrelay.executor.errors import ShutDownError, WorkerDiedError
-from kvrelay.executor.executor import Executor, Submitted
+from kvrelay.executor.executor import Executor, Stats, Submitted
 from kvrelay.executor.outputs import Piece
 from kvrelay.executor.progress import Progress
 from kvrelay.executor.request import Request
@@ -59,7 +58,7 @@ def test_admission_bounds_what_waits(make_executor: MakeExecutor) -> None:
     refused = 0
     # Nothing ends while the gate is shut, so whatever is over was refused.
     while refused < 50 - 5 - (4 + 4 // 4 + 4):
-        refused = sum(one.progress.is_over for one in submitted)
+        refused = sum(one.progress.over.done() for one in submitted)
     gate.open()
     errors: list[ApiError] = []
     for index, one in enumerate(submitted):

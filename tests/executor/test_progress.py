@@ -118,7 +118,7 @@ def test_errors_reach_everybody_and_the_first_end_counts() -> None:
     ended: list[str] = []
     result.add_done_callback(lambda one: ended.append(one.request_id))
     progress.add(0, Piece("a", [1]))
-    progress.fail(ShutDownError())
+    progress.finish(ShutDownError())
     progress.finish()
     result.add_done_callback(lambda one: ended.append(one.request_id))
     assert ended == ["r", "r"]
