@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +19,7 @@ import llguidance
 _HEAD = (
     '%llguidance {"no_forcing": true}\nANY: /(?s:.*)/\n'  # the model chooses its tokens, also where the text is given
 )
+_ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|.)", re.DOTALL)
 _JSON_LEXEMES = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]|, |: |[^\[\]{}",:]+|.', re.DOTALL)
 
 
@@ -57,12 +58,20 @@ class Lark:
 
     def __init__(self) -> None:
         self._rules: list[str] = []
+        self._clients: list[dict[str, str]] = []  # grammars with rules of their own
         self._num_names = 0
 
     def grammar(self, root: Part) -> str:
         """The whole, for llguidance."""
         start = self._in_rule(root)
-        return f"{_HEAD}{''.join(self._rules)}start: {start}\n"
+        text = f"{_HEAD}{''.join(self._rules)}start: {start}\n"
+        return json.dumps({"grammars": [{"lark_grammar": text}, *self._clients]})
+
+    def clients(self, text: str) -> Part:
+        """A client's grammar, in Lark or in llama.cpp's EBNF (GBNF). Raises ValueError."""
+        name = self._new_name()
+        self._clients.append({"name": name, "lark_grammar": llguidance.grammar_from("grammar", _ESCAPE.sub(_without_u, text))})
+        return Part(f"@{name}", is_regular=False)
 
     def sequence(self, parts: Iterable[Part]) -> Part:
         """One after the other."""
@@ -94,33 +103,13 @@ class Lark:
             return Part(f"({part.text}){count}", repeated=(part, count))
         return self._repeat_in_rule(part, count)
 
-    def new_name(self) -> str:
-        """A name for a rule that comes later."""
-        self._num_names += 1
-        return f"r{self._num_names}"
-
-    def rule(self, part: Part, name: str) -> Part:
-        """A reference to the part, which becomes the rule of that name."""
-        self._rules.append(f"{name}: {self._in_rule(part)}\n")
-        return Part(name, is_regular=False)
-
-    def terminal(self, part: Part) -> Part:
-        """A reference to a regular part, which stays one."""
-        name = self.new_name().upper()
-        self._rules.append(f"{name}: {part.text}\n")
-        return Part(name)
-
-    def lexeme(self, part: Part) -> Part:
-        """The same, but never merged with its neighbours."""
-        return replace(self.terminal(part), is_regular=False)
-
     def json(self, schema: dict[str, Any]) -> Part:
         """JSON of a schema, with llguidance's options in it."""
-        return self.rule(Part(f"%json {json.dumps(schema)}", is_regular=False), self.new_name())
+        return Part(self._rule(f"%json {json.dumps(schema)}"), is_regular=False)
 
     def _repeat_in_rule(self, part: Part, count: str) -> Part:
         text = self._in_rule(part)
-        name = text if text.isidentifier() else self.rule(Part(text, is_regular=False), self.new_name()).text
+        name = text if text.isidentifier() else self._rule(text)
         return Part(f"{name}{count}", is_regular=False)
 
     def _in_rule(self, part: Part) -> str:
@@ -128,7 +117,18 @@ class Lark:
             return part.text
         if part.constant and part.constant[0] in "{[":
             return " ".join(constant(piece).text for piece in _JSON_LEXEMES.findall(part.constant))
-        return self.terminal(part).text
+        return self._rule(part.text, is_terminal=True)
+
+    def _rule(self, text: str, *, is_terminal: bool = False) -> str:
+        """The name of a new rule."""
+        name = self._new_name()
+        name = name.upper() if is_terminal else name
+        self._rules.append(f"{name}: {text}\n")
+        return name
+
+    def _new_name(self) -> str:
+        self._num_names += 1
+        return f"r{self._num_names}"
 
 
 def _joined(parts: list[Part]) -> Part:
@@ -138,3 +138,11 @@ def _joined(parts: list[Part]) -> Part:
     if len(constants) == len(parts):
         return constant("".join(constants))
     return Part("(" + " ".join(part.text for part in parts) + ")")
+
+
+def _without_u(escape: re.Match[str]) -> str:
+    """``\\u0041`` in a shape whose zeros llguidance's converter does not lose."""
+    code = int(escape[1] or "0", 16)
+    if not code:
+        return escape[0]
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)

@@ -1,4 +1,4 @@
-"""Formats of structural tags beside those that tool calls are made of, and what is refused of them."""
+"""Clients' grammars, and formats of structural tags beside those that tool calls are made of; what is refused of both."""
 
 from __future__ import annotations
 
@@ -23,6 +23,24 @@ def const(text: str) -> dict[str, Any]:
 
 def guide(format_: Any) -> str:
     return json.dumps({"type": "structural_tag", "format": format_})
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        ('root ::= term ("+" term)*\nterm ::= [0-9] | "(" root ")"', ["1", "(1+2)+3"], ["", "1+", "(1"]),
+        ('root ::= "\\u0041b\\u00e9\\\\u0041" [\\u0041-\\u0043]', ["Abé\\u0041B"], ["Abé\\u0041", "AbéAB"]),
+        ('a-1 ::= "a"\nroot ::= (a-1 | "b"){2,3} # twice or thrice\n', ["ab", "bab"], ["a", "abab"]),
+        ('start: "(" start ")" | NUMBER\nNUMBER: /[0-9]+/', ["((12))"], ["((12)", "()"]),  # Lark
+    ],
+)
+def test_a_grammar_matches_what_it_says(
+    guide_compiler: GrammarCompiler, vocabulary: list[bytes], grammar: str, good: list[str], bad: list[str]
+) -> None:
+    for text, is_good in [*((one, True) for one in good), *((one, False) for one in bad)]:
+        state = compiled(guide_compiler, GuideKind.GRAMMAR, grammar)
+        assert not isinstance(state, GuideRefusal), state.detail
+        assert has_end(state, vocabulary, text) is is_good, text
 
 
 @pytest.mark.parametrize(
