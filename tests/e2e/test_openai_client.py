@@ -60,30 +60,6 @@ def test_completions(client: openai.OpenAI) -> None:
     assert best.usage.completion_tokens == 18
 
 
-def test_several_choices_with_log_probabilities(client: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {
-        "n": 3,
-        "seed": 5,
-        "temperature": 1.2,
-        "max_tokens": 10,
-        "logprobs": True,
-        "top_logprobs": 2,
-    }
-    whole = client.chat.completions.create(model=MODEL, messages=CHAT, **fields)
-    texts = [choice.message.content for choice in whole.choices]
-    assert len(set(texts)) == 3
-    for choice in whole.choices:
-        assert choice.logprobs is not None
-        content = choice.logprobs.content or []
-        assert "".join(token.token for token in content).startswith(choice.message.content or "")
-        for token in content:
-            assert len(token.top_logprobs) == 2
-            assert token.logprob <= token.top_logprobs[0].logprob + 1e-6
-    again = client.chat.completions.create(model=MODEL, messages=CHAT, **fields)
-    assert [choice.message.content for choice in again.choices] == texts
-    assert again.system_fingerprint == whole.system_fingerprint
-
-
 def test_the_streaming_helper(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=24, temperature=0)
     pieces: list[str] = []
