@@ -18,12 +18,18 @@ import uvloop
 
 from kvrelay.gateway.tokenizer import Tokenizer
 
+from ..simulation.clock import SimLoop
 from .clock import Clock
 from .http_app import CHAT_TEMPLATE
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """What touches sockets is tested on the loop that gateways run on, too: its transports are not asyncio's."""
+    """What touches sockets is tested on the loop that gateways run on, too: its transports are not asyncio's.
+
+    The line of waiting requests is tested in virtual time.
+    """
+    if item.path.stem == "test_admission":
+        return {"simulated": lambda: SimLoop(0)}
     if item.path.stem not in ("test_http_protocol", "test_http_server", "test_slow_clients", "test_tls"):
         return {"asyncio": asyncio.new_event_loop}
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
