@@ -157,7 +157,9 @@ class SharedReceiver:
             sender = self._next(events[0][0]) if events else None
         is_well = sender is None or self.take_blocks(sender)
         with self._door:
-            if sender is not None and not (is_well and self._line_up(sender)):
+            if sender is not None and is_well:
+                self._line_up(sender)
+            elif sender is not None:
                 self._drop(sender)
             return self._pass_time()
 
@@ -184,15 +186,10 @@ class SharedReceiver:
         self._greet(peer)
         return None
 
-    def _line_up(self, peer: SharedPeer) -> bool:
-        """Under the door's lock. Its next turn comes behind everybody's; False if there is no room for it in the line."""
+    def _line_up(self, peer: SharedPeer) -> None:
+        """Under the door's lock. Its next turn comes behind everybody's."""
         peer.is_in_line = True
-        try:
-            self._epoll.register(peer.connection, _ONCE)
-        except OSError as error:
-            self._warnings.warn(f"a connection for shared memory is dropped: {error.strerror}", "no_room")
-            return False
-        return True
+        self._epoll.register(peer.connection, _ONCE)
 
     def take_blocks(self, sender: SharedPeer) -> bool:
         """Take a few blocks of one connection; False if it is to be closed. Nobody else uses ``sender`` meanwhile."""
@@ -264,8 +261,7 @@ class SharedReceiver:
                 stranger.connection, MAX_GREETING_NBYTES, 1, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
-            if not self._line_up(stranger):
-                self._drop(stranger)
+            self._line_up(stranger)
             return
         except OSError:
             self._drop(stranger)
@@ -279,9 +275,9 @@ class SharedReceiver:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        # Who has been told yes stands in line already.
-        if stranger.ring is not None and self._line_up(stranger) and _sent(stranger.connection, pack_answer(None)):
+        if stranger.ring is not None and _sent(stranger.connection, pack_answer(None)):
             del self._strangers[stranger.connection.fileno()]
+            self._line_up(stranger)
         else:
             self._drop(stranger)
 

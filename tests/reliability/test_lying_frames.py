@@ -12,7 +12,7 @@ from hypothesis.stateful import rule
 from kvrelay.engine.block_manager import Owner, OwnerKind
 from kvrelay.wire.block_frames import parse_header
 
-from ..wire.rig import content_of
+from ..wire.lease_bench import content_of
 from ..wire.test_leases_at_random import LeaseMachine, SealedLeaseMachine
 
 Changes = dict[int, int]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -49,33 +50,38 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture
-def rig(context: zmq.Context[zmq.Socket[bytes]], way: dict[str, Any]) -> Iterator[Rig]:
-    rig = Rig(context, "tcp://127.0.0.1:0", **way)
-    yield rig
-    rig.close()
+def make_rig(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Callable[..., Rig]]:
+    """Rigs that are closed behind the test, also if it fails: their threads would use sockets that are closed under them."""
+    with ExitStack() as rigs:
+
+        def make(**options: Any) -> Rig:
+            rig = Rig(context, **options)
+            rigs.callback(rig.close)
+            return rig
+
+        yield make
 
 
 @pytest.fixture
-def one_rig(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Rig]:
+def rig(make_rig: Callable[..., Rig], way: dict[str, Any]) -> Rig:
+    return make_rig(**way)
+
+
+@pytest.fixture
+def one_rig(make_rig: Callable[..., Rig]) -> Rig:
     """For what no way of blocks makes a difference to."""
-    rig = Rig(context, "tcp://127.0.0.1:0")
-    yield rig
-    rig.close()
+    return make_rig()
 
 
 @pytest.fixture
-def tcp_rig(context: zmq.Context[zmq.Socket[bytes]], num_sockets: int) -> Iterator[Rig]:
+def tcp_rig(make_rig: Callable[..., Rig], num_sockets: int) -> Rig:
     """For what only a data socket can be sent."""
-    rig = Rig(context, "tcp://127.0.0.1:0", num_sockets=num_sockets)
-    yield rig
-    rig.close()
+    return make_rig(num_sockets=num_sockets)
 
 
 @pytest.fixture
-def sealed_rig(context: zmq.Context[zmq.Socket[bytes]], way: dict[str, Any]) -> Iterator[Rig]:
-    rig = Rig(context, "tcp://127.0.0.1:0", seals_kv=True, **way)
-    yield rig
-    rig.close()
+def sealed_rig(make_rig: Callable[..., Rig], way: dict[str, Any]) -> Rig:
+    return make_rig(seals_kv=True, **way)
 
 
 @pytest.fixture

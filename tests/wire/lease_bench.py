@@ -1,52 +1,169 @@
-"""A lease table without sockets: frames are received by calls, on a clock that the test moves."""
+"""The decode side of hand-offs: a lease table, its pool, and what became of its leases, on a clock that the test moves.
+
+Without sockets: frames are received by calls. :mod:`tests.wire.rig` adds the sockets, and the prefill side.
+"""
 
 from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from kvrelay.engine.block_manager import BlockManager
+from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.engine.fake import MemoryStore
 from kvrelay.wire.block_frames import BlockHeader, parse_header
 from kvrelay.wire.errors import BlockRefusedError
-from kvrelay.wire.lease import LeaseSettings
+from kvrelay.wire.lease import LeaseSettings, VerifiedLease
 from kvrelay.wire.leases import LeaseTable
-from kvrelay.wire.messages import Commit, Grant, Offer
+from kvrelay.wire.messages import Commit, FailureCode, Grant, Offer, Timings
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.seal import TAG_NBYTES, BlockSealer
 
-from .handoffs import commit_of
-from .rig import (
-    BLOCK_NBYTES,
-    BLOCK_SIZE,
-    EPOCH,
-    FINGERPRINT,
-    TTL_S,
-    Clock,
-    CountingStore,
-    LeaseBlocks,
-    LeaseEnds,
-    content_of,
-    offer_of,
-)
-
+Key = tuple[str, int]
 Frames = tuple[bytes, bytes]  # header, payload
+WAIT_S = 10.0  # an event that has not come by then is a failure
+BLOCK_SIZE = 4
+BLOCK_NBYTES = 512
+NUM_TOKENS = 10  # two full blocks and a partial one
+BAD_PAYLOAD = b"\xee" * BLOCK_NBYTES
+EPOCH = 7
+TTL_S = 30.0
+FINGERPRINT = b"f" * 16
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class LeaseBlocks:
+    """A block manager as a lease table's BlockReservations."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        self.manager = manager
+
+    def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int] | None:
+        allocation = self.manager.allocate(Owner(OwnerKind.LEASE, lease_key), num_blocks, hashes)
+        return None if allocation is None else (allocation.block_ids, allocation.num_cached)
+
+    def release(self, lease_key: str) -> None:
+        self.manager.release(Owner(OwnerKind.LEASE, lease_key))
+
+    def publish(self, lease_key: str, index: int, block_hash: bytes) -> None:
+        self.manager.publish(Owner(OwnerKind.LEASE, lease_key), index, block_hash)
+
+
+class CountingStore(MemoryStore):
+    """A pool that knows which views are open, and hands out a *different* view object each time, as a staging pool may."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks, BLOCK_NBYTES)
+        self.reads: Counter[int] = Counter()
+        self.writes: Counter[int] = Counter()
+        self.num_write_opens = 0
+
+    def open_read(self, block_id: int) -> memoryview:
+        self.reads[block_id] += 1
+        return super().open_read(block_id)
+
+    def close_read(self, block_id: int) -> None:
+        self.reads[block_id] -= 1
+
+    def open_write(self, block_id: int) -> memoryview:
+        self.writes[block_id] += 1
+        self.num_write_opens += 1
+        return super().open_write(block_id)
+
+    def close_write(self, block_id: int) -> None:
+        self.writes[block_id] -= 1
+
+
+class WatchedLeases(LeaseTable):
+    """A lease table that tells the test what became of every block, and can hold the receiver inside of a write."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.seen: queue.Queue[str] = queue.Queue()  # "ok" or the refusal's cause, per block
+        self.inside: queue.Queue[int] = queue.Queue()  # block index, once its write is open
+        self.may_finish = threading.Event()
+        self.may_finish.set()
+
+    def begin_block(self, header: BlockHeader) -> None:
+        try:
+            super().begin_block(header)
+        except BlockRefusedError as error:
+            self.seen.put(error.cause_name)
+            raise
+        self.inside.put(header.block_index)
+
+    def finish_block(self, header: BlockHeader, payload: memoryview | None) -> None:
+        self.may_finish.wait(WAIT_S)
+        try:
+            super().finish_block(header, payload)
+        except BlockRefusedError as error:
+            self.seen.put(error.cause_name)
+            raise
+        self.seen.put("ok")
+
+    def count_bad_header(self) -> None:
+        super().count_bad_header()
+        self.seen.put("bad_header")
+
+
+@dataclass
+class Rejected:
+    lease_id: int
+    key: Key
+    code: FailureCode
+    detail: str
+
+
+class LeaseEnds:
+    """The lease table's handler."""
+
+    def __init__(self) -> None:
+        self.verified: queue.Queue[VerifiedLease] = queue.Queue()
+        self.rejected: queue.Queue[Rejected] = queue.Queue()
+
+    def on_lease_verified(self, lease: VerifiedLease) -> None:
+        self.verified.put(lease)
+
+    def on_lease_rejected(self, lease_id: int, peer_id: str, key: Key, code: FailureCode, detail: str) -> None:
+        self.rejected.put(Rejected(lease_id, key, code, detail))
 
 
 class LeaseBench:
     """A lease table, its pool, and what became of its leases."""
 
-    def __init__(self, *, seals_kv: bool = False, num_blocks: int = 16) -> None:
+    def __init__(self, num_blocks: int = 16, *, seals_kv: bool = False, num_receivers: int = 1) -> None:
         self.clock = Clock()
         self.manager = BlockManager(num_blocks, BLOCK_SIZE, lambda: 0.0)
-        self.store = CountingStore(num_blocks)
+        self.store = self.new_store(num_blocks)
         self.ends = LeaseEnds()
         self.registry = CollectorRegistry()
-        settings = LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, TTL_S, seals_kv=seals_kv)
-        metrics = WireMetrics(self.registry)
-        self.table = LeaseTable(settings, LeaseBlocks(self.manager), self.store, self.ends, metrics, self.clock)
+        self.metrics = WireMetrics(self.registry)
+        settings = LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, TTL_S, seals_kv, num_receivers)
+        blocks = LeaseBlocks(self.manager)
+        self.table = WatchedLeases(settings, blocks, self.store, self.ends, self.metrics, self.clock)
 
-    def granted(self, num_tokens: int = 10, request_id: str = "r") -> Granted:
-        """A lease; by default of two full blocks and a partial one."""
+    def new_store(self, num_blocks: int) -> CountingStore:
+        return CountingStore(num_blocks)
+
+    def leased(self, num_tokens: int = NUM_TOKENS, request_id: str = "r") -> Granted:
+        """A lease without a transfer: the test plays the sender."""
         offer = offer_of(list(range(num_tokens)), request_id)
         grant = self.table.offer("p", offer)
         assert isinstance(grant, Grant)
@@ -62,20 +179,35 @@ class LeaseBench:
             return error.cause_name
         return "ok"
 
+    def counted(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"kvrelay_{name}_total", labels) or 0.0
+
     def refused(self, cause: str) -> float:
-        return self.registry.get_sample_value("kvrelay_refused_kv_blocks_total", {"cause": cause}) or 0.0
+        return self.counted("refused_kv_blocks", cause=cause)
+
+    def handoffs(self, outcome: str) -> float:
+        return self.counted("handoffs", outcome=outcome)
 
     def assert_verified(self, granted: Granted) -> None:
-        """The lease has just been, and the pool holds what its sender meant."""
-        lease = self.ends.verified.get_nowait()
+        """The lease is, or will be at once, and the pool holds what its sender meant."""
+        lease = self.ends.verified.get(timeout=WAIT_S)
         assert lease.lease_id == granted.grant.lease_id
-        for block_id, block_hash in zip(lease.block_ids, granted.offer.block_hashes, strict=False):
+        self.assert_holds(lease)
+
+    def assert_holds(self, lease: VerifiedLease) -> None:
+        """The pool has what was offered."""
+        for block_id, block_hash in zip(lease.block_ids, lease.offer.block_hashes, strict=False):
             assert bytes(self.store.block(block_id)) == content_of(block_hash)
 
     def assert_all_free(self) -> None:
+        """No lease holds anything, no view is open, the books balance."""
         assert self.table.snapshot() == []
-        self.manager.check_integrity()
+        self.assert_books()
         assert self.manager.num_allocatable == self.manager.num_blocks
+
+    def assert_books(self) -> None:
+        self.manager.check_integrity()
+        assert not +self.store.writes, f"open writes: {+self.store.writes}"
 
 
 class Granted:
@@ -97,5 +229,43 @@ class Granted:
         frame = BlockSealer(key).seal(header, memoryview(right), memoryview(sealed))
         return frame, bytes(sealed) if payload is None else payload
 
+    def header(self, index: int, **changes: object) -> BlockHeader:
+        """That of ``frames``."""
+        return parse_header(self.frames(index, **changes)[0])  # type: ignore[arg-type]
+
     def commit(self, **changes: object) -> Commit:
-        return commit_of(self.offer, self.grant, **changes)
+        commit = Commit(
+            lease_id=self.grant.lease_id,
+            epoch=self.grant.epoch,
+            chain_hash=self.offer.block_hashes[-1],
+            first_token=SampledToken(1),
+            num_cached_tokens=0,
+            timings=Timings(),
+        )
+        return msgspec.structs.replace(commit, **changes)
+
+
+def offer_of(token_ids: list[int], request_id: str = "r", attempt: int = 1) -> Offer:
+    """What an honest prefill worker offers."""
+    return Offer(
+        request_id=request_id,
+        attempt=attempt,
+        gateway_id="g",
+        fingerprint=FINGERPRINT,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling=SamplingParams(max_tokens=8),
+        block_hashes=chain_hashes(root_hash(FINGERPRINT), token_ids, BLOCK_SIZE),
+    )
+
+
+def content_of(block_hash: bytes) -> bytes:
+    return block_hash * (BLOCK_NBYTES // len(block_hash))
+
+
+def until(is_so: Callable[[], object], what: str) -> None:
+    """Wait for it."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.001)

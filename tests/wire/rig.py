@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import zmq
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
-from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind
-from kvrelay.engine.fake import MemoryStore
-from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.data_plane import BlockReceiver
-from kvrelay.wire.errors import BlockRefusedError
-from kvrelay.wire.lease import LeaseSettings, VerifiedLease
-from kvrelay.wire.leases import LeaseTable
+from kvrelay.wire.lease import VerifiedLease
 from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Message, Offer, Reject, Timings, Verified
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.send_job import SendTicket
@@ -31,119 +21,20 @@ from kvrelay.wire.shared_receiver import SharedReceiver
 from kvrelay.wire.shared_sender import SharedTarget
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
 
-Key = tuple[str, int]
-WAIT_S = 10.0  # an event that has not come by then is a failure
-BLOCK_SIZE = 4
-BLOCK_NBYTES = 512
-EPOCH = 7
-TTL_S = 30.0
-FINGERPRINT = b"f" * 16
-
-
-class Clock:
-    """Time that passes when the test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-class LeaseBlocks:
-    """A block manager as a lease table's BlockReservations."""
-
-    def __init__(self, manager: BlockManager) -> None:
-        self.manager = manager
-
-    def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int] | None:
-        allocation = self.manager.allocate(Owner(OwnerKind.LEASE, lease_key), num_blocks, hashes)
-        return None if allocation is None else (allocation.block_ids, allocation.num_cached)
-
-    def release(self, lease_key: str) -> None:
-        self.manager.release(Owner(OwnerKind.LEASE, lease_key))
-
-    def publish(self, lease_key: str, index: int, block_hash: bytes) -> None:
-        self.manager.publish(Owner(OwnerKind.LEASE, lease_key), index, block_hash)
-
-
-class CountingStore(MemoryStore):
-    """A pool that knows which views are open, and hands out a *different* view object each time, as a staging pool may."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks, BLOCK_NBYTES)
-        self.reads: Counter[int] = Counter()
-        self.writes: Counter[int] = Counter()
-        self.num_write_opens = 0
-
-    def open_read(self, block_id: int) -> memoryview:
-        self.reads[block_id] += 1
-        return super().open_read(block_id)
-
-    def close_read(self, block_id: int) -> None:
-        self.reads[block_id] -= 1
-
-    def open_write(self, block_id: int) -> memoryview:
-        self.writes[block_id] += 1
-        self.num_write_opens += 1
-        return super().open_write(block_id)
-
-    def close_write(self, block_id: int) -> None:
-        self.writes[block_id] -= 1
-
-
-class WatchedLeases(LeaseTable):
-    """A lease table that tells the test what became of every block, and can hold the receiver inside of a write."""
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
-        self.seen: queue.Queue[str] = queue.Queue()  # "ok" or the refusal's cause, per block
-        self.inside: queue.Queue[int] = queue.Queue()  # block index, once its write is open
-        self.may_finish = threading.Event()
-        self.may_finish.set()
-
-    def begin_block(self, header: BlockHeader) -> None:
-        try:
-            super().begin_block(header)
-        except BlockRefusedError as error:
-            self.seen.put(error.cause_name)
-            raise
-        self.inside.put(header.block_index)
-
-    def finish_block(self, header: BlockHeader, payload: memoryview | None) -> None:
-        assert self.may_finish.wait(WAIT_S)
-        try:
-            super().finish_block(header, payload)
-        except BlockRefusedError as error:
-            self.seen.put(error.cause_name)
-            raise
-        self.seen.put("ok")
-
-    def count_bad_header(self) -> None:
-        super().count_bad_header()
-        self.seen.put("bad_header")
-
-
-@dataclass
-class Rejected:
-    lease_id: int
-    key: Key
-    code: FailureCode
-    detail: str
-
-
-class LeaseEnds:
-    """The lease table's handler."""
-
-    def __init__(self) -> None:
-        self.verified: queue.Queue[VerifiedLease] = queue.Queue()
-        self.rejected: queue.Queue[Rejected] = queue.Queue()
-
-    def on_lease_verified(self, lease: VerifiedLease) -> None:
-        self.verified.put(lease)
-
-    def on_lease_rejected(self, lease_id: int, peer_id: str, key: Key, code: FailureCode, detail: str) -> None:
-        self.rejected.put(Rejected(lease_id, key, code, detail))
+from .lease_bench import (
+    BLOCK_NBYTES,
+    BLOCK_SIZE,
+    EPOCH,
+    NUM_TOKENS,
+    WAIT_S,
+    Key,
+    LeaseBench,
+    Rejected,
+    content_of,
+    offer_of,
+    until,
+)
+from .shared_peer import SharedPeer
 
 
 class TransferEnds:
@@ -163,6 +54,10 @@ class TransferEnds:
     def on_blocks_released(self, key: Key) -> None:
         self.released.append(key)
 
+    @property
+    def failures(self) -> list[FailureCode]:
+        return [code for _, code, _ in self.failed]
+
 
 @dataclass
 class ControlLine:
@@ -177,54 +72,32 @@ class ControlLine:
         return self.is_up
 
 
-class Rig:
+class Rig(LeaseBench):
     """A prefill side and a decode side, joined by a data socket, or by shared memory, which the decode side has beside it."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
+        address: str = "tcp://127.0.0.1:0",
         num_blocks: int = 32,
         *,
         seals_kv: bool = False,
         path: str = "tcp",
         num_sockets: int = 1,
     ) -> None:
+        super().__init__(num_blocks, seals_kv=seals_kv, num_receivers=num_sockets)
         self.seals_kv = seals_kv
         self.path = path
         self.num_sockets = num_sockets
         self.context = context
-        self.clock = Clock()
-        self.registry = CollectorRegistry()
-        self.decode_metrics = WireMetrics(self.registry)
         self.prefill_registry = CollectorRegistry()
         self.prefill_metrics = WireMetrics(self.prefill_registry)
-        self.manager = BlockManager(num_blocks, BLOCK_SIZE, lambda: 0.0)
-        self.store = CountingStore(num_blocks)
-        self.lease_ends = LeaseEnds()
-        self.leases = WatchedLeases(
-            LeaseSettings(
-                epoch=EPOCH,
-                fingerprint=FINGERPRINT,
-                block_size=BLOCK_SIZE,
-                ttl_s=TTL_S,
-                seals_kv=seals_kv,
-                num_receivers=num_sockets,
-            ),
-            LeaseBlocks(self.manager),
-            self.store,
-            self.lease_ends,
-            self.decode_metrics,
-            self.clock,
-        )
-        self.receiver = BlockReceiver(address, self.leases, BLOCK_NBYTES, context=context, num_threads=num_sockets)
+        self.receiver = BlockReceiver(address, self.table, BLOCK_NBYTES, context=context, num_threads=num_sockets)
         self.receiver.start()
-        self.shared = SharedReceiver(
-            SharedPlace(), self.leases, BLOCK_NBYTES, self.decode_metrics, num_threads=num_sockets
-        )
+        self.shared = SharedReceiver(SharedPlace(), self.table, BLOCK_NBYTES, self.metrics, num_threads=num_sockets)
         self.shared.start()
         self.source_manager = BlockManager(num_blocks, BLOCK_SIZE, lambda: 0.0)
-        self.source = CountingStore(num_blocks)
+        self.source = self.new_store(num_blocks)
         self.transfer_ends = TransferEnds()
         self.transfers = TransferTable(
             self.source, self.transfer_ends, TransferSettings(), self.prefill_metrics, self.clock
@@ -237,10 +110,9 @@ class Rig:
         """A link over the rig's path, or to ``address``."""
         is_shared = address is None and self.path == "shared_memory"
         shared = SharedTarget(self.shared.name, SharedPlace(), BLOCK_NBYTES) if is_shared else None
-        address = address or self.receiver.address
         self.senders.append(
             BlockSender(
-                address,
+                address or self.receiver.address,
                 metrics=self.prefill_metrics,
                 context=self.context,
                 shared=shared,
@@ -252,27 +124,20 @@ class Rig:
 
     # -- the prefill side ------------------------------------------------------------------------------------------
 
-    def offer_of(self, token_ids: list[int], request_id: str = "r", attempt: int = 1) -> Offer:
-        return offer_of(token_ids, request_id, attempt)
-
-    def fill(self, offer: Offer) -> list[int]:
-        """Source blocks for the offer, each holding bytes that depend on its hash."""
-        block_ids = self.source_manager.allocate(
-            Owner(OwnerKind.SEQUENCE, f"{offer.request_id}/{offer.attempt}"), len(offer.block_hashes), ()
-        )
-        assert block_ids is not None
-        for block_id, block_hash in zip(block_ids.block_ids, offer.block_hashes, strict=True):
-            self.source.block(block_id)[:] = content_of(block_hash)
-        return block_ids.block_ids
-
-    def open(self, offer: Offer) -> Key:
+    def open(self, offer: Offer, link: DecodeLink | None = None) -> Key:
+        """A transfer of source blocks that each hold bytes which depend on their hash."""
         key = (offer.request_id, offer.attempt)
-        self.transfers.open(key, self.link, offer, self.fill(offer))
+        owner = Owner(OwnerKind.SEQUENCE, f"{offer.request_id}/{offer.attempt}")
+        allocation = self.source_manager.allocate(owner, len(offer.block_hashes), ())
+        assert allocation is not None
+        for block_id, block_hash in zip(allocation.block_ids, offer.block_hashes, strict=True):
+            self.source.block(block_id)[:] = content_of(block_hash)
+        self.transfers.open(key, link or self.link, offer, allocation.block_ids)
         return key
 
-    def granted(self, num_tokens: int, request_id: str = "r") -> tuple[Key, Grant]:
+    def granted(self, num_tokens: int = NUM_TOKENS, request_id: str = "r") -> tuple[Key, Grant]:
         """A transfer that is granted; nothing is shipped yet."""
-        key = self.open(self.offer_of(list(range(num_tokens)), request_id))
+        key = self.open(offer_of(list(range(num_tokens)), request_id))
         (grant,) = self.pump()
         assert isinstance(grant, Grant)
         return key, grant
@@ -280,16 +145,38 @@ class Rig:
     def commit(self, key: Key) -> None:
         self.transfers.commit(key, SampledToken(5), 0, Timings())
 
-    def header(self, grant: Grant, offer: Offer, index: int, **changes: int | bytes) -> BlockHeader:
-        """A right header for the block, but for ``changes``."""
-        values: dict[str, int | bytes] = {
-            "lease_id": grant.lease_id,
-            "epoch": grant.epoch,
-            "block_index": index,
-            "payload_nbytes": BLOCK_NBYTES,
-            "block_hash": offer.block_hashes[min(index, len(offer.block_hashes) - 1)],
-        }
-        return BlockHeader(**{**values, **changes})  # type: ignore[arg-type]
+    def hand_over(self, num_tokens: int = NUM_TOKENS, request_id: str = "r") -> VerifiedLease:
+        """A whole hand-off; the verified lease's blocks are still leased."""
+        key, _ = self.granted(num_tokens, request_id)
+        return self.complete(key)
+
+    def complete(self, key: Key) -> VerifiedLease:
+        """The rest of one that goes well."""
+        self.commit(key)
+        self.pump()
+        lease = self.verdict()
+        self.settle()
+        return lease
+
+    def lose_link(self) -> None:
+        """Its sender has ended, and the prefill side notices."""
+        self.senders[0].close()
+        self.transfers.on_link_lost(self.link)
+        self.settle()
+
+    def send(self, *frames: bytes) -> None:
+        """Frames as any peer might send them; through shared memory always two of them."""
+        if self.path == "shared_memory":
+            peer = self.peers.enter_context(
+                SharedPeer(self.shared.name)
+            )  # open until the end: to close might take it back
+            assert peer.greet(BLOCK_NBYTES) is None
+            peer.send(0, *frames)
+            return
+        with self.context.socket(zmq.DEALER) as socket:
+            socket.linger = 1000
+            socket.connect(self.receiver.address)
+            socket.send_multipart(frames)
 
     # -- between ---------------------------------------------------------------------------------------------------
 
@@ -300,32 +187,32 @@ class Rig:
             message = self.line.sent.pop(0)
             match message:
                 case Offer():
-                    answers.append(self.leases.offer("p", message))
+                    answers.append(self.table.offer("p", message))
                     self.transfers.on_message(self.link, answers[-1])
                 case Commit():
-                    self.leases.commit("p", message)
+                    self.table.commit("p", message)
                 case Abort():
-                    self.leases.abort("p", message)
+                    self.table.abort("p", message)
                 case _:
                     raise AssertionError(message)
         return answers
 
     def verdict(self) -> VerifiedLease:
         """Wait for a verified lease and tell the prefill side."""
-        lease = self.lease_ends.verified.get(timeout=WAIT_S)
+        lease = self.ends.verified.get(timeout=WAIT_S)
         self.transfers.on_message(self.link, Verified(lease_id=lease.lease_id, epoch=EPOCH))
         return lease
 
     def rejection(self) -> Rejected:
         """Wait for a rejected lease and tell the prefill side."""
-        rejected = self.lease_ends.rejected.get(timeout=WAIT_S)
+        rejected = self.ends.rejected.get(timeout=WAIT_S)
         reject = Reject(lease_id=rejected.lease_id, epoch=EPOCH, code=rejected.code, detail=rejected.detail)
         self.transfers.on_message(self.link, reject)
         return rejected
 
     def next_block(self) -> str:
         """Wait for the fate of one more block."""
-        return self.leases.seen.get(timeout=WAIT_S)
+        return self.table.seen.get(timeout=WAIT_S)
 
     def wait_sent(self) -> None:
         """Wait until no send in flight reads the source pool."""
@@ -338,24 +225,8 @@ class Rig:
         self.wait_sent()
         self.transfers.tick()
 
-    def refused(self, cause: str) -> float:
-        return self.registry.get_sample_value("kvrelay_refused_kv_blocks_total", {"cause": cause}) or 0.0
-
-    def handoffs(self, outcome: str) -> float:
-        return self.registry.get_sample_value("kvrelay_handoffs_total", {"outcome": outcome}) or 0.0
-
-    def assert_all_free(self) -> None:
-        """No lease holds anything, no view is open, the books balance."""
-        assert self.leases.snapshot() == []
-        self.assert_books()
-        assert self.manager.num_allocatable == self.manager.num_blocks
-
-    def assert_books(self) -> None:
-        self.manager.check_integrity()
-        assert not +self.store.writes, f"open writes: {+self.store.writes}"
-
     def close(self) -> None:
-        self.leases.may_finish.set()
+        self.table.may_finish.set()
         for sender in self.senders:
             sender.close()
         self.peers.close()
@@ -363,32 +234,6 @@ class Rig:
         self.shared.stop()
         self.assert_books()
         assert all(count >= 0 for count in self.source.reads.values())
-
-
-def offer_of(token_ids: list[int], request_id: str = "r", attempt: int = 1) -> Offer:
-    """What an honest prefill worker offers."""
-    return Offer(
-        request_id=request_id,
-        attempt=attempt,
-        gateway_id="g",
-        fingerprint=FINGERPRINT,
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        sampling=SamplingParams(max_tokens=8),
-        block_hashes=chain_hashes(root_hash(FINGERPRINT), token_ids, BLOCK_SIZE),
-    )
-
-
-def content_of(block_hash: bytes) -> bytes:
-    return block_hash * (BLOCK_NBYTES // len(block_hash))
-
-
-def until(is_so: Callable[[], object], what: str) -> None:
-    """Wait for it."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.001)
 
 
 def assert_done_soon(ticket: SendTicket) -> None:

@@ -12,7 +12,7 @@ from kvrelay.wire.shared_packets import Greeting, pack_block, parse_slots, refus
 from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.shared_ring import RingShape, make_ring
 
-from .rig import WAIT_S
+from .lease_bench import WAIT_S
 
 
 class SharedPeer:

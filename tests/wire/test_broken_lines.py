@@ -23,7 +23,8 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.send_job import SendTicket, Wakeup
 from tests.reliability.fleet import Cable
 
-from .rig import WAIT_S, assert_done_soon
+from .lease_bench import WAIT_S
+from .rig import assert_done_soon
 from .shared_peer import open_descriptors
 
 BIG_NBYTES = 2**20

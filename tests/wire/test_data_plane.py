@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket as sockets
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,17 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.sampling import SampledToken
 from kvrelay.wire.addresses import SocketFile
 from kvrelay.wire.block_frames import BlockHeader, parse_header
 from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.data_plane import BlockReceiver, TcpLine
 from kvrelay.wire.errors import WireError
-from kvrelay.wire.messages import FailureCode, Grant, Timings
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.send_job import SendTicket, Wakeup
 
-from .rig import assert_done_soon, until
+from .lease_bench import WAIT_S, until
+from .rig import Rig, assert_done_soon
 
-WAIT_S = 10.0
 BIG_NBYTES = 4 * 2**20
 
 
@@ -33,11 +30,6 @@ def header_for(payload: Any, index: int = 0) -> BlockHeader:
 
 def sender_to(context: Any, address: str, num_sockets: int = 1) -> BlockSender:
     return BlockSender(address, metrics=WireMetrics(CollectorRegistry()), context=context, num_sockets=num_sockets)
-
-
-@pytest.fixture
-def rig(tcp_rig: Any) -> Any:
-    return tcp_rig
 
 
 @pytest.mark.parametrize("nbytes", [1, 512, BIG_NBYTES])
@@ -66,8 +58,11 @@ def test_closing_fences_off_a_peer_that_never_existed(
     tickets = [sender.send(header_for(payload), payload) for _ in range(20)]
     assert not any(ticket.is_done for ticket in tickets)
     sender.close()
+    sender.close()
     for ticket in tickets:
         assert_done_soon(ticket)
+    with pytest.raises(WireError, match="closed"):
+        sender.send(header_for(payload), payload)
 
 
 def test_closing_fences_off_a_peer_that_does_not_read(context: Any, num_sockets: int) -> None:
@@ -87,18 +82,6 @@ def test_closing_fences_off_a_peer_that_does_not_read(context: Any, num_sockets:
             assert_done_soon(ticket)
 
 
-def test_closing_fences_off_a_peer_that_is_no_zeromq(context: Any, num_sockets: int) -> None:
-    """It accepts and says nothing: the ZMTP handshake never ends."""
-    with sockets.create_server(("127.0.0.1", 0)) as mute:
-        sender = sender_to(context, f"tcp://127.0.0.1:{mute.getsockname()[1]}", num_sockets)
-        connection, _ = mute.accept()
-        with connection:
-            payload = memoryview(bytearray(512))
-            ticket = sender.send(header_for(payload), payload)
-            sender.close()
-            assert_done_soon(ticket)
-
-
 def test_one_of_several_lines_takes_no_blocks_before_it_is_connected(context: Any) -> None:
     """What it would hold up meanwhile, a line that is connected can send."""
     wakeup = Wakeup()
@@ -115,64 +98,16 @@ def test_one_of_several_lines_takes_no_blocks_before_it_is_connected(context: An
     wakeup.close()
 
 
-def test_a_closed_sender_says_so(context: Any) -> None:
-    sender = sender_to(context, "tcp://127.0.0.1:9")
-    sender.close()
-    sender.close()
-    with pytest.raises(WireError, match="closed"):
-        sender.send(header_for(b""), memoryview(b""))
-
-
-def test_a_taken_data_address_is_a_clear_error(rig: Any) -> None:
+def test_a_taken_data_address_is_a_clear_error(one_rig: Rig) -> None:
     with pytest.raises(WireError, match="cannot listen for KV blocks"):
-        BlockReceiver(rig.receiver.address, rig.leases, 512, context=rig.context)
+        BlockReceiver(one_rig.receiver.address, one_rig.table, 512, context=one_rig.context)
 
 
-def test_a_receiver_that_never_started_stops(rig: Any) -> None:
-    receiver = BlockReceiver("tcp://127.0.0.1:0", rig.leases, 512, context=rig.context)
+def test_a_receiver_that_never_started_stops(one_rig: Rig) -> None:
+    receiver = BlockReceiver("tcp://127.0.0.1:0", one_rig.table, 512, context=one_rig.context)
     assert not receiver.is_alive
     receiver.stop()
-
-
-def test_the_receiver_lives_until_it_is_stopped(context: Any, rig: Any) -> None:
-    other = type(rig)(context, "tcp://127.0.0.1:0")
-    assert other.receiver.is_alive
-    other.close()
-    assert not other.receiver.is_alive
-
-
-def test_a_receiver_that_dies_in_the_middle_leaves_the_sender_whole(context: Any, rig: Any) -> None:
-    """The decode worker dies with a hand-off half shipped; the prefill side loses the link and gets its blocks back."""
-    other = type(rig)(context, "tcp://127.0.0.1:0")
-    key, _ = other.granted(10)
-    other.transfers.blocks_ready(key, 1)
-    assert other.next_block() == "ok"
-    other.receiver.stop()
-    other.transfers.blocks_ready(key, 2)
-    other.transfers.commit(key, SampledToken(5), 0, Timings())
-    other.senders[0].close()
-    other.transfers.on_link_lost(other.link)
-    other.settle()
-    assert [code for _, code, _ in other.transfer_ends.failed] == [FailureCode.PEER_LOST]
-    assert other.transfer_ends.released == [key]
-    assert not +other.source.reads
-
-
-def test_blocks_queued_for_a_dead_process_are_refused_by_the_next_one(context: Any, rig: Any) -> None:
-    """Same address, another epoch: what ZeroMQ delivers late must not land in the new pool."""
-    with sockets.create_server(("127.0.0.1", 0)) as probe:
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    link, _ = rig.new_link(address)
-    payload = memoryview(b"\xee" * 512)
-    header = rig.header(
-        Grant(request_id="r", attempt=1, lease_id=1, epoch=6, num_cached_blocks=0, ttl_s=1), rig.offer_of([1]), 0
-    )
-    ticket = link.data.send(header, payload)
-    reborn = type(rig)(context, address)
-    assert reborn.next_block() == "stale_epoch"
-    assert reborn.store.num_write_opens == 0
-    assert_done_soon(ticket)
-    reborn.close()
+    receiver.stop()
 
 
 def test_a_socket_file_that_another_process_took_over_stays(tmp_path: Path) -> None:

@@ -15,12 +15,11 @@ from kvrelay.engine.copies import StagingPlan
 from kvrelay.engine.staging import StagedRead, Staging
 from kvrelay.wire.block_frames import BlockHeader, parse_header
 from kvrelay.wire.messages import FailureCode
-from kvrelay.wire.seal import TAG_NBYTES, BlockSealer
+from kvrelay.wire.seal import TAG_NBYTES
 from tests.engine.late_device import LateDevice
 
-from . import rig as rigs
-from .handoffs import commit_of, send_raw
-from .rig import BLOCK_NBYTES, WAIT_S, Rig, assert_done_soon, content_of, until
+from .lease_bench import BLOCK_NBYTES, WAIT_S, Granted, offer_of, until
+from .rig import Rig, assert_done_soon
 
 NUM_SLOTS = 4
 NUM_TOKENS = 100  # 25 blocks and more than six times the slots
@@ -58,6 +57,13 @@ class StagedStore:
         self.staging.close_write(block_id)
 
 
+class StagedRig(Rig):
+    """Both pools are staged."""
+
+    def new_store(self, num_blocks: int) -> Any:
+        return StagedStore(num_blocks)
+
+
 class Holder:
     """Somebody who reads blocks, and is not done."""
 
@@ -65,12 +71,8 @@ class Holder:
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "sealed"])
-def staged_rig(
-    request: pytest.FixtureRequest, context: Any, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Any]:
-    with monkeypatch.context() as patched:
-        patched.setattr(rigs, "CountingStore", StagedStore)
-        rig = Rig(context, "tcp://127.0.0.1:0", 80, seals_kv=request.param, **way)
+def staged_rig(request: pytest.FixtureRequest, context: Any, way: dict[str, Any]) -> Iterator[Any]:
+    rig = StagedRig(context, num_blocks=80, seals_kv=request.param, **way)
     yield rig
     rig.close()
     for store in (rig.store, rig.source):
@@ -80,8 +82,7 @@ def staged_rig(
 def assert_arrived(rig: Any, lease: Any) -> None:
     """As a step that is launched now sees it."""
     rig.store.staging.order_steps()
-    for block_id, block_hash in zip(lease.block_ids, lease.offer.block_hashes, strict=False):
-        assert bytes(rig.store.block(block_id)) == content_of(block_hash)
+    rig.assert_holds(lease)
 
 
 def hold_all(rig: Any) -> tuple[Holder, list[int]]:
@@ -97,33 +98,27 @@ def test_what_was_forged_is_overwritten_by_what_is_genuine(staged_rig: Any) -> N
     """A forged block is copied to its place; the genuine one is copied behind it."""
     rig = staged_rig
     key, grant = rig.granted(NUM_TOKENS)
+    lease = Granted(offer_of(list(range(NUM_TOKENS))), grant)
     for index in range(2 * NUM_SLOTS):
-        header = rig.header(grant, rig.offer_of(list(range(NUM_TOKENS))), index, is_sealed=True)
-        send_raw(rig, header.pack_sealed(), bytes(BLOCK_NBYTES + TAG_NBYTES))
+        rig.send(lease.frames(index)[0], bytes(BLOCK_NBYTES + TAG_NBYTES))
         assert rig.next_block() == "bad_seal"
-    rig.commit(key)
-    rig.pump()
-    assert_arrived(rig, rig.verdict())
-    rig.settle()
+    assert_arrived(rig, rig.complete(key))
 
 
 def test_a_long_prompt_passes_through_few_slots(staged_rig: Any) -> None:
     rig = staged_rig
-    told = rig.lease_ends.on_lease_verified
+    told = rig.ends.on_lease_verified
 
     def verified(lease: Any) -> None:
         # Else a step could be launched, and a block's copy behind it.
         assert not +rig.store.writes, "a lease is verified before its last block is on its way"
         told(lease)
 
-    rig.lease_ends.on_lease_verified = verified
+    rig.ends.on_lease_verified = verified
     for request_id in ("first", "second"):
         key, _ = rig.granted(NUM_TOKENS, request_id)
         rig.transfers.blocks_ready(key, 7)
-        rig.commit(key)
-        rig.pump()
-        assert_arrived(rig, rig.verdict())
-        rig.settle()
+        assert_arrived(rig, rig.complete(key))
         assert rig.transfer_ends.released[-1] == key
 
 
@@ -134,7 +129,7 @@ def test_a_sender_waits_for_a_slot_and_goes_on_when_one_is_free(staged_rig: Any)
     rig.commit(key)
     rig.pump()
     until(lambda: rig.source.staging._num_waiting, "a sender that waits")
-    assert rig.leases.seen.empty(), "a block was sent from nowhere"
+    assert rig.table.seen.empty(), "a block was sent from nowhere"
     holder.is_done = True
     assert_arrived(rig, rig.verdict())
     for block_id in block_ids:
@@ -155,9 +150,7 @@ def test_links_that_take_nothing_leave_slots_for_the_others(staged_rig: Any) -> 
             tickets.append(link.data.send(header, rig.source.open_read(block_id), None))
         until(lambda: all(sender._jobs.is_empty for sender in rig.senders), "links that take nothing hold all slots")
         key, _ = rig.granted(NUM_TOKENS)
-        rig.commit(key)
-        rig.pump()
-        assert_arrived(rig, rig.verdict())
+        assert_arrived(rig, rig.complete(key))
         for sender in rig.senders[1:]:
             sender.close()
     for ticket in tickets:
@@ -173,14 +166,12 @@ def test_a_link_that_is_lost_ends_a_sender_that_waits_for_a_slot(staged_rig: Any
     key, _ = rig.granted(NUM_TOKENS)
     rig.commit(key)
     until(lambda: rig.source.staging._num_waiting, "a sender that waits")
-    rig.senders[0].close()  # joins its threads
-    rig.transfers.on_link_lost(rig.link)
-    rig.settle()
-    assert [code for _, code, _ in rig.transfer_ends.failed] == [FailureCode.PEER_LOST]
+    rig.lose_link()
+    assert rig.transfer_ends.failures == [FailureCode.PEER_LOST]
     assert rig.transfer_ends.released == [key]
     for block_id in block_ids:
         rig.source.close_read(block_id)
-    rig.leases.abort_peer("p")
+    rig.table.abort_peer("p")
 
 
 def test_an_aborted_transfer_gives_its_slots_back(staged_rig: Any) -> None:
@@ -197,29 +188,20 @@ def test_an_aborted_transfer_gives_its_slots_back(staged_rig: Any) -> None:
     rig.pump()
     rig.rejection()
     key, _ = rig.granted(NUM_TOKENS, "next")
-    rig.commit(key)
-    rig.pump()
-    assert_arrived(rig, rig.verdict())
-    rig.settle()
+    assert_arrived(rig, rig.complete(key))
 
 
 def test_a_block_that_cannot_be_copied_into_the_pool_is_not_received(staged_rig: Any) -> None:
     rig = staged_rig
-    offer = rig.offer_of(list(range(3)))
-    grant = rig.leases.offer("p", offer)
-    content = memoryview(content_of(offer.block_hashes[0]))
-    header = rig.header(grant, offer, 0)
-    frame, payload = header.pack(content), content
-    if rig.seals_kv:
-        sealed = bytearray(BLOCK_NBYTES + TAG_NBYTES)
-        frame, payload = BlockSealer(grant.seal_key).seal(header, content, memoryview(sealed)), memoryview(sealed)
+    lease = rig.leased(3)
+    frame, payload = lease.frames(0)
     header = parse_header(frame)
-    rig.leases.begin_block(header)
+    rig.table.begin_block(header)
     rig.store.device._is_broken = True
     with pytest.raises(RuntimeError, match="broken"):
-        rig.leases.finish_block(header, payload)
-    rig.leases.commit("p", commit_of(offer, grant))
-    assert rig.lease_ends.verified.empty()
+        rig.table.finish_block(header, memoryview(payload))
+    rig.table.commit("p", lease.commit())
+    assert rig.ends.verified.empty()
 
 
 def test_a_failed_copy_is_not_sent_and_ends_the_link(staged_rig: Any) -> None:
@@ -229,13 +211,11 @@ def test_a_failed_copy_is_not_sent_and_ends_the_link(staged_rig: Any) -> None:
     rig.commit(key)
     rig.pump()
     until(lambda: not rig.senders[0].is_alive, "a sender that goes on over a broken device")
-    rig.senders[0].close()
-    rig.transfers.on_link_lost(rig.link)
-    rig.settle()
+    rig.lose_link()
     assert rig.transfer_ends.released == [key]
-    rig.leases.abort_peer("p")
-    outcomes = [rig.leases.seen.get_nowait() for _ in range(rig.leases.seen.qsize())]
+    rig.table.abort_peer("p")
+    outcomes = [rig.table.seen.get_nowait() for _ in range(rig.table.seen.qsize())]
     # What was right before may have come behind the lease's end.
     assert set(outcomes) <= {"ok", "unknown_lease"}, "what the copy left was sent"
     assert len(outcomes) < 3
-    assert rig.lease_ends.verified.empty()
+    assert rig.ends.verified.empty()

@@ -12,7 +12,7 @@ import pytest
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.send_job import JobQueue, SendJob, SendTicket, Wakeup
 
-from .rig import WAIT_S
+from .lease_bench import WAIT_S
 
 
 def job(index: int = 0) -> SendJob:

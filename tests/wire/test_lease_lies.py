@@ -12,8 +12,7 @@ from kvrelay.wire.block_frames import parse_header
 from kvrelay.wire.messages import FailureCode
 from kvrelay.wire.seal import KEY_NBYTES, new_key
 
-from .lease_bench import Frames, Granted, LeaseBench
-from .rig import BLOCK_NBYTES, TTL_S, WAIT_S
+from .lease_bench import BLOCK_NBYTES, TTL_S, WAIT_S, Frames, Granted, LeaseBench
 
 BAD_PAYLOAD = b"\xee" * BLOCK_NBYTES
 
@@ -82,7 +81,7 @@ def sealed() -> LeaseBench:
 @pytest.mark.parametrize("lie", PLAIN_LIES)
 def test_a_plain_lie_ends_the_lease_and_its_blocks_go_back(plain: LeaseBench, lie: str) -> None:
     cause, frames = PLAIN_LIES[lie]
-    lease = plain.granted()
+    lease = plain.leased()
     before = {block_id: bytes(plain.store.block(block_id)) for block_id in range(16)}
     assert plain.receive(lease.frames(0)) == "ok"
     own = set(range(16)) - {
@@ -97,7 +96,7 @@ def test_a_plain_lie_ends_the_lease_and_its_blocks_go_back(plain: LeaseBench, li
 
 
 def test_an_announced_size_that_is_no_block_is_refused_before_the_write(plain: LeaseBench) -> None:
-    plain.receive(plain.granted().frames(0, bytes(8), payload_nbytes=8))
+    plain.receive(plain.leased().frames(0, bytes(8), payload_nbytes=8))
     assert plain.store.num_write_opens == 0
 
 
@@ -107,7 +106,7 @@ def test_an_announced_size_that_is_no_block_is_refused_before_the_write(plain: L
 @pytest.mark.parametrize("lie", SEALED_LIES)
 def test_a_frame_that_does_not_authenticate_is_dropped_and_the_genuine_one_taken(sealed: LeaseBench, lie: str) -> None:
     cause, frames = SEALED_LIES[lie]
-    lease = sealed.granted()
+    lease = sealed.leased()
     assert sealed.receive(lease.frames(0)) == "ok"
     assert sealed.receive(frames(lease)) == cause
     assert sealed.refused(cause) == 1
@@ -119,7 +118,7 @@ def test_a_frame_that_does_not_authenticate_is_dropped_and_the_genuine_one_taken
 
 def test_a_genuine_frame_waits_for_the_verdict_on_the_one_before_it(sealed: LeaseBench) -> None:
     """Forged first: taken. Genuine first: a duplicate. Either way the pool holds what was sealed."""
-    lease = sealed.granted()
+    lease = sealed.leased()
     header = parse_header(lease.frames(0)[0])
     told: list[str] = []
     for forged, expected in ((flip(lease.frames(0), 1, 7), "ok"), (lease.frames(1), "duplicate")):
@@ -147,7 +146,7 @@ def test_a_genuine_frame_waits_for_the_verdict_on_the_one_before_it(sealed: Leas
 def test_who_waits_for_a_verdict_that_never_comes_is_let_go(
     sealed: LeaseBench, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lease = sealed.granted()
+    lease = sealed.leased()
     frames = lease.frames(0)
     header = parse_header(frames[0])
     sealed.table.begin_block(header)
@@ -167,7 +166,7 @@ def test_who_waits_for_a_verdict_that_never_comes_is_let_go(
 
 
 def test_a_committed_lease_that_had_a_frame_dropped_has_a_second_left(sealed: LeaseBench) -> None:
-    lease = sealed.granted()
+    lease = sealed.leased()
     assert sealed.receive(flip(lease.frames(0), 1, 0)) == "bad_seal"
     sealed.clock.now_s += 2.0  # it may compute for as long as it likes
     sealed.table.reap()
@@ -184,7 +183,7 @@ def test_a_committed_lease_that_had_a_frame_dropped_has_a_second_left(sealed: Le
 
 
 def test_a_frame_dropped_behind_the_commit_leaves_a_second_too(sealed: LeaseBench) -> None:
-    lease, other = sealed.granted(), sealed.granted(request_id="other")
+    lease, other = sealed.leased(), sealed.leased(request_id="other")
     for one in (lease, other):
         sealed.table.commit("p", one.commit())
     sealed.receive(flip(lease.frames(0), 1, 0))
@@ -198,7 +197,7 @@ def test_a_frame_dropped_behind_the_commit_leaves_a_second_too(sealed: LeaseBenc
 
 
 def test_every_lease_has_a_key_and_an_id_that_nobody_guesses(sealed: LeaseBench) -> None:
-    first, second = sealed.granted(), sealed.granted(request_id="b")
+    first, second = sealed.leased(), sealed.leased(request_id="b")
     assert first.grant.seal_key is not None
     assert len(first.grant.seal_key) == KEY_NBYTES
     assert first.grant.seal_key != second.grant.seal_key
@@ -207,7 +206,7 @@ def test_every_lease_has_a_key_and_an_id_that_nobody_guesses(sealed: LeaseBench)
 
 def test_another_leases_block_does_not_pass(sealed: LeaseBench) -> None:
     """Same tokens, same epoch, and the header rewritten to the other lease: the key is not this lease's."""
-    first, second = sealed.granted(request_id="a"), sealed.granted(request_id="b")
+    first, second = sealed.leased(request_id="a"), sealed.leased(request_id="b")
     assert sealed.receive((second.frames(0)[0], first.frames(0)[1])) == "bad_seal"
     assert [sealed.receive(lease.frames(0)) for lease in (first, second)] == ["ok", "ok"]
 
@@ -221,7 +220,7 @@ def bench(request: pytest.FixtureRequest) -> LeaseBench:
 
 
 def test_what_speaks_of_another_process_or_lease_is_dropped(bench: LeaseBench) -> None:
-    lease = bench.granted()
+    lease = bench.leased()
     for cause, frames in (
         ("stale_epoch", lease.frames(0, epoch=lease.grant.epoch - 1)),
         ("unknown_lease", lease.frames(0, lease_id=99)),
@@ -233,26 +232,26 @@ def test_what_speaks_of_another_process_or_lease_is_dropped(bench: LeaseBench) -
 
 
 def test_a_block_that_comes_again_is_dropped_before_it_is_written(bench: LeaseBench) -> None:
-    lease = bench.granted()
+    lease = bench.leased()
     assert bench.receive(lease.frames(0)) == "ok"
     assert bench.receive(lease.frames(0)) == "duplicate"
     assert bench.refused("duplicate") == bench.store.num_write_opens == 1
 
 
 def test_a_block_that_is_cached_here_is_not_overwritten(bench: LeaseBench) -> None:
-    first = bench.granted()
+    first = bench.leased()
     bench.table.commit("p", first.commit())
     assert [bench.receive(first.frames(index)) for index in range(3)] == ["ok"] * 3
     bench.assert_verified(first)
     assert bench.receive(first.frames(0, BAD_PAYLOAD)) == "unknown_lease"  # nor what is over
-    again = bench.granted(request_id="again")
+    again = bench.leased(request_id="again")
     assert again.grant.num_cached_blocks == 2
     assert bench.receive(again.frames(0, BAD_PAYLOAD)) == "duplicate"
     assert bench.store.num_write_opens == 3
 
 
 def test_a_commit_must_name_the_offers_last_block_and_this_process(bench: LeaseBench) -> None:
-    lease = bench.granted()
+    lease = bench.leased()
     bench.table.commit("p", lease.commit(epoch=lease.grant.epoch - 1))
     assert bench.table.snapshot()[0]["state"] == "granted"
     bench.table.commit("p", lease.commit(chain_hash=b"?" * 16))

@@ -14,8 +14,7 @@ from kvrelay.wire.block_frames import BlockHeader, parse_header
 from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.messages import Abort, Grant, Offer, Renew
 
-from .lease_bench import Granted, LeaseBench
-from .rig import EPOCH, TTL_S, content_of, offer_of
+from .lease_bench import EPOCH, TTL_S, Granted, LeaseBench, content_of, offer_of
 
 
 class LeaseMachine(RuleBasedStateMachine):

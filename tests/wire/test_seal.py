@@ -1,4 +1,4 @@
-"""Sealed blocks: what opens, what does not, and what becomes of the lease."""
+"""Sealed blocks: what opens, and what does not."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from msgspec.structs import replace
 
 from kvrelay.wire.block_frames import HEADER_NBYTES, SEALED_HEADER_NBYTES, BlockHeader, parse_header
 from kvrelay.wire.errors import BlockRefusedError
-from kvrelay.wire.messages import Abort, FailureCode, Grant
 from kvrelay.wire.seal import KEY_NBYTES, TAG_NBYTES, BlockOpener, BlockSealer, new_key
-
-from .handoffs import NUM_TOKENS, commit_of, hand_over, offer_for, send_raw
-from .rig import BLOCK_NBYTES, WAIT_S, content_of
 
 HEADER = BlockHeader(lease_id=2**40, epoch=2**63, block_index=3, payload_nbytes=8, block_hash=b"h" * 16, is_sealed=True)
 PAYLOAD = memoryview(b"payload!")
@@ -27,9 +23,6 @@ def sealed_by(key: bytes, header: BlockHeader = HEADER, payload: memoryview = PA
 def opens(key: bytes, header: BlockHeader, sealed: bytes | bytearray) -> bytes | None:
     target = bytearray(len(sealed) - TAG_NBYTES)
     return bytes(target) if BlockOpener(key).open(header, memoryview(sealed), memoryview(target)) else None
-
-
-# -- without sockets ---------------------------------------------------------------------------------------------------
 
 
 def test_what_was_sealed_opens_and_shows_nothing_before() -> None:
@@ -94,55 +87,3 @@ def test_a_key_has_one_size(side: Any) -> None:
         side(bytes(16))
     assert len(new_key()) == KEY_NBYTES
     assert new_key() != new_key()
-
-
-# -- over sockets ------------------------------------------------------------------------------------------------------
-
-
-def test_plain_and_sealed_leave_the_same_bytes_in_the_pool(rig: Any, sealed_rig: Any) -> None:
-    pools = []
-    for each in (rig, sealed_rig):
-        lease = hand_over(each)
-        pools.append([bytes(each.store.block(block_id)) for block_id in lease.block_ids])
-        assert each.transfer_ends.verified == [("r", 1)]
-        assert not +each.source.reads
-    assert pools[0] == pools[1]
-    assert pools[0][0] != bytes(BLOCK_NBYTES)
-
-
-def test_a_forged_frame_costs_the_hand_off_nothing(sealed_rig: Any) -> None:
-    """Somebody who may connect, and read the network, but has no key."""
-    offer, grant = offer_for(sealed_rig)
-    for index, key in ((0, new_key()), (0, grant.seal_key), (1, grant.seal_key), (2, grant.seal_key)):
-        header = sealed_rig.header(grant, offer, index)
-        frame, sealed = sealed_by(key, header, memoryview(content_of(offer.block_hashes[index])))
-        send_raw(sealed_rig, frame, bytes(sealed))
-        assert sealed_rig.next_block() == ("ok" if key is grant.seal_key else "bad_seal")
-    sealed_rig.leases.commit("p", commit_of(offer, grant))
-    lease = sealed_rig.lease_ends.verified.get(timeout=WAIT_S)
-    blocks = [bytes(sealed_rig.store.block(block_id)) for block_id in lease.block_ids]
-    assert blocks == [content_of(block_hash) for block_hash in offer.block_hashes]
-
-
-@pytest.mark.parametrize(
-    ("agreed", "key", "detail"),
-    [
-        (True, None, "agreed on sealed KV blocks, but granted no key"),
-        (False, bytes(KEY_NBYTES), "agreed on plain KV blocks, but granted a key"),
-        (True, bytes(16), "granted a key of 16 bytes; it must have 32"),
-    ],
-)
-def test_nothing_is_shipped_under_a_grant_that_is_not_what_was_agreed(
-    one_rig: Any, agreed: bool, key: bytes | None, detail: str
-) -> None:
-    one_rig.seals_kv = agreed
-    one_rig.link, one_rig.line = one_rig.new_link()
-    request = one_rig.open(one_rig.offer_of(list(range(NUM_TOKENS))))
-    one_rig.transfers.blocks_ready(request, 3)
-    grant = Grant(request_id="r", attempt=1, lease_id=1, epoch=7, num_cached_blocks=0, ttl_s=1.0, seal_key=key)
-    one_rig.transfers.on_message(one_rig.link, grant)
-    assert one_rig.transfer_ends.failed == [(request, FailureCode.LAYOUT_MISMATCH, detail)]
-    assert isinstance(one_rig.line.sent[-1], Abort)
-    assert not +one_rig.source.reads
-    one_rig.transfers.tick()
-    assert one_rig.transfer_ends.released == [request]

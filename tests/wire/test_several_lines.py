@@ -20,7 +20,8 @@ from kvrelay.wire.errors import PeerLostError, WireError
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.send_job import JobQueue, SendJob, SendTicket, Wakeup
 
-from .rig import WAIT_S, assert_done_soon, until
+from .lease_bench import WAIT_S, until
+from .rig import assert_done_soon
 
 NUM_SOCKETS = 3
 
