@@ -74,13 +74,6 @@ class CircuitBreakers:
         """Who may not be asked."""
         return {part for part, breaker in self._breakers.items() if breaker.is_shut(now_s)}
 
-    def next_change_s(self, now_s: float) -> float | None:
-        """When the next pause is over; None if none is on."""
-        untils = (
-            one.until_s for one in self._breakers.values() if one.state is BreakerState.OPEN and one.until_s > now_s
-        )
-        return min(untils, default=None)
-
     def states(self) -> dict[Part, BreakerState]:
         """Of all whose requests have failed lately."""
         return {part: breaker.state for part, breaker in self._breakers.items()}

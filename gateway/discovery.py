@@ -4,6 +4,9 @@
 (410), or is away. :class:`Discovery` calls it again for ever, on a thread of its own, because the client library blocks. While the
 API is away the last known workers stay; who of them really answers, the links to them know.
 
+A worker is a pod with the label ``kvrelay.dev/role`` and a container port named ``control``. It takes requests while it is ready
+and nobody has asked for its deletion; it stays known until it is gone or has ended, because what it has may still finish.
+
 It needs ``get``, ``list`` and ``watch`` on pods of one namespace, nothing else.
 """
 
@@ -12,13 +15,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.gateway.pods import workers_of
 from kvrelay.gateway.workers import FoundWorker
+from kvrelay.wire.messages import Role
 
 if TYPE_CHECKING:
     from kubernetes.client import CoreV1Api
@@ -27,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 OnWorkers = Callable[[Sequence[FoundWorker]], None]
 
+ROLE_LABEL = "kvrelay.dev/role"
+CONTROL_PORT = "control"
+
+_ROLES = {role.value: role for role in (Role.PREFILL, Role.DECODE)}
+_ENDED = ("Succeeded", "Failed")
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _CONNECT_S = 3.0
 _LIST_S = 10.0
@@ -164,3 +172,43 @@ class Discovery:
                 logger.exception("discovery failed; it tries again")
             self._ended.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def worker_of(pod: dict[str, Any]) -> FoundWorker | None:
+    """The worker in a pod; None if there is none, or none yet, or not any more."""
+    metadata, status = pod["metadata"], pod.get("status", {})
+    role = _ROLES.get(metadata.get("labels", {}).get(ROLE_LABEL, ""))
+    host, port = status.get("podIP"), _control_port(pod)
+    if role is None or not host or port is None or status.get("phase") in _ENDED:
+        return None
+    is_ready = any(
+        condition["type"] == "Ready" and condition["status"] == "True" for condition in status.get("conditions", [])
+    )
+    return FoundWorker(
+        role=role,
+        address=f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
+        uid=metadata["uid"],
+        accepts=is_ready and "deletionTimestamp" not in metadata,
+    )
+
+
+def workers_of(pods: Iterable[dict[str, Any]]) -> list[FoundWorker]:
+    """The workers in pods, one for each address: a pod that is going may still show the address that another has by now."""
+    found: dict[tuple[Role, str], FoundWorker] = {}
+    for pod in pods:
+        worker = worker_of(pod)
+        if worker is None:
+            continue
+        key = (worker.role, worker.address)
+        if key not in found or worker.accepts:
+            found[key] = worker
+    return list(found.values())
+
+
+def _control_port(pod: dict[str, Any]) -> int | None:
+    for container in pod.get("spec", {}).get("containers", []):
+        for port in container.get("ports", []):
+            if port.get("name") == CONTROL_PORT:
+                number: int = port["containerPort"]
+                return number
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -143,32 +144,31 @@ class Stage:
         return value or 0.0
 
     async def run(self, max_tokens: int = 4, request_id: str = "r") -> tuple[list[int], FinishReason | None]:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=9)
-        output: list[int] = []
-        reason: FinishReason | None = None
+        deltas = await self.deltas(asking(max_tokens, request_id))
+        assert all(delta.finish_reason is None for delta in deltas[:-1]), "tokens behind the end"
+        return [token.token_id for delta in deltas for token in delta.tokens], deltas[-1].finish_reason
 
-        def take(delta: OutputDelta) -> bool:
-            nonlocal reason
-            assert reason is None, "tokens behind the end"
-            output.extend(token.token_id for token in delta.tokens)
-            reason = delta.finish_reason
-            return True
-
-        async with asyncio.timeout(20):
-            await self.relay.run(GenerationRequest(request_id, PROMPT, sampling, RequestTimings(0.0)), take)
-        return output, reason
-
-    async def deltas(self, request: GenerationRequest) -> list[OutputDelta]:
-        """All of a request's output."""
+    async def deltas(
+        self, request: GenerationRequest, on_delta: Callable[[OutputDelta], object] = lambda _: None
+    ) -> list[OutputDelta]:
+        """All of a request's output; ``on_delta`` hears of each as it comes."""
         taken: list[OutputDelta] = []
 
         def take(delta: OutputDelta) -> bool:
             taken.append(delta)
+            on_delta(delta)
             return True
 
         async with asyncio.timeout(20):
             await self.relay.run(request, take)
         return taken
+
+
+def asking(max_tokens: int = 4, request_id: str = "r", **more: Any) -> GenerationRequest:
+    """A request for some tokens behind ``PROMPT``; what it has ``more``, as the fields of either struct."""
+    timeout_s = more.pop("timeout_s", None)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=9, **more)
+    return GenerationRequest(request_id, PROMPT, sampling, RequestTimings(0.0), timeout_s=timeout_s)
 
 
 @asynccontextmanager

@@ -31,7 +31,7 @@ def test_three_different_requests_open_it_and_one_may_probe(blamed: Part) -> Non
     assert not breakers.shut(0.0)
     breakers.fail("c", blamed, 0.0)
     assert breakers.shut(0.99) == {blamed}
-    assert (breakers.shut(1.0), breakers.next_change_s(0.0)) == (set(), 1.0)
+    assert breakers.shut(1.0) == set()
     probe = breakers.begin("d", PAIR, 1.0)
     assert breakers.shut(1.0) == {blamed}
     assert breakers.states() == {blamed: BreakerState.PROBING}
@@ -52,16 +52,13 @@ def opened() -> tuple[Breakers, Trial]:
 
 def test_after_a_failed_probe_the_pause_is_longer_up_to_a_bound() -> None:
     breakers, probe = opened()
-    now_s, pauses = 10.0, []
-    for _ in range(8):
+    now_s = 10.0
+    for pause_s in (2, 4, 8, 16, 30, 30):
         probe.failed(D, now_s)
         probe.end()
-        until_s = breakers.next_change_s(now_s)
-        assert until_s is not None
-        pauses.append(until_s - now_s)
-        now_s = until_s
+        assert (breakers.shut(now_s + pause_s - 0.01), breakers.shut(now_s + pause_s)) == ({D}, set())
+        now_s += pause_s
         probe = breakers.begin("next", PAIR, now_s)
-    assert pauses == [2, 4, 8, 16, 30, 30, 30, 30]
     assert breakers.told == [(D, True)]
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.breaker import BreakerState
 from kvrelay.gateway.errors import (
     AttemptsFailedError,
@@ -14,8 +14,7 @@ from kvrelay.gateway.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from kvrelay.gateway.progress import GenerationRequest, OutputDelta
-from kvrelay.gateway.timings import RequestTimings
+from kvrelay.gateway.progress import OutputDelta
 from kvrelay.wire.messages import (
     Cancelled,
     FailureCode,
@@ -27,7 +26,7 @@ from kvrelay.wire.messages import (
     WorkerState,
 )
 
-from .players import ALL, PROMPT, Player, failing, good, stage
+from .players import ALL, PROMPT, Player, asking, failing, good, stage
 
 
 async def test_another_attempt_goes_on_where_the_last_one_ended(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,11 +100,14 @@ async def test_waiting_for_room_is_no_failed_attempt(code: FailureCode) -> None:
         assert s.attempts(code.value) == 6
 
 
-async def test_waiting_for_room_is_bounded() -> None:
-    async with stage(failing(FailureCode.NO_ROOM, retry_after_s=5.0), room_timeout_s=0.1) as s:
+@pytest.mark.parametrize("retry_after_s", [5.0, 0.01])
+async def test_waiting_for_room_is_bounded(retry_after_s: float) -> None:
+    """Also if every attempt is refused soon."""
+    async with stage(failing(FailureCode.NO_ROOM, retry_after_s=retry_after_s), room_timeout_s=0.3) as s:
         with pytest.raises(UnavailableError, match="no worker has room") as caught:
             await s.run()
         assert caught.value.retry_after_s is not None
+        assert (len(s.players[0].submits) > 1) is (retry_after_s < 0.3)
 
 
 async def test_a_full_worker_is_passed_over_for_another() -> None:
@@ -121,24 +123,22 @@ async def test_a_request_has_its_time() -> None:
         assert await s.players[0].cancelled.get() == ("r", 1)
 
 
-async def test_the_clients_own_time_counts_and_travels_with_the_request() -> None:
+@pytest.mark.parametrize(("asked_s", "given_s"), [(0.2, 0.2), (1e6, 60.0)])
+async def test_the_clients_own_time_counts_and_travels_with_the_request(asked_s: float, given_s: float) -> None:
+    """But there is no more than the settings give."""
     async with stage(lambda player, submit: player.tokens(submit, 0, [100]), request_timeout_s=60.0) as s:
-        request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4), RequestTimings(0.0), timeout_s=0.2)
-        with pytest.raises(RequestTimeoutError, match=r"0\.2 s"):
-            await s.deltas(request)
-        [submit] = s.players[0].submits
-        assert submit.timeout_s is not None
-        assert 0 < submit.timeout_s <= 0.2
-        assert await s.players[0].cancelled.get() == ("r", 1)
-
-
-async def test_a_client_cannot_ask_for_more_time_than_there_is() -> None:
-    async with stage(good, request_timeout_s=60.0) as s:
-        request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4), RequestTimings(0.0), timeout_s=1e6)
-        await s.deltas(request)
+        running = asyncio.create_task(s.deltas(asking(timeout_s=asked_s)))
+        while not s.players[0].submits:
+            await asyncio.sleep(0)  # lets the request start
         timeout_s = s.players[0].submits[0].timeout_s
         assert timeout_s is not None
-        assert 59 < timeout_s <= 60
+        assert given_s - 1 < timeout_s <= given_s
+        if given_s == asked_s:
+            with pytest.raises(RequestTimeoutError, match=r"0\.2 s"):
+                await running
+        else:
+            running.cancel()
+        assert await s.players[0].cancelled.get() == ("r", 1)
 
 
 async def test_a_draining_worker_gets_nothing_new() -> None:
@@ -157,14 +157,8 @@ async def test_a_request_that_is_given_up_is_cancelled_on_both_workers() -> None
         player.tokens(submit, 0, [100], timings=Timings(queue_s=0.1, prefill_s=0.2))
 
     async with stage(good, prefill=begin) as s:
-        sampling = SamplingParams(max_tokens=9, temperature=0.0)
         first: asyncio.Future[OutputDelta] = asyncio.get_running_loop().create_future()
-
-        def take(delta: OutputDelta) -> bool:
-            first.set_result(delta)
-            return True
-
-        running = asyncio.create_task(s.relay.run(GenerationRequest("r", PROMPT, sampling, RequestTimings(0.0)), take))
+        running = asyncio.create_task(s.deltas(asking(9), first.set_result))
         assert (await first).timings == Timings(queue_s=0.1, prefill_s=0.2)
         running.cancel()
         for player in s.players:
@@ -213,19 +207,12 @@ async def test_a_late_failure_of_a_prefill_worker_does_not_end_a_healthy_stream(
         running.append((player, submit))
 
     running: list[tuple[Player, Submit]] = []
-    taken = asyncio.Event()
-    output: list[int] = []
-
-    def take(delta: OutputDelta) -> bool:
-        output.extend(token.token_id for token in delta.tokens)
-        if len(output) > (is_known_by == "tokens"):
-            taken.set()
-        return True
+    taken = asyncio.Semaphore(0)  # tokens that have come, one in each delta
 
     async with stage(good, prefill=prefill) as s:
-        sampling = SamplingParams(max_tokens=4, temperature=0.0)
-        outcome = asyncio.create_task(s.relay.run(GenerationRequest("r", PROMPT, sampling, RequestTimings(0.0)), take))
-        await taken.wait()
+        outcome = asyncio.create_task(s.deltas(asking(), lambda _: taken.release()))
+        for _ in range(1 + (is_known_by == "tokens")):
+            await taken.acquire()
         player, submit = running[0]
         if is_known_by == "tokens":
             player.fail(submit, FailureCode.PEER_LOST)
@@ -235,8 +222,7 @@ async def test_a_late_failure_of_a_prefill_worker_does_not_end_a_healthy_stream(
             s.pool.changed.clear()
             await s.pool.changed.wait()
         s.players[1].tokens(submit, 1, [101, 102, 103], FinishReason.LENGTH)
-        await outcome
-        assert output == [100, 101, 102, 103]
+        assert [token.token_id for delta in await outcome for token in delta.tokens] == [100, 101, 102, 103]
         assert len(player.submits) == 1
 
 
@@ -268,13 +254,6 @@ async def test_a_prefill_worker_is_not_blamed_for_a_full_decode_worker() -> None
         assert first.decode is not None
         assert second.decode is not None
         assert first.decode.address != second.decode.address
-
-
-async def test_waiting_is_bounded_also_if_every_attempt_is_refused_soon() -> None:
-    async with stage(failing(FailureCode.NO_ROOM, retry_after_s=0.01), room_timeout_s=0.3) as s:
-        with pytest.raises(UnavailableError, match="no worker has room"):
-            await s.run()
-        assert len(s.players[0].submits) > 1
 
 
 async def test_a_worker_out_of_time_is_a_timeout_not_the_clients_fault() -> None:
@@ -319,6 +298,5 @@ async def test_what_an_earlier_attempt_computed_was_computed() -> None:
             player.fail(submit, FailureCode.INTERNAL)
 
     async with stage(script) as s:
-        request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=4, temperature=0.0), RequestTimings(0.0))
-        seen = [delta.num_cached_tokens for delta in await s.deltas(request)]
+        seen = [delta.num_cached_tokens for delta in await s.deltas(asking())]
         assert seen == [1, 1, None]

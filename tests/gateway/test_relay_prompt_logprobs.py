@@ -6,13 +6,12 @@ import asyncio
 
 import pytest
 
-from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.errors import AttemptsFailedError
-from kvrelay.gateway.progress import GenerationRequest, OutputDelta
-from kvrelay.gateway.timings import RequestTimings
+from kvrelay.gateway.progress import OutputDelta
 from kvrelay.wire.messages import FailureCode, Submit, Timings, TokenDelta, Tokens
 
-from .players import PROMPT, Player, Stage, good, stage
+from .players import PROMPT, Player, Stage, asking, good, stage
 
 KNOWN = [SampledToken(token_id, -0.5) for token_id in PROMPT[1:]]
 
@@ -31,8 +30,7 @@ def first_token(player: Player, submit: Submit) -> None:
 
 
 async def deltas_of(s: Stage) -> list[OutputDelta]:
-    sampling = SamplingParams(max_tokens=3, temperature=0.0, num_prompt_logprobs=0)
-    return await s.deltas(GenerationRequest("r", PROMPT, sampling, RequestTimings(0.0)))
+    return await s.deltas(asking(3, num_prompt_logprobs=0))
 
 
 def tokens_of(deltas: list[OutputDelta]) -> list[int]:

@@ -8,18 +8,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.errors import KvrelayError
-from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.fake import fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest, OutputDelta
-from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.worker import first_tokens_first
 from kvrelay.gateway.workers import FoundWorker, WorkerPool
 from kvrelay.wire.messages import Role, Submit, TokenDelta
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
-from .players import ALL, PROMPT, Player, Stage, good, stage
+from .players import ALL, PROMPT, Player, Stage, asking, good, stage
 
 
 def found(*players: Player, retiring: Player | None = None) -> list[FoundWorker]:
@@ -65,18 +62,8 @@ async def test_what_runs_on_a_worker_that_is_gone_goes_on_elsewhere() -> None:
     async with stage(lambda player, submit: player.tokens(submit, 0, [100]), good) as on:
         goes, stays = on.players
         on.pool.update(found(goes, stays, retiring=stays))
-        sampling = SamplingParams(max_tokens=4, temperature=0.0, seed=9)
-        output: list[int] = []
-
-        def take(delta: OutputDelta) -> bool:
-            output.extend(token.token_id for token in delta.tokens)
-            if len(output) == 1:
-                on.pool.update(found(stays))
-            return True
-
-        async with asyncio.timeout(10):
-            await on.relay.run(GenerationRequest("r", PROMPT, sampling, RequestTimings(0.0)), take)
-        assert output == ALL[0]
+        deltas = await on.deltas(asking(), lambda _: on.pool.update(found(stays)))
+        assert [token.token_id for delta in deltas for token in delta.tokens] == ALL[0]
         assert stays.submits[0].token_ids == [*PROMPT, 100]  # it went on behind what was there
 
 
