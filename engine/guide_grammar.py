@@ -1,8 +1,8 @@
 """From a guide to a grammar in llguidance's dialect of Lark.
 
-JSON comes out on one line, as ``json.dumps`` writes it. A structural tag describes text by formats that contain formats, in
-the JSON of xgrammar 0.2 that vLLM takes; see https://xgrammar.mlc.ai/docs for what each means. What cannot be kept is refused by name. Free
-text in a tag ends before the tag's first end, free text that waits for a trigger before the first trigger.
+JSON comes out on one line, as ``json.dumps`` writes it. A structural tag describes text by formats that contain formats, in the
+JSON of xgrammar 0.2 that vLLM takes; see https://xgrammar.mlc.ai/docs for what each means. What cannot be kept is refused by
+name. Free text in a tag ends before the tag's first end, free text that waits for a trigger before the first trigger.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ class Lark:
     def clients(self, text: str) -> Part:
         """A client's grammar, in Lark or in llama.cpp's EBNF (GBNF). Raises ValueError."""
         name = self._new_name()
-        self._clients.append({"name": name, "lark_grammar": llguidance.grammar_from("grammar", _ESCAPE.sub(_without_u, text))})
+        self._clients.append(
+            {"name": name, "lark_grammar": llguidance.grammar_from("grammar", _ESCAPE.sub(_without_u, text))}
+        )
         return Part(f"@{name}", is_regular=False)
 
     def sequence(self, parts: Iterable[Part]) -> Part:
