@@ -16,6 +16,7 @@ A frame of another epoch, of a lease that is over, or for a block that is proved
 lease. It may have overwritten its block's memory. Nothing reads that memory until a frame for this block has authenticated, which
 is written over what lies there. A frame for a block that is being written waits for that verdict, for it may be the genuine one.
 A lease that is committed and had a frame dropped has a second left from its last genuine block: what is missing may never come.
+One whose frame came with another lease's id, or nobody's, has its whole time: what names a lease must not hurt another one.
 
 *Without* seals a frame that does not hold ends the lease: whoever reaches the port could also send one that does.
 
@@ -129,12 +130,7 @@ class LeaseTable:
 
     def reject(self, peer_id: str, lease_id: int, epoch: int, detail: str) -> None:
         """What the sender said of the lease cannot be right, as whoever knows the model finds."""
-        with self._lock:
-            lease = self._live(peer_id, lease_id, epoch)
-            if lease is None:
-                return
-            self._doom(lease, FailureCode.INTEGRITY, detail)
-        self._settle(lease)
+        self._end(lambda lease: lease is self._live(peer_id, lease_id, epoch), FailureCode.INTEGRITY, detail)
 
     def renew(self, peer_id: str, renew: Renew) -> None:
         """The sender still computes."""
@@ -145,10 +141,8 @@ class LeaseTable:
 
     def abort(self, peer_id: str, abort: Abort) -> None:
         """The sender gives up."""
-        if abort.epoch != self._settings.epoch:
-            return  # meant for the process before
         self._end(
-            lambda lease: lease.lease_id == abort.lease_id and lease.peer_id == peer_id,
+            lambda lease: lease is self._live(peer_id, abort.lease_id, abort.epoch),
             FailureCode.CANCELLED,
             f"aborted: {abort.reason}",
         )

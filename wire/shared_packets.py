@@ -1,6 +1,6 @@
 """What is said on the unix socket beside a ring: packets of SOCK_SEQPACKET, each whole or not at all.
 
-    sender → receiver    greeting, with the ring's descriptor        once
+    sender → receiver    greeting in msgpack, and the ring's descriptor   once
     receiver → sender    answer: b"+", or b"-" and why not           once
     sender → receiver    slot number, block header                   for each block, behind its bytes
     receiver → sender    slot numbers                                they are free again, whatever became of their blocks
@@ -12,25 +12,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvrelay.wire.block_frames import HEADER_NBYTES
 from kvrelay.wire.errors import BlockRefusedError, GreetingRefusedError
 from kvrelay.wire.shared_ring import RingShape
 
-_MAGIC = b"KVRS"
-_VERSION = 1
-_GREETING = struct.Struct("<4sHxxQII")  # magic, version, slot size, slots, size of the token
 _SLOT = struct.Struct("<I")
-_MAX_TOKEN_NBYTES = 256
 _YES, _NO = b"+", b"-"
-MAX_GREETING_NBYTES = _GREETING.size + _MAX_TOKEN_NBYTES + 1  # one more than one may have: longer ones show
-MAX_PACKET_NBYTES = _SLOT.size + HEADER_NBYTES + 1
+MAX_GREETING_NBYTES = 512
+MAX_PACKET_NBYTES = _SLOT.size + HEADER_NBYTES + 1  # one more than one may have: longer ones show
 MAX_ANSWER_NBYTES = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Greeting:
+class Greeting(msgspec.Struct, frozen=True):
     """How a sender introduces its ring."""
 
     shape: RingShape
@@ -38,22 +34,15 @@ class Greeting:
 
     def pack(self) -> bytes:
         """The packet."""
-        shape = self.shape
-        return _GREETING.pack(_MAGIC, _VERSION, shape.slot_nbytes, shape.num_slots, len(self.token)) + self.token
+        return msgspec.msgpack.encode(self)
 
 
 def parse_greeting(packet: bytes) -> Greeting:
     """The greeting in a packet. Raises GreetingRefusedError."""
-    if len(packet) < _GREETING.size:
-        raise GreetingRefusedError("bad_greeting", f"a greeting of {len(packet)} bytes")
-    magic, version, slot_nbytes, num_slots, token_nbytes = _GREETING.unpack_from(packet)
-    if magic != _MAGIC or version != _VERSION:
-        detail = f"magic {magic!r} version {version}; expected {_MAGIC!r} {_VERSION}"
-        raise GreetingRefusedError("bad_greeting", detail)
-    token = packet[_GREETING.size :]
-    if len(token) != token_nbytes or token_nbytes > _MAX_TOKEN_NBYTES:
-        raise GreetingRefusedError("bad_greeting", f"a token of {len(token)} bytes, {token_nbytes} were announced")
-    return Greeting(RingShape(slot_nbytes, num_slots), token)
+    try:
+        return msgspec.msgpack.decode(packet, type=Greeting)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise GreetingRefusedError("bad_greeting", f"{len(packet)} bytes that are no greeting: {error}") from error
 
 
 def pack_answer(refusal: str | None) -> bytes:

@@ -16,6 +16,7 @@ from typing import Protocol
 from kvrelay.common.late_bytes import LateBytes
 from kvrelay.common.sampling import SampledToken
 from kvrelay.wire.block_frames import BlockHeader
+from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.errors import WireError
 from kvrelay.wire.handoff import HandoffState, advance
 from kvrelay.wire.messages import (
@@ -45,31 +46,14 @@ class MessageSender(Protocol):
         """Queue a message; False if the link is down."""
 
 
-class FrameSender(Protocol):
-    """A data link (kvrelay.wire.block_sender.BlockSender)."""
-
-    def send(self, header: BlockHeader, payload: memoryview | LateBytes, sealer: BlockSealer | None) -> SendTicket:
-        """Queue a block, sealed if there is a sealer."""
-
-    def give_up(self) -> None:
-        """What was sent does not seem to arrive: end as if the connection had broken."""
-
-
 @dataclass(slots=True, eq=False)
-class _Flow:
-    """The blocks of one link, whosever they are."""
-
-    left_s: float = -math.inf  # when one last left
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class DecodeLink:
     """Both connections to one start of one decode worker."""
 
     control: MessageSender
-    data: FrameSender
+    data: BlockSender
     seals_kv: bool = False  # both ends agreed at Hello: sealed blocks, and only those
-    flow: _Flow = field(default_factory=_Flow)
+    left_s: float = -math.inf  # when a block last left, whosever it was
 
 
 class ReadableStore(Protocol):
@@ -222,18 +206,15 @@ class TransferTable:
             elif transfer.state is HandoffState.COMMITTED and waited_s > self._settings.verify_timeout_s:
                 if self._leads_nowhere(transfer, now_s):
                     transfer.link.data.give_up()
-                self.abort_and_fail(transfer.key, f"no verdict on the commit for {waited_s:.0f} s")
+                detail = f"no verdict on the commit for {waited_s:.0f} s"
+                self.abort(transfer.key, detail)
+                self._handler.on_failed(transfer.key, FailureCode.PEER_LOST, detail, None)
             elif transfer.lease is not None and not transfer.state.is_over:
                 if now_s - transfer.renewed_s > transfer.lease.ttl_s / 3:
                     transfer.renewed_s = now_s
                     transfer.link.control.send(Renew(lease_id=transfer.lease.lease_id, epoch=transfer.lease.epoch))
             elif transfer.state.is_over:
                 self._release_if_idle(transfer)
-
-    def abort_and_fail(self, key: Key, detail: str) -> None:
-        """Give a transfer up because the peer is silent, and say so."""
-        self.abort(key, detail)
-        self._handler.on_failed(key, FailureCode.PEER_LOST, detail, None)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -319,7 +300,7 @@ class TransferTable:
         """
         assert transfer.lease is not None, "a commit follows a grant"
         has_sent = transfer.next_block > transfer.lease.num_cached_blocks
-        is_still = now_s - transfer.link.flow.left_s > self._settings.verify_timeout_s
+        is_still = now_s - transfer.link.left_s > self._settings.verify_timeout_s
         return has_sent and (not transfer.tickets or is_still)
 
     def _close_done(self, transfer: _Transfer) -> None:
@@ -331,7 +312,7 @@ class TransferTable:
             else:
                 pending.append((block_id, ticket))
         if len(pending) < len(transfer.tickets):
-            transfer.progress_s = transfer.link.flow.left_s = self._clock()
+            transfer.progress_s = transfer.link.left_s = self._clock()
         transfer.tickets = pending
 
     def _release_if_idle(self, transfer: _Transfer) -> None:

@@ -32,20 +32,9 @@ def test_a_greeting_is_read_as_it_was_meant() -> None:
     assert len(GREETING.pack()) < MAX_GREETING_NBYTES
 
 
-@pytest.mark.parametrize(
-    ("packet", "says"),
-    [
-        (b"", "a greeting of 0 bytes"),
-        (GREETING.pack()[:20], "a greeting of 20 bytes"),
-        (b"KVRB" + GREETING.pack()[4:], "magic b'KVRB' version 1"),
-        (GREETING.pack()[:4] + b"\2" + GREETING.pack()[5:], "version 2; expected"),
-        (GREETING.pack()[:-1], "a token of 63 bytes, 64 were announced"),
-        (GREETING.pack() + b"t", "a token of 65 bytes, 64 were announced"),
-        (Greeting(GREETING.shape, b"t" * 257).pack(), "a token of 257 bytes"),
-    ],
-)
-def test_what_is_no_greeting_is_named(packet: bytes, says: str) -> None:
-    with pytest.raises(GreetingRefusedError, match=says) as refused:
+@pytest.mark.parametrize("packet", [b"", b"junk", GREETING.pack()[:-1], GREETING.pack() + b"t", b"\x91" * 200])
+def test_what_is_no_greeting_is_refused(packet: bytes) -> None:
+    with pytest.raises(GreetingRefusedError, match=f"{len(packet)} bytes that are no greeting") as refused:
         parse_greeting(packet)
     assert refused.value.cause_name == "bad_greeting"
 
