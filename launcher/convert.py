@@ -1,7 +1,6 @@
 """Convert a GGUF model to an ordinary Hugging Face model directory: ``python -m kvrelay.launcher.convert GGUF OUT``.
 
-Run as a process of its own: transformers, torch and two copies of the weights leave with it. Also
-``… convert --tokenizer DIR``, which writes the tokenizer.json that a model directory lacks.
+Run as a process of its own: transformers, torch and two copies of the weights leave with it.
 """
 
 from __future__ import annotations
@@ -25,20 +24,5 @@ def convert_gguf(gguf: Path, output: Path) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(output)
 
 
-def make_tokenizer(directory: Path, output: Path) -> None:
-    """Write the fast tokenizer of a model directory that has only the slow one's files into ``output``."""
-    from transformers import AutoTokenizer  # noqa: PLC0415
-
-    AutoTokenizer.from_pretrained(directory).save_pretrained(output)
-
-
-def main() -> None:
-    """See the module."""
-    if sys.argv[1] == "--tokenizer":
-        make_tokenizer(Path(sys.argv[2]), Path(sys.argv[3]))
-    else:
-        convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
-
-
 if __name__ == "__main__":
-    main()
+    convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))

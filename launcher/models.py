@@ -1,7 +1,7 @@
 """From a model's name to its directory: a directory, a Hugging Face id, or ``demo``.
 
 Workers and gateways open directories only; this is what turns the operator's word into one, before they start. The result
-is complete: config.json, weights and a tokenizer.json (made if the model has only the slow tokenizer's files).
+is complete: config.json, weights and a tokenizer.json.
 
 The cache is ``$XDG_CACHE_HOME/kvrelay/models`` (default ``~/.cache/kvrelay/models``); Hugging Face models stay in the
 Hugging Face cache.
@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +28,7 @@ DEMO_NAME = "SmolLM2-135M-Instruct"
 _CONVERSION = "1"  # raise when the conversion's result changes: caches then convert anew
 
 _WEIGHTS = ("*.safetensors",)
-_REST = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
+_REST = ("*.json", "*.jinja")
 
 
 def resolve_model(name: str, *, needs_weights: bool = True) -> Path:
@@ -99,20 +98,16 @@ def demo_directory(gguf: Path, cache: Path, converter: Callable[[Path, Path], No
 
 def convert(gguf: Path, output: Path) -> None:
     """Run the conversion as a process. Raises ModelError with its last lines if it fails."""
-    _run_converter([str(gguf), str(output)], f"the conversion of {gguf}")
-
-
-def _run_converter(arguments: list[str], what: str) -> None:
     # The result comes from local files only; a hub that does not answer must not delay it.
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     lifeline = [sys.executable, "-P", "-m", "kvrelay.common.lifeline", str(os.getpid())]
-    command = [*lifeline, sys.executable, "-P", "-m", "kvrelay.launcher.convert", *arguments]
+    command = [*lifeline, sys.executable, "-P", "-m", "kvrelay.launcher.convert", str(gguf), str(output)]
     done = subprocess.run(  # noqa: S603 - our own module, no shell
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
         last = "\n    ".join((done.stderr or done.stdout).strip().splitlines()[-5:])
-        raise ModelError(f"{what} failed (exit code {done.returncode}):\n    {last}")
+        raise ModelError(f"the conversion of {gguf} failed (exit code {done.returncode}):\n    {last}")
 
 
 def _checked(directory: Path, needs_weights: bool) -> Path:
@@ -122,26 +117,10 @@ def _checked(directory: Path, needs_weights: bool) -> Path:
         other = sorted(path.name for path in directory.glob("*.bin"))
         found = f"; it has {other[0]}: convert it with save_pretrained(…, safe_serialization=True)" if other else ""
         raise ModelError(f"{directory} has no *.safetensors files{found}")
-    if (directory / "tokenizer.json").is_file():
-        return directory
-    return _with_tokenizer(directory)
-
-
-def _with_tokenizer(directory: Path) -> Path:
-    """Add the missing tokenizer.json, by a rename: two processes at it write the same."""
-    with announce(f"making tokenizer.json for {directory.name}"):
-        try:
-            with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=directory) as temporary:
-                _run_converter(["--tokenizer", str(directory), temporary], "making a tokenizer.json")
-                made = Path(temporary) / "tokenizer.json"
-                if not made.is_file():
-                    raise ModelError(f"{directory} has no tokenizer.json, and none can be made from its other files")
-                made.rename(directory / "tokenizer.json")
-        except OSError as error:
-            raise ModelError(
-                f"{directory} has no tokenizer.json and cannot be written to ({error}); "
-                "make one with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
-            ) from error
+    if not (directory / "tokenizer.json").is_file():
+        raise ModelError(
+            f"{directory} has no tokenizer.json; make one with AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        )
     return directory
 
 

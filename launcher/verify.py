@@ -7,8 +7,8 @@ transformers runs first and is gone before a deployment starts. Every path answe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from rich.table import Table
 
 from kvrelay.common.cores import available_cores
 from kvrelay.common.errors import ModelError, SettingsError
-from kvrelay.launcher.client import TokenClient, ask_all, counter_values
+from kvrelay.launcher.client import counter_values, greedy, http_client, served_model
 from kvrelay.launcher.errors import VerifyError
 from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.prompts import Prompt, built_in_prompts, prompts_from_file, tokenizer_of
-from kvrelay.launcher.reference import generate, score
+from kvrelay.launcher.reference import Question, Reference
 from kvrelay.launcher.settings import LocalSettings, VerifySettings
 
 
@@ -68,22 +68,26 @@ def run(settings: VerifySettings) -> int:
         prompts = built_in_prompts(encode, limit)
     else:
         prompts = prompts_from_file(Path(settings.prompts), encode, limit)
-    with _bars(console) as track:
-        expected = _reference(settings, directory, prompts, track)
+    reference = Reference(directory, settings.dtype, settings.device, settings.threads or available_cores())
+    columns_of_bars = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns_of_bars, console=console) as bars:
+        task = bars.add_task("transformers", total=None)
+        expected = reference.generate([prompt.token_ids for prompt in prompts], settings.max_tokens)
+        bars.remove_task(task)
         columns: list[Column] = []
         if settings.url is not None:
             for concurrency in (1, settings.concurrency):
-                columns.append(_pass(settings, settings.url, "url", prompts, track, concurrency))
+                columns.append(_pass(settings, settings.url, "url", prompts, bars, concurrency))
         else:
-            columns += _deployed(settings, directory, "local prefill", prompts, track, num_prefill=0)
-            columns += _deployed(settings, directory, "hand-off", prompts, track, num_prefill=1)
+            columns += _deployed(settings, directory, "local prefill", prompts, bars, num_prefill=0)
+            columns += _deployed(settings, directory, "hand-off", prompts, bars, num_prefill=1)
     differences = {
         (column.title, index): difference
         for column in columns
         for index, answer in enumerate(column.answers)
         if (difference := first_difference(expected[index], answer)) is not None
     }
-    gaps = _gaps(settings, directory, prompts, expected, differences)
+    gaps = _gaps(reference, prompts, expected, differences)
     console.print(_table(settings, prompts, columns, differences, gaps))
     num_compared = len(prompts) * len(columns)
     if differences:
@@ -95,52 +99,8 @@ def run(settings: VerifySettings) -> int:
     return 0
 
 
-Track = Callable[[str, int], Callable[[], None]]
-
-
-@contextmanager
-def _bars(console: Console) -> Iterator[Track]:
-    """Gives ``track(title, total)``, which shows a bar and returns what advances it. Plain lines without a terminal."""
-    if not console.is_terminal:
-
-        def announce(title: str, total: int) -> Callable[[], None]:
-            console.print(f"{title}: {total} prompts …")
-            return lambda: None
-
-        yield announce
-        return
-    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-
-        def track(title: str, total: int) -> Callable[[], None]:
-            task = progress.add_task(title, total=total)
-            return lambda: progress.advance(task)
-
-        yield track
-
-
-def _reference(
-    settings: VerifySettings, directory: Path, prompts: Sequence[Prompt], track: Track
-) -> list[tuple[int, ...]]:
-    advance = track("transformers", len(prompts))
-    expected: list[tuple[int, ...]] = []
-    for tokens in generate(
-        directory,
-        [prompt.token_ids for prompt in prompts],
-        dtype=settings.dtype,
-        device=settings.device,
-        threads=settings.threads or available_cores(),
-        max_tokens=settings.max_tokens,
-    ):
-        expected.append(tuple(tokens))
-        advance()
-    if len(expected) != len(prompts):
-        raise VerifyError(f"transformers answered {len(expected)} of {len(prompts)} prompts; is there enough memory?")
-    return expected
-
-
 def _deployed(
-    settings: VerifySettings, directory: Path, path: str, prompts: Sequence[Prompt], track: Track, *, num_prefill: int
+    settings: VerifySettings, directory: Path, path: str, prompts: Sequence[Prompt], bars: Progress, *, num_prefill: int
 ) -> list[Column]:
     """Both passes, each on a deployment of its own: the second one must not find its prompts in the prefix cache."""
     local = LocalSettings.of(
@@ -159,7 +119,7 @@ def _deployed(
         with LocalDeployment.from_settings(local, directory) as deployment:
             deployment.wait_ready(settings.timeout_s)
             try:
-                columns.append(_pass(settings, deployment.url, path, prompts, track, concurrency))
+                columns.append(_pass(settings, deployment.url, path, prompts, bars, concurrency))
                 if num_prefill:
                     _check_handed_over(deployment.admin_urls["decode-0"], len(prompts))
             except VerifyError as error:
@@ -178,44 +138,35 @@ def _check_handed_over(decode_url: str, num_prompts: int) -> None:
 
 
 def _pass(
-    settings: VerifySettings, url: str, path: str, prompts: Sequence[Prompt], track: Track, concurrency: int
+    settings: VerifySettings, url: str, path: str, prompts: Sequence[Prompt], bars: Progress, concurrency: int
 ) -> Column:
     """All prompts once, ``concurrency`` at a time."""
     title = f"{path}, {'alone' if concurrency == 1 else f'{concurrency} at a time'}"
-    advance = track(title, len(prompts))
+    task = bars.add_task(title, total=len(prompts))
     answers: list[tuple[int, ...]] = []
-    with TokenClient(url, settings.timeout_s, settings.api_key) as client:
-        model = client.model()
-
-        def ask(index: int) -> list[int]:
-            return client.greedy(model, prompts[index].token_ids, settings.max_tokens)
-
-        for _, answer in ask_all(ask, len(prompts), concurrency):
-            answers.append(tuple(answer))
-            advance()
+    with http_client(url, settings.timeout_s, settings.api_key) as client, ThreadPoolExecutor(concurrency) as pool:
+        model = served_model(client)
+        for answer in pool.map(lambda prompt: greedy(client, model, prompt.token_ids, settings.max_tokens), prompts):
+            answers.append(answer)
+            bars.advance(task)
     return Column(title, tuple(answers))
 
 
 def _gaps(
-    settings: VerifySettings,
-    directory: Path,
+    reference: Reference,
     prompts: Sequence[Prompt],
     expected: Sequence[Sequence[int]],
     differences: dict[tuple[str, int], Difference],
 ) -> dict[tuple[str, int], float]:
     """By how much transformers preferred its token: near 0 is rounding, a large gap is a bug."""
-    keys: list[tuple[str, int]] = []
-    questions: list[tuple[Sequence[int], int, int]] = []
+    questions: dict[tuple[str, int], Question] = {}
     for key, difference in differences.items():
         if difference.expected is not None and difference.got is not None:
-            keys.append(key)
             context = [*prompts[key[1]].token_ids, *expected[key[1]][: difference.position]]
-            questions.append((context, difference.expected, difference.got))
+            questions[key] = (context, difference.expected, difference.got)
     if not questions:
         return {}
-    threads = settings.threads or available_cores()
-    answers = score(directory, questions, dtype=settings.dtype, device=settings.device, threads=threads)
-    return dict(zip(keys, answers, strict=True))
+    return dict(zip(questions, reference.score(list(questions.values())), strict=True))
 
 
 def _table(

@@ -14,10 +14,11 @@ import pytest
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.launcher import cli, verify
-from kvrelay.launcher.client import TokenClient
+from kvrelay.launcher.client import http_client, served_model
 from kvrelay.launcher.errors import VerifyError
 from kvrelay.launcher.local import LogRecorder
 from kvrelay.launcher.prompts import built_in_prompts, prompts_from_file, tokenizer_of
+from kvrelay.launcher.reference import Reference
 from kvrelay.launcher.settings import LocalSettings
 from kvrelay.launcher.verify import Difference, first_difference
 
@@ -104,14 +105,14 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (directory / "config.json").write_text(json.dumps({"max_position_embeddings": NUM_POSITIONS}))
     (directory / "model.safetensors").write_text("")
 
-    def generate(_: Path, prompts: Sequence[Sequence[int]], *, max_tokens: int, **__: object) -> Iterator[list[int]]:
-        return iter([right_answer(prompt, max_tokens) for prompt in prompts])
+    class FakeReference(Reference):
+        def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
+            return [tuple(right_answer(prompt, max_tokens)) for prompt in prompts]
 
-    def score(_: Path, questions: Sequence[object], **__: object) -> Iterator[float]:
-        return iter([0.25] * len(questions))
+        def score(self, questions: Sequence[object]) -> list[float]:
+            return [0.25] * len(questions)
 
-    monkeypatch.setattr(verify, "generate", generate)
-    monkeypatch.setattr(verify, "score", score)
+    monkeypatch.setattr(verify, "Reference", FakeReference)
     monkeypatch.setenv("COLUMNS", "200")
     return directory
 
@@ -148,8 +149,8 @@ def test_a_server_that_sends_no_token_ids(
 
 
 def test_a_server_that_is_not_there() -> None:
-    with TokenClient("http://127.0.0.1:9", 1.0) as client, pytest.raises(VerifyError, match="does not answer"):
-        client.model()
+    with http_client("http://127.0.0.1:9", 1.0) as client, pytest.raises(VerifyError, match="does not answer"):
+        served_model(client)
 
 
 def fake_local_deployment(server: FakeDeployment, monkeypatch: pytest.MonkeyPatch) -> list[LocalSettings]:
