@@ -45,12 +45,14 @@ class App:
         return response.json()
 
     async def events(self, path: str, **body: Any) -> list[Any]:
-        """A stream's events without [DONE], which is checked."""
+        """A stream's events without [DONE], which is checked: OpenAI's routes have it, TGI's do not."""
         response = await self.client.post(path, json={**body, "stream": True})
         assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in response.text.split("\n\n") if line]
-        assert lines[-1] == "data: [DONE]"
-        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        if path.startswith("/v1/"):
+            assert lines.pop() == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
 
     async def metrics(self) -> dict[str, float]:
         """All samples that are not zero, by name and labels."""
@@ -109,21 +111,35 @@ async def _run(app: ASGIApp, to_app: asyncio.Queue[Message], from_app: asyncio.Q
     await app({"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}, to_app.get, from_app.put)
 
 
-def saying(text: str, *, per_message: int = 1, end: FinishReason | None = FinishReason.STOP) -> Script:
-    """Generates ``text``, ``per_message`` tokens at a time, then ``end`` (None: stays silent)."""
+def saying(
+    text: str, *, per_message: int = 1, end: FinishReason | None = FinishReason.STOP, has_eos: bool = False
+) -> Script:
+    """Generates ``text``, ``per_message`` tokens at a time, then ``end`` (None: stays silent).
+
+    ``has_eos``: with the end-of-text token. The prompt's log probabilities are told, too, if asked for.
+    """
 
     def script(player: Player, submit: Submit) -> None:
-        sampled = tokens_of(player.tokenizer, text)
+        sampled = tokens_of(player.tokenizer, text, has_eos=has_eos)
+        known = [SampledToken(token_id, -0.25, ((token_id, -0.25), (3, -2.0))) for token_id in submit.token_ids[1:]]
         for index in range(0, len(sampled), per_message):
             part = sampled[index : index + per_message]
             is_last = index + per_message >= len(sampled)
             timings = None if index else Timings(queue_s=0.01, prefill_s=0.02, transfer_s=0.03, first_step_s=0.04)
-            player.tokens(submit, index, part, end if is_last else None, timings=timings)
+            tells_prompt = index == 0 and submit.sampling.num_prompt_logprobs is not None
+            player.tokens(
+                submit,
+                index,
+                part,
+                end if is_last else None,
+                timings=timings,
+                prompt_logprobs=known if tells_prompt else None,
+            )
 
     return script
 
 
-def tokens_of(tokenizer: Tokenizer, text: str) -> Sequence[SampledToken]:
+def tokens_of(tokenizer: Tokenizer, text: str, *, has_eos: bool = False) -> Sequence[SampledToken]:
     """The tokens of a text, with log probabilities."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False) + list(tokenizer.eos_ids[:has_eos])
     return [SampledToken(token_id, -0.5, ((token_id, -0.5), (5, -2.0))) for token_id in ids]

@@ -108,6 +108,7 @@ class Player:
         finish: FinishReason | None = None,
         attempt: int | None = None,
         timings: Timings | None = None,
+        prompt_logprobs: list[SampledToken] | None = None,
     ) -> None:
         item = TokenDelta(
             request_id=submit.request_id,
@@ -116,6 +117,7 @@ class Player:
             tokens=[SampledToken(token) if isinstance(token, int) else token for token in ids],
             finish_reason=finish,
             timings=timings,
+            prompt_logprobs=prompt_logprobs,
         )
         self.say(Tokens(items=[item]))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,25 +177,8 @@ async def test_special_tokens_are_shown_on_demand(model_directory: Path) -> None
         assert app.tokenizer.token_text(special) in shown
 
 
-def _with_prompt_logprobs(text: str) -> Callable[[Player, Submit], None]:
-    def script(player: Player, submit: Submit) -> None:
-        known = [SampledToken(token_id, -0.25, ((token_id, -0.25), (3, -2.0))) for token_id in submit.token_ids[1:]]
-        asked = submit.sampling.num_prompt_logprobs is not None
-        item = TokenDelta(
-            request_id=submit.request_id,
-            attempt=submit.attempt,
-            index=0,
-            tokens=tokens_of(player.tokenizer, text),
-            finish_reason=FinishReason.LENGTH,
-            prompt_logprobs=known if asked else None,
-        )
-        player.say(Tokens(items=[item]))
-
-    return script
-
-
 async def test_echo(model_directory: Path) -> None:
-    async with app_for(model_directory, _with_prompt_logprobs(" the baton")) as app:
+    async with app_for(model_directory, saying(" the baton", end=FinishReason.LENGTH)) as app:
         plain = (await app.post(TEXT, prompt="hand over", echo=True))["choices"][0]
         assert (plain["text"], plain["logprobs"]) == ("hand over the baton", None)
         both = await app.post(TEXT, prompt=["hand over", "run"], echo=True, n=2)
@@ -216,7 +198,7 @@ async def test_echo(model_directory: Path) -> None:
 
 async def test_no_output_at_all(model_directory: Path) -> None:
     """How others' tools rate a text: its log probabilities, and nothing behind it."""
-    async with app_for(model_directory, _with_prompt_logprobs("x")) as app:
+    async with app_for(model_directory, saying("x", end=FinishReason.LENGTH)) as app:
         answer = await app.post(TEXT, prompt="hand over", echo=True, logprobs=1, max_tokens=0)
         assert answer["choices"][0]["text"] == "hand over"
         assert answer["choices"][0]["finish_reason"] == "length"
@@ -226,7 +208,7 @@ async def test_no_output_at_all(model_directory: Path) -> None:
 
 
 async def test_prompt_logprobs(model_directory: Path) -> None:
-    async with app_for(model_directory, _with_prompt_logprobs("x")) as app:
+    async with app_for(model_directory, saying("x", end=FinishReason.LENGTH)) as app:
         ids = app.tokenizer.encode("hand over", add_special_tokens=False)
         text = (await app.post(TEXT, prompt="hand over", prompt_logprobs=2, n=2))["choices"]
         for choice in text:

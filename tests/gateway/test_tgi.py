@@ -13,17 +13,16 @@ from kvrelay.wire.messages import FailureCode, Submit
 
 from .http_app import app_for, saying, tokens_of
 from .players import Player, failing
-from .tgi_scripts import events_of, sampled, saying_to_the_end
 
 SAID = "the baton, née 🏃 here"
 
 
 @pytest.mark.parametrize("per_message", [1, 3, 100])
 async def test_an_event_for_each_token_however_they_come(model_directory: Path, per_message: int) -> None:
-    async with app_for(model_directory, saying_to_the_end(SAID, per_message=per_message)) as app:
-        expected = sampled(app.tokenizer, SAID, has_eos=True)
+    async with app_for(model_directory, saying(SAID, per_message=per_message, has_eos=True)) as app:
+        expected = tokens_of(app.tokenizer, SAID, has_eos=True)
         body: dict[str, Any] = {"inputs": "hand over", "parameters": {"details": True, "top_n_tokens": 2, "seed": 7}}
-        events = events_of(await app.client.post("/generate_stream", json=body))
+        events = await app.events("/generate_stream", **body)
         assert [event["token"]["id"] for event in events] == [token.token_id for token in expected]
         assert [event["index"] for event in events] == list(range(1, len(expected) + 1))
         assert [event["token"]["logprob"] for event in events] == [token.logprob for token in expected]
@@ -53,9 +52,9 @@ async def test_an_event_for_each_token_however_they_come(model_directory: Path, 
 
 
 async def test_without_details_there_is_the_text_alone(model_directory: Path) -> None:
-    async with app_for(model_directory, saying_to_the_end(SAID)) as app:
+    async with app_for(model_directory, saying(SAID, has_eos=True)) as app:
         assert await app.post("/generate", inputs="x", parameters={}) == {"generated_text": SAID}
-        events = events_of(await app.client.post("/generate_stream", json={"inputs": "x"}))
+        events = await app.events("/generate_stream", inputs="x")
         assert events[-1]["generated_text"] == SAID
         assert events[-1]["details"] is None
         assert "top_tokens" not in events[-1]
@@ -65,12 +64,12 @@ async def test_without_details_there_is_the_text_alone(model_directory: Path) ->
 
 
 async def test_the_compatible_route_gives_a_list_with_the_prompt(model_directory: Path) -> None:
-    async with app_for(model_directory, saying_to_the_end(SAID)) as app:
+    async with app_for(model_directory, saying(SAID, has_eos=True)) as app:
         prompt, bare = {"inputs": "Say: "}, {"return_full_text": False}
         for path in ("/", "/invocations"):
             assert await app.post(path, **prompt) == [{"generated_text": f"Say: {SAID}"}]
             assert await app.post(path, **prompt, parameters=bare) == [{"generated_text": SAID}]
-        streamed = events_of(await app.client.post("/", json={**prompt, "stream": True}))
+        streamed = await app.events("/", **prompt)
         assert streamed[-1]["generated_text"] == f"Say: {SAID}"
         full = await app.post("/generate", **prompt, parameters={"return_full_text": True})
         assert full == {"generated_text": f"Say: {SAID}"}
@@ -89,7 +88,7 @@ async def test_a_stop_string_is_part_of_the_text(model_directory: Path) -> None:
         whole = await app.post("/generate", **body)
         assert whole["generated_text"] == "the baton, n"
         assert whole["details"]["finish_reason"] == "stop_sequence"
-        events = events_of(await app.client.post("/generate_stream", json=body))
+        events = await app.events("/generate_stream", **body)
         assert events[-1]["generated_text"] == "the baton, n"
         assert events[-1]["details"]["finish_reason"] == "stop_sequence"
         # Nothing is held back of a token's text, though it may be the beginning of a stop string.
@@ -100,7 +99,7 @@ async def test_a_stop_string_is_part_of_the_text(model_directory: Path) -> None:
 
 
 async def test_length(model_directory: Path) -> None:
-    async with app_for(model_directory, saying_to_the_end("one relay", end=FinishReason.LENGTH)) as app:
+    async with app_for(model_directory, saying("one relay", end=FinishReason.LENGTH)) as app:
         details = (await app.post("/generate", inputs="x", parameters={"max_new_tokens": 5, "details": True}))[
             "details"
         ]
@@ -112,13 +111,13 @@ async def test_length(model_directory: Path) -> None:
 
 
 async def test_prefill(model_directory: Path) -> None:
-    async with app_for(model_directory, saying_to_the_end(SAID)) as app:
+    async with app_for(model_directory, saying(SAID, has_eos=True)) as app:
         parameters: dict[str, Any] = {"decoder_input_details": True}
         details = (await app.post("/generate", inputs="hand over", parameters=parameters))["details"]
         ids = app.player.submits[0].token_ids
         assert ids == app.tokenizer.encode("hand over", add_special_tokens=True)
         assert [token["id"] for token in details["prefill"]] == ids
-        assert [token["logprob"] for token in details["prefill"]] == [None] + [-1.5] * (len(ids) - 1)
+        assert [token["logprob"] for token in details["prefill"]] == [None] + [-0.25] * (len(ids) - 1)
         assert "".join(token["text"] for token in details["prefill"]) == "hand over"
         cut = (await app.post("/generate", inputs="hand over", parameters={**parameters, "truncate": 2}))["details"]
         assert [token["id"] for token in cut["prefill"]] == ids[-2:]
@@ -128,7 +127,7 @@ async def test_best_of_tells_all_sequences(model_directory: Path) -> None:
     texts = ["one relay", "the baton", "hands"]
 
     def script(player: Player, submit: Submit) -> None:
-        tokens = sampled(player.tokenizer, texts[submit.sampling.choice], has_eos=True)
+        tokens = tokens_of(player.tokenizer, texts[submit.sampling.choice], has_eos=True)
         logprob = (-0.9, -0.1, -0.5)[submit.sampling.choice]
         player.tokens(submit, 0, [SampledToken(token.token_id, logprob) for token in tokens], FinishReason.STOP)
 
@@ -145,7 +144,7 @@ async def test_best_of_tells_all_sequences(model_directory: Path) -> None:
 
 
 async def test_the_seed_that_was_drawn_is_told(model_directory: Path) -> None:
-    async with app_for(model_directory, saying_to_the_end("x")) as app:
+    async with app_for(model_directory, saying("x", has_eos=True)) as app:
         for parameters, is_told in (
             ({"do_sample": True}, True),
             ({"seed": 2**64 - 1, "do_sample": True}, True),
@@ -168,7 +167,7 @@ async def test_an_end_that_comes_late_is_told_with_the_last_token(model_director
     async with app_for(model_directory, script) as app:
         expected = tokens_of(app.tokenizer, "one relay")
         body = {"inputs": "x", "parameters": {"details": True, "max_new_tokens": len(expected)}}
-        events = events_of(await app.client.post("/generate_stream", json=body))
+        events = await app.events("/generate_stream", **body)
         assert [event["token"]["id"] for event in events] == [token.token_id for token in expected]
         assert events[-1]["generated_text"] == "one relay"
         assert events[-1]["details"]["finish_reason"] == "length"
@@ -176,7 +175,7 @@ async def test_an_end_that_comes_late_is_told_with_the_last_token(model_director
 
 async def test_an_error_in_the_middle_is_the_last_event(model_directory: Path) -> None:
     async with app_for(model_directory, failing(FailureCode.INTERNAL, after=2), relay={"max_attempts": 1}) as app:
-        events = events_of(await app.client.post("/generate_stream", json={"inputs": "x"}))
+        events = await app.events("/generate_stream", inputs="x")
         assert [event["token"]["id"] for event in events[:2]] == [100, 101]
         assert events[2]["error_type"] == "generation"
         assert events[2]["error"].startswith("Request failed during generation: 1 attempts failed")
