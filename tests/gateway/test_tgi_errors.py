@@ -46,52 +46,41 @@ def test_each_error_has_its_kind(error: ApiError, status: int, kind: str, text: 
     assert tgi_error(error) == (status, {"error": text, "error_type": kind})
 
 
-@pytest.mark.parametrize(
-    ("parameters", "names"),
-    [
-        ({"temperature": 0}, ("parameters.temperature", "greater than 0", "'0'")),
-        ({"max_new_tokens": 600}, ("max_new_tokens is 600", "512 tokens", "lower max_new_tokens to")),
-        ({"stop": ["x"] * 17}, ("parameters.stop", "16")),
-        ({"stop": "x"}, ("parameters.stop", "array", "'x'")),
-        ({"adapter_id": "lora"}, ("adapter_id='lora'", "not supported")),
-        ({"grammar": {"type": "ebnf", "value": "x"}}, ("parameters.grammar.type",)),
-        ({"grammar": {"type": "regex", "value": 5}}, ("grammar.value", "a string")),
-        ({"grammar": {"type": "json", "value": "{"}}, ("grammar.value is not JSON",)),
-        ({"details": "yes"}, ("parameters.details",)),
-    ],
-)
-async def test_a_bad_parameter_is_named(
-    model_directory: Path, parameters: dict[str, Any], names: tuple[str, ...]
-) -> None:
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {}),
+    ("/generate_stream", {}),
+    ("/", {}),
+    ("/", {"stream": True}),
+]
+WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"temperature": 0}, ("parameters.temperature", "greater than 0", "'0'")),
+    ({"max_new_tokens": 600}, ("max_new_tokens is 600", "512 tokens", "lower max_new_tokens to")),
+    ({"stop": ["x"] * 17}, ("parameters.stop", "16")),
+    ({"stop": "x"}, ("parameters.stop", "array", "'x'")),
+    ({"adapter_id": "lora"}, ("adapter_id='lora'", "not supported")),
+    ({"grammar": {"type": "ebnf", "value": "x"}}, ("parameters.grammar.type",)),
+    ({"grammar": {"type": "regex", "value": 5}}, ("grammar.value", "a string")),
+    ({"grammar": {"type": "json", "value": "{"}}, ("grammar.value is not JSON",)),
+    ({"details": "yes"}, ("parameters.details",)),
+]
+WRONG_IN_PART: list[tuple[list[tuple[str, dict[str, Any]]], dict[str, Any], tuple[str, ...]]] = [
+    (ROUTES[::2], {"best_of": 2}, ("best_of is 2, and without sampling all would be the same: set do_sample",)),
+    (ROUTES[::2], {"best_of": 2, "top_k": 9, "seed": 4}, ("seed must not be set when best_of > 1",)),
+    (ROUTES[1::2], {"best_of": 2, "do_sample": True}, ("best_of is 2", "stream")),
+    (ROUTES[1::2], {"decoder_input_details": True}, ("decoder_input_details", "stream")),
+]
+
+
+async def test_what_is_wrong_is_named(model_directory: Path) -> None:
     async with app_for(model_directory, good) as app:
-        for path in ("/generate", "/generate_stream", "/"):
-            refused = await app.post(path, 422, inputs="x", parameters=parameters)
-            assert refused["error_type"] == "validation"
-            assert refused["error"].startswith("Input validation error: ")
-            for name in names:
-                assert name in refused["error"]
+        for routes, parameters, names in [*((ROUTES, *case) for case in WRONG), *WRONG_IN_PART]:
+            for path, more in routes:
+                refused = await app.post(path, 422, inputs="x", parameters=parameters, **more)
+                assert refused["error_type"] == "validation"
+                assert refused["error"].startswith("Input validation error: ")
+                for name in names:
+                    assert name in refused["error"]
         assert app.player.submits == []
-
-
-async def test_what_best_of_contradicts(model_directory: Path) -> None:
-    async with app_for(model_directory, good) as app:
-        alike = await app.post("/generate", 422, inputs="x", parameters={"best_of": 2})
-        assert "best_of is 2, and without sampling all would be the same: set do_sample" in alike["error"]
-        seeded = await app.post("/generate", 422, inputs="x", parameters={"best_of": 2, "top_k": 9, "seed": 4})
-        assert seeded["error"] == "Input validation error: seed must not be set when best_of > 1"
-        assert app.player.submits == []
-
-
-async def test_what_cannot_be_streamed(model_directory: Path) -> None:
-    async with app_for(model_directory, good) as app:
-        for parameters, name in (
-            ({"best_of": 2, "do_sample": True}, "best_of is 2"),
-            ({"decoder_input_details": True}, "decoder_input_details"),
-        ):
-            for path, body in (("/generate_stream", {}), ("/", {"stream": True})):
-                refused = await app.post(path, 422, inputs="x", parameters=parameters, **body)
-                assert name in refused["error"]
-                assert "stream" in refused["error"]
 
 
 async def test_a_bad_body_is_422_in_tgis_shape(model_directory: Path) -> None:
