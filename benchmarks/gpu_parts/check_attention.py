@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from gpu_parts.comparing import compared, poisoned
-from gpu_parts.kernel_names import Kernel
 from gpu_parts.paged import PagedContext, attention_float64, decode_call, paged_context, prefill_call, random_pool
+from gpu_parts.rows import Kernel
 from gpu_parts.running import Context, Finding, Note
 from gpu_parts.sizes import BLOCK_SIZE, BOX_BLOCK_SIZE
 from kvrelay.kernels import rotary_kv_write

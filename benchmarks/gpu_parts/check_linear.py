@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from gpu_parts.comparing import compared
-from gpu_parts.kernel_names import Kernel
 from gpu_parts.linears import compute_dtype, random_linear, roundings
 from gpu_parts.paged import num_multiprocessors
+from gpu_parts.rows import Kernel
 from gpu_parts.running import Context, Finding
 from kvrelay.engine.linear_cuda import RoundedLinear
 from kvrelay.kernels.weight_only_linear import dequantise_weight

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from gpu_parts.kernel_names import Kernel
 from gpu_parts.model_dir import write_model
-from gpu_parts.rows import Checked
+from gpu_parts.rows import Checked, Kernel
 from gpu_parts.running import Context, Finding, Note
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.engine_options import EngineOptions

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_parts.kernel_names import Kernel
-from gpu_parts.rows import Checked
+from gpu_parts.rows import Checked, Kernel
 
 # The largest relative error ||actual - expected|| / ||expected|| of a whole tensor, and of any of its rows. Rounding the result
 # once to bf16 makes 1.7e-3, rounding the weights of attention, too, about twice that; tf32 where fp32 is due makes 3e-4.
@@ -32,12 +31,6 @@ def compared(
     rows = difference.norm(dim=-1) / wide.norm(dim=-1).clamp(min=1e-30)
     # NaN would pass as small: it is the largest of errors.
     yield Checked(kernel, f"{case}, worst row", float(rows.nan_to_num(nan=torch.inf).max()), worst_row)
-
-
-def identical(kernel: Kernel, case: str, actual: torch.Tensor, expected: torch.Tensor) -> Checked:
-    """Bit for bit."""
-    num_wrong = int((actual != expected).sum())
-    return Checked(kernel, case, num_wrong, 0, "elements that differ:")
 
 
 def poisoned(shape: torch.Size | tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpu_parts.kernel_names import Kernel
+from gpu_parts.rows import Kernel
 from gpu_parts.running import Section
 
 CHECKS_ONLY = "checks"

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpu_parts.kernel_names import Kernel
-
 
 class Unit(enum.StrEnum):
     """What a number is."""
@@ -109,6 +107,18 @@ class Row:
             "ratio": self.ratio,
             "verdicts": {goal.text: self.verdict(goal) for goal in self.goals},
         }
+
+
+class Kernel(enum.StrEnum):
+    """A kernel, or all of them together in a model: norms, rotary embeddings and activations are checked there only."""
+
+    DECODE = "decode attention"
+    PREFILL = "prefill attention"
+    BOXES = "prefill attention by TMA"
+    FP8 = "attention over fp8 KV"
+    LINEAR = "linears with 8-bit weights"
+    SAMPLING = "sampling"
+    MODEL = "whole model"
 
 
 @dataclass(frozen=True, slots=True)

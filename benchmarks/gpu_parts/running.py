@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 from gpu_parts.floors import Limits
-from gpu_parts.kernel_names import Kernel
-from gpu_parts.rows import Checked, Row
+from gpu_parts.rows import Checked, Kernel, Row
 from gpu_parts.sizes import Sizes
 from gpu_parts.timing import Stopwatch, device_state
 from kvrelay.common.lifeline import end_with_parent

@@ -106,7 +106,6 @@ class Sizes:
     check_lens: tuple[int, ...]  # contexts of the numerics' attention
     check_window: int  # of the sliding windows among them
     check_blocks: int  # blocks of its pool; on a GPU enough that offsets exceed 32 bits
-    check_rows: int  # tokens of the numerics' elementwise kernels
     linear_rows: tuple[int, ...]  # of the products with 8-bit weights
     check_draws: int  # of the sampling's distribution
     decode_cells: tuple[tuple[int, int], ...]  # (sequences, context)
@@ -161,7 +160,6 @@ def full_sizes() -> Sizes:
         check_lens=(1, 15, 16, 257, 1000, 4097, 8192),
         check_window=300,
         check_blocks=2560,  # of 2 ** 20 elements
-        check_rows=513,
         linear_rows=(1, 16, 64),
         check_draws=64 * 128,
         decode_cells=tuple((batch, context) for batch in (1, 16, 64, 256) for context in (1024, 4096, 32768)),
@@ -202,7 +200,6 @@ def dry_sizes() -> Sizes:
         check_lens=(1, 16, 37),
         check_window=7,
         check_blocks=8,
-        check_rows=3,
         linear_rows=(1, 3),
         check_draws=12,
         decode_cells=((2, 20),),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from kvrelay.launcher.bench.records import RequestRecord, RunResult
 from kvrelay.launcher.bench.summary import percentile
 from kvrelay.launcher.bench.workload import BURST, MAIN
-from peers.load import Load
 
 SETTLE_S = 1.0  # of a run with streams: all have begun by then
 _LONG = 1500  # tokens of a long prompt
@@ -18,6 +17,33 @@ LOADED = "loaded"
 
 Values = dict[str, float]  # "tokens_per_s" → 310.2
 Results = dict[str, RunResult]  # by the name of the load
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A closed loop: ``concurrency`` requests at a time, forced to ``output_len`` tokens, random prompts, none used twice.
+
+    ``requests`` in all; or, with ``duration_s``, as many as begin in that time. ``burst`` is `kvrelay bench`'s option.
+    """
+
+    concurrency: int
+    input_len: int = 128  # tokens
+    output_len: int = 64  # tokens
+    requests: int | None = None
+    duration_s: float | None = None
+    burst: str | None = None
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        count = f"{self.requests} requests" if self.requests is not None else f"{self.duration_s:g} s"
+        burst = "" if self.burst is None else f", burst {self.burst}"
+        return f"{count}, {self.concurrency} at a time, {self.input_len} in / {self.output_len} out{burst}"
+
+    @property
+    def warm_up(self) -> Load:
+        """What a side answers before it is measured the first time: the same shapes, few tokens."""
+        return Load(self.concurrency, self.input_len, output_len=8, requests=self.concurrency)
 
 
 @dataclass(frozen=True, slots=True)

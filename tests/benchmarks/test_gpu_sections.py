@@ -29,9 +29,8 @@ from gpu_parts import (
 )
 from gpu_parts.comparing import compared
 from gpu_parts.floors import Limits
-from gpu_parts.kernel_names import Kernel
 from gpu_parts.paged import attention_float64, paged_context, random_pool
-from gpu_parts.rows import Checked, Row
+from gpu_parts.rows import Checked, Kernel, Row
 from gpu_parts.running import Context, Fact, Finding, Run
 from gpu_parts.sizes import TINY, dry_sizes
 from safetensors.torch import load_file

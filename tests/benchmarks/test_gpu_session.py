@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 from gpu_parts.floors import Limits
-from gpu_parts.kernel_names import Kernel
 from gpu_parts.plan import CHECKS, FIGURES, LIMITS, NAMES, chosen, refusal, time_for
-from gpu_parts.rows import Checked, Row, Unit
+from gpu_parts.rows import Checked, Kernel, Row, Unit
 from gpu_parts.running import PRELOADED, Context, Fact, Failure, Finding, Note, Outcome, Section, load, run_section
 from gpu_parts.session import Session
 from gpu_parts.sizes import dry_sizes

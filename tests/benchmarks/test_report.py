@@ -3,8 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from peers.figures import LOADED, Figure, Target, throughput
-from peers.load import Load
+from peers.figures import LOADED, Figure, Load, Target, throughput
 from peers.report import markdown, medians, outcomes, paired
 from peers.rounds import Sample
 
@@ -61,14 +60,8 @@ def test_the_better_of_ours_counts() -> None:
 
 
 def test_a_ratio_that_should_be_small_takes_the_smaller_of_ours() -> None:
-    figure = Figure(
-        "total",
-        "",
-        FIGURE.sides,
-        FIGURE.loads,
-        throughput,
-        (Target("tokens_per_s", ("split", "local"), "peer", 1.5, is_at_most=True),),
-    )
+    targets = (Target("tokens_per_s", ("split", "local"), "peer", 1.5, is_at_most=True),)
+    figure = Figure("total", "", FIGURE.sides, FIGURE.loads, throughput, targets)
     (best,) = outcomes(SLOWER, figure)
     assert best.side == "local"
     assert best.is_reached
