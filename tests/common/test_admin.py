@@ -101,8 +101,3 @@ async def test_a_server_may_stop_at_once_or_without_a_start(probe: Probe, regist
     await server.stop()
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)
-
-
-async def test_an_address_that_is_not_ours_is_named(probe: Probe, registry: CollectorRegistry) -> None:
-    with pytest.raises(SettingsError, match=r"cannot listen on 203\.0\.113\.1:7007 \(.*\); choose another port"):
-        await AdminServer("203.0.113.1", 7007, probe, registry).start()

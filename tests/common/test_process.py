@@ -17,7 +17,6 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from kvrelay.common import process as process_module
-from kvrelay.common.admin import AdminServer
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.common.process import ProcessSettings, run_process
 
@@ -121,15 +120,6 @@ async def test_what_loading_raises_comes_out() -> None:
 
     with pytest.raises(ModelError, match="no such model"):
         await run_process(load, ProcessSettings("127.0.0.1", 0, 1.0), CollectorRegistry(), "played")
-
-
-async def test_a_taken_port_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(SettingsError, match=rf"127\.0\.0\.1:{port}"):
-            await AdminServer("127.0.0.1", port, Played(), CollectorRegistry()).start()
 
 
 def once_ready(played: Played, act: Callable[[], None]) -> Callable[[], Awaitable[None]]:

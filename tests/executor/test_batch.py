@@ -88,7 +88,3 @@ def test_the_first_error_ends_the_others() -> None:
     with pytest.raises(ApiError, match="bad"):
         run_batch(prompts, server.submit, max_at_a_time=4, on_progress=lambda *_: None)
     assert sorted(map(str, server.aborted)) == ["a", "b", "c"]
-
-
-def test_nothing_to_do() -> None:
-    assert run_batch([], Server(1).submit, max_at_a_time=4, on_progress=lambda *_: None) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from kvrelay.common.settings import setting
 from kvrelay.decode_worker.settings import DecodeSettings
 from kvrelay.gateway.api_keys import ApiKeys
 from kvrelay.launcher import cli
-from kvrelay.launcher.options import Options, command_line
+from kvrelay.launcher.options import Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +30,6 @@ class Sample:
     peers: tuple[str, ...] = setting((), "addresses")
     verbose: bool = setting(False, "talk")
     wait_s: float | None = setting(None, "patience", unit="s")
-
-
-@dataclass(frozen=True, slots=True)
-class Needy:
-    address: str = setting(dataclasses.MISSING, "where")
 
 
 COMMANDS = ["local", "gateway", "prefill-worker", "decode-worker", "verify"]
@@ -120,12 +114,6 @@ def test_bad_settings_name_their_source_value_and_limit(
 def test_a_config_file_that_is_not_there() -> None:
     with pytest.raises(SettingsError, match=r"--config: cannot read /no/such.toml \(No such file or directory\)"):
         Options.of(Sample).load({"config_file": "/no/such.toml"}, {})
-
-
-def test_a_setting_without_default_is_needed() -> None:
-    with pytest.raises(SettingsError, match=r"--address \(or KVRELAY_ADDRESS\) is needed: where"):
-        Options.of(Needy).load({}, {})
-    assert Options.of(Needy).load({}, {"KVRELAY_ADDRESS": "x"}).address == "x"
 
 
 def test_a_variable_of_another_command_means_nothing_and_one_of_none_is_refused(
@@ -236,11 +224,3 @@ def test_a_worker_that_others_can_reach_needs_keys() -> None:
     )
     assert ended.returncode == 2
     assert "without --keys anybody there could read, forge and cancel requests" in ended.stderr
-
-
-def test_values_become_a_command_line_and_come_back() -> None:
-    values = {"max_num_seqs": 3, "peers": ["a", "b"], "verbose": True, "wait_s": None}
-    assert command_line(Sample, values) == ["--max-num-seqs=3", "--peers=a,b", "--verbose"]
-    assert command_line(Sample, {"verbose": False, "peers": ()}) == ["--no-verbose", "--peers="]
-    with pytest.raises(SettingsError, match="Sample has no setting 'nope'"):
-        command_line(Sample, {"nope": 1})

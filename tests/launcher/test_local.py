@@ -19,7 +19,6 @@ from pathlib import Path
 import click
 import pytest
 
-from kvrelay.common.settings import describe
 from kvrelay.decode_worker.settings import DecodeSettings
 from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.launcher import cli
@@ -29,7 +28,7 @@ from kvrelay.launcher.options import Options
 from kvrelay.launcher.plan import Plan, gpu_shares, num_ports, plan_deployment
 from kvrelay.launcher.ports import check_free, free_ports
 from kvrelay.launcher.process import ComponentSpec
-from kvrelay.launcher.settings import COMPONENTS, LOCAL, LocalSettings
+from kvrelay.launcher.settings import LOCAL, LocalSettings
 from kvrelay.prefill_worker.settings import PrefillSettings
 from tests.launcher.conftest import MakeSpec
 
@@ -119,15 +118,6 @@ def test_other_signals_stop_in_order_too(number: signal.Signals, make_spec: Make
         pids = pids_in(read_until(process, "is ready at"))
         process.send_signal(number)
         assert "all processes have ended" in rest_of(process)
-        assert process.wait(20) == 0
-    wait_gone(pids)
-
-
-def test_ctrl_c_while_loading(make_spec: MakeSpec, tmp_path: Path) -> None:
-    with launched([make_spec("decode-0", "never ready")], tmp_path) as process:
-        pids = pids_in(read_until(process, "runs as"))
-        process.send_signal(signal.SIGINT)
-        rest_of(process)
         assert process.wait(20) == 0
     wait_gone(pids)
 
@@ -256,13 +246,6 @@ def test_every_option_of_a_component_reaches_those_that_have_it(tmp_path: Path) 
     assert (front.served_model_name, front.api_keys, front.tls.tls_cert) == ("small", "/keys", "/c")
     assert plan.url.startswith("https://")
     assert plan.specs[3].ready_url == f"{plan.url}/health/ready"
-
-
-def test_what_the_launcher_chooses_is_no_option() -> None:
-    names = {info.name for info in LOCAL.infos}
-    assert not names & {"address", "admin_port", "decode_workers", "discovery", "worker_id"}
-    components = {info.name for cls in COMPONENTS for info in describe(cls)}
-    assert len(components - names) == 10
 
 
 def test_a_component_hears_of_no_variable(make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

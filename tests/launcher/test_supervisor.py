@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -83,14 +82,6 @@ def test_components_become_ready_and_stop_in_the_order_of_their_ranks(
     assert_all_gone(pids)
 
 
-def test_a_death_at_start_ends_the_deployment_with_the_reason(make_spec: MakeSpec, recorder: Recorder) -> None:
-    supervisor = supervised([make_spec("decode-0"), make_spec("prefill-0", "dies at start")], recorder)
-    with pytest.raises(ComponentDiedError, match=r"prefill-0 died at start \(exit code 3\)[^$]*no such weights"):
-        supervisor.wait_ready(20)
-    assert supervisor.stop(20)
-    assert all(status.state is State.STOPPED and status.pid is None for status in supervisor.statuses())
-
-
 def test_a_command_that_does_not_exist_is_a_death_at_start(recorder: Recorder) -> None:
     spec = ComponentSpec(name="ghost", command=("/no/such/program",), ready_url="http://127.0.0.1:9/")
     supervisor = supervised([spec], recorder)
@@ -132,13 +123,6 @@ def test_a_component_that_ignores_sigterm_is_killed_after_its_grace(make_spec: M
     pids = [status.pid for status in supervisor.statuses() if status.pid]
     assert supervisor.stop(20)
     assert_all_gone(pids)
-
-
-def test_hurry_ends_a_grace_that_is_under_way(make_spec: MakeSpec, recorder: Recorder) -> None:
-    supervisor = supervised([make_spec("decode-0", "stubborn", grace_s=600)], recorder)
-    supervisor.wait_ready(20)
-    assert not supervisor.stop(0.05), "it waits for the grace"
-    assert supervisor.stop(20, hurry=True)
 
 
 def test_stop_while_it_loads(make_spec: MakeSpec, recorder: Recorder) -> None:
@@ -187,11 +171,3 @@ def test_how_a_process_ended_is_told_in_words() -> None:
     assert describe_exit(1) == "exit code 1"
     assert describe_exit(-11) == "killed by SIGSEGV"
     assert describe_exit(-9) == "killed by SIGKILL (out of memory? see dmesg)"
-
-
-def test_an_overdue_start_is_not_waited_for_longer_than_asked(make_spec: MakeSpec, recorder: Recorder) -> None:
-    supervisor = supervised([make_spec("decode-0", "never ready")], recorder)
-    started_s = time.monotonic()
-    assert not supervisor.is_ready(0.05)
-    assert time.monotonic() - started_s < 10
-    assert supervisor.stop(20)

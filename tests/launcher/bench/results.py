@@ -16,37 +16,39 @@ PARTS = TtftParts(
 CPU = CpuUse(num_cores=2, generator=0.1, server=1.5, others=0.05, stolen=0.0, generator_max_lag_s=0.003)
 
 
+def record(index: int = 0, **changes: object) -> RequestRecord:
+    """Three tokens, the first 1 s after it was due."""
+    values: dict[str, object] = {
+        "index": index,
+        "stream": "main",
+        "due_s": 0.0,
+        "sent_s": 0.5,
+        "finished_s": 3.0,
+        "prompt_tokens": 10,
+        "planned_output_tokens": 3,
+        "output_tokens": 3,
+        "chunk_s": [1.0, 1.5, 3.0],
+    }
+    return RequestRecord(**{**values, **changes})  # type: ignore[arg-type]
+
+
 def result(name: str = "run", *, gap_s: float = 0.02, **changes: object) -> RunResult:
     """Four streams of 50 tokens, and a burst of one that fails."""
     requests = [
-        RequestRecord(
-            index=index,
-            stream="main",
+        record(
+            index,
             due_s=0.1 * index,
             sent_s=0.1 * index,
             finished_s=0.1 * index + 0.25 + 49 * gap_s,
             prompt_tokens=100,
-            planned_output_tokens=50,
             output_tokens=50,
             chunk_s=[0.1 * index + 0.25 + place * gap_s for place in range(50)],
             parts=PARTS,
         )
         for index in range(4)
     ]
-    requests.append(
-        RequestRecord(
-            index=4,
-            stream="burst",
-            due_s=0.5,
-            sent_s=0.5,
-            finished_s=0.6,
-            prompt_tokens=1500,
-            planned_output_tokens=1,
-            output_tokens=0,
-            error="http 503",
-            error_text="no room",
-        )
-    )
+    failed: dict[str, object] = {"output_tokens": 0, "chunk_s": [], "error": "http 503", "error_text": "no room"}
+    requests.append(record(4, stream="burst", due_s=0.5, sent_s=0.5, finished_s=0.6, prompt_tokens=1500, **failed))
     values: dict[str, object] = {
         "name": name,
         "started_at": "2026-01-01T00:00:00+00:00",

@@ -14,7 +14,7 @@ from kvrelay.launcher.bench.client import TIMINGS_HEADER, StreamingClient
 from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.records import RequestRecord, TtftParts
 from kvrelay.launcher.bench.summary import PartsSummary, summarize
-from tests.launcher.bench.results import result
+from tests.launcher.bench.results import record, result
 from tests.relay.http_gateway import deployment, write_model
 
 PARTS = TtftParts(
@@ -22,20 +22,9 @@ PARTS = TtftParts(
 )
 
 
-def record(*, sent_s: float = 0.0, parts: TtftParts | None = PARTS, **changes: object) -> RequestRecord:
-    values: dict[str, object] = {
-        "index": 0,
-        "stream": "main",
-        "due_s": 0.0,
-        "sent_s": sent_s,
-        "finished_s": 3.0,
-        "prompt_tokens": 10,
-        "planned_output_tokens": 3,
-        "output_tokens": 3,
-        "chunk_s": [sent_s + 0.75, sent_s + 0.98, sent_s + 1.0],
-        "parts": parts,
-    }
-    return RequestRecord(**{**values, **changes})  # type: ignore[arg-type]
+def told(**changes: object) -> RequestRecord:
+    """A request of which the server told the parts."""
+    return record(**{"sent_s": 0.0, "chunk_s": [0.75, 0.98, 1.0], "parts": PARTS, **changes})  # type: ignore[arg-type]
 
 
 def parts_of(*records: RequestRecord, stream: str = "main") -> PartsSummary | None:
@@ -44,7 +33,7 @@ def parts_of(*records: RequestRecord, stream: str = "main") -> PartsSummary | No
 
 
 def test_each_part_by_hand() -> None:
-    found = parts_of(record(sent_s=0.02))  # 20 ms late: the client's
+    found = parts_of(told(sent_s=0.02, chunk_s=[0.77, 1.0, 1.02]))  # 20 ms late: the client's
     assert found is not None
     assert {name: part.p50 for name, part in found.first_token.items()} == {
         "accept": 0.1, "queue": 0.2, "prefill": 0.3, "rest": pytest.approx(0.1), "network and client": pytest.approx(0.07)
@@ -59,8 +48,8 @@ def test_each_part_by_hand() -> None:
 
 
 def test_streams_have_parts_of_their_own() -> None:
-    slow = record(stream="burst", parts=TtftParts(accept_s=0.0, queue_s=0.0, prefill_s=0.7, ttft_s=0.7))
-    main, burst = (parts_of(record(), slow, stream=stream) for stream in ("main", "burst"))
+    slow = told(stream="burst", parts=TtftParts(accept_s=0.0, queue_s=0.0, prefill_s=0.7, ttft_s=0.7))
+    main, burst = (parts_of(told(), slow, stream=stream) for stream in ("main", "burst"))
     assert main is not None
     assert burst is not None
     assert (main.num_requests, main.first_token["prefill"].max) == (1, 0.3)
@@ -69,13 +58,13 @@ def test_streams_have_parts_of_their_own() -> None:
 
 def test_parts_of_local_prefill_have_no_hand_off() -> None:
     local = TtftParts(accept_s=0.1, queue_s=0.2, prefill_s=0.3, ttft_s=0.7, second_token_s=0.9)
-    unknown = record(parts=TtftParts(ttft_s=1.0))
-    found = parts_of(record(parts=local), unknown, record(parts=None), record(error="timeout"), record(chunk_s=[]))
+    unknown = told(parts=TtftParts(ttft_s=1.0))
+    found = parts_of(told(parts=local), unknown, told(parts=None), told(error="timeout"), told(chunk_s=[]))
     assert found is not None
     assert found.num_requests == 1
     assert found.second_token == {}
     assert found.second_token_whole is None
-    assert parts_of(record(parts=None)) is None
+    assert parts_of(told(parts=None)) is None
 
 
 class Held:

@@ -13,38 +13,29 @@ from matplotlib.figure import Figure
 
 from kvrelay.launcher.bench.plots import write_plot
 from kvrelay.launcher.bench.records import RequestRecord, RunResult
-from tests.launcher.bench.results import result
+from tests.launcher.bench.results import record, result
 
 Points = list[tuple[float, float]]
 
 
-def record(due_s: float, *chunk_s: float, stream: str = "main", error: str | None = None) -> RequestRecord:
-    """An answer that ends with its last chunk, three tokens in each; one that broke off ends half a second later."""
-    return RequestRecord(
-        index=0,
-        stream=stream,
-        due_s=due_s,
-        sent_s=due_s,
-        finished_s=chunk_s[-1] + (0.0 if error is None else 0.5),
-        prompt_tokens=100,
-        planned_output_tokens=50,
-        output_tokens=3 * len(chunk_s),
-        chunk_s=list(chunk_s),
-        error=error,
-    )
+def answer(due_s: float, *chunk_s: float, stream: str = "main", error: str | None = None) -> RequestRecord:
+    """One that ends with its last chunk; one that broke off ends half a second later."""
+    finished_s = chunk_s[-1] + (0.0 if error is None else 0.5)
+    times = {"due_s": due_s, "sent_s": due_s, "finished_s": finished_s, "chunk_s": list(chunk_s)}
+    return record(stream=stream, error=error, **times)
 
 
 # The first counts nowhere; the third broke off, so that its gaps count and neither its first token nor its tokens do.
 REQUESTS = [
-    msgspec.structs.replace(record(0.0, 9.0, 9.5), is_warmup=True),
-    record(0.0, 0.25, 0.375, 1.375),
-    record(0.5, 1.5, 3.5, error="timeout"),
-    record(1.0, 1.5, 2.25),
-    record(2.0, 2.125, 2.625, stream="burst"),
-    record(3.0, 5.0, stream="burst"),
+    msgspec.structs.replace(answer(0.0, 9.0, 9.5), is_warmup=True),
+    answer(0.0, 0.25, 0.375, 1.375),
+    answer(0.5, 1.5, 3.5, error="timeout"),
+    answer(1.0, 1.5, 2.25),
+    answer(2.0, 2.125, 2.625, stream="burst"),
+    answer(3.0, 5.0, stream="burst"),
 ]
 RUN = result("a", requests=REQUESTS, duration_s=5.0)
-OTHER = result("b", requests=[record(0.0, 1.0, 2.0)], duration_s=2.0)
+OTHER = result("b", requests=[answer(0.0, 1.0, 2.0)], duration_s=2.0)
 
 
 def drawn(runs: list[RunResult], directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[Axes]:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from kvrelay.launcher.bench.records import ResultFileError, RunResult, read_result
-from kvrelay.launcher.bench.report import cpu_line, print_report, rate_text, time_text, write_result
+from kvrelay.launcher.bench.report import cpu_line, print_report, time_text, write_result
 from tests.launcher.bench.results import CPU, PARTS, result
 
 
@@ -38,16 +38,6 @@ def test_a_report_says_everything_in_80_columns() -> None:
     ):
         assert part in text
     assert "…" not in text.replace("  … ", "")  # nothing was cut
-
-
-def test_large_numbers_cut_no_share() -> None:
-    run = result()
-    large = [msgspec.structs.replace(one, prompt_tokens=9_000_000) for one in run.requests[:-1]]
-    assert "100.0%" in printed(result(requests=large))
-
-
-def test_a_report_of_nothing_does_not_fail() -> None:
-    assert "run" in printed(result(requests=[], cpu=None, warnings=[], slo={}))
 
 
 def test_a_name_is_shown_as_it_is() -> None:
@@ -138,11 +128,6 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     write_result(path, msgspec.structs.replace(result(), format=2))
     with pytest.raises(ResultFileError, match="format 2; this version reads format 1"):
         read_result(path)
-
-
-@pytest.mark.parametrize(("per_s", "text"), [(0.0, "0.00"), (6.144, "6.14"), (61.44, "61.4"), (12345.6, "12346")])
-def test_rates(per_s: float, text: str) -> None:
-    assert rate_text(per_s) == text
 
 
 def test_every_figure_stands_in_its_own_cell() -> None:

@@ -8,37 +8,12 @@ from hypothesis import strategies as st
 
 from kvrelay.launcher.bench.records import RequestRecord, RunResult
 from kvrelay.launcher.bench.summary import Distribution, gaps, percentile, rate_window, summarize
-
-
-def record(index: int = 0, **changes: object) -> RequestRecord:
-    values: dict[str, object] = {
-        "index": index,
-        "stream": "main",
-        "due_s": 0.0,
-        "sent_s": 0.5,
-        "finished_s": 3.0,
-        "prompt_tokens": 10,
-        "planned_output_tokens": 3,
-        "output_tokens": 3,
-        "chunk_s": [1.0, 1.5, 3.0],
-    }
-    return RequestRecord(**{**values, **changes})  # type: ignore[arg-type]
+from tests.launcher.bench.results import record, result
 
 
 def run_of(*records: RequestRecord, slo: dict[str, float] | None = None) -> RunResult:
     from_s, until_s = rate_window(records)
-    return RunResult(
-        name="run",
-        started_at="2026-01-01T00:00:00+00:00",
-        duration_s=until_s - from_s,
-        url="http://127.0.0.1:1",
-        model="m",
-        settings={},
-        environment={},
-        slo=slo or {},
-        requests=list(records),
-        cpu=None,
-    )
+    return result(requests=list(records), duration_s=until_s - from_s, slo=slo or {})
 
 
 def test_one_request() -> None:
