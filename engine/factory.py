@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.fake import FakeEngine, FakePace, fake_card
-from kvrelay.engine.guidance import GuideCompiler, GuidesInBackground, NoGuides
+from kvrelay.engine.guidance import GuideCompiler, NoGuides
 from kvrelay.engine.interface import Engine
 from kvrelay.engine.processors import load_processors
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, prompt_step_tokens
@@ -69,19 +69,12 @@ def load_engine(
 
 
 def load_guides(model: ModelSettings, fake: FakeSettings, vocab_size: int) -> GuideCompiler:
-    """What compiles guides for the model in the directory ``model.model``; ``vocab_size``: its engine's.
-
-    It gets ready on a thread, so that the first guide need not wait.
-    """
+    """What compiles guides for the model in the directory ``model.model``; ``vocab_size``: its engine's."""
     if fake.is_fake:
         return NoGuides("the fake engine generates no text")
+    from kvrelay.engine.guide_compiler import GrammarCompiler  # noqa: PLC0415 - not every engine follows guides
 
-    def make() -> GuideCompiler:
-        from kvrelay.engine.guide_compiler import GrammarCompiler  # noqa: PLC0415 - not every engine follows guides
-
-        return GrammarCompiler(Path(model.model), vocab_size)
-
-    return GuidesInBackground(make)
+    return GrammarCompiler(Path(model.model), vocab_size)
 
 
 def _fake_engine(directory: Path, model: ModelSettings, kv: KvSettings, fake: FakeSettings) -> FakeEngine:

@@ -9,17 +9,13 @@ knows grammars; this module and the services do not.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.sequence import GuideState
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,37 +54,6 @@ class NoGuides:
 
     def close(self) -> None:
         """See GuideCompiler."""
-
-
-class GuidesInBackground:
-    """Makes its compiler on a thread, at once: a worker is ready before that, and a guide waits at most for the rest of it.
-
-    Implements :class:`GuideCompiler`. ``start`` and ``close`` from one thread.
-    """
-
-    def __init__(self, make: Callable[[], GuideCompiler]) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="guides")
-        self._compiler: Future[GuideCompiler] = self._thread.submit(make)
-
-    def start(self, sampling: SamplingParams, output: Seq[int], done: Callable[[GuideResult], None]) -> None:
-        """See GuideCompiler. If there is no compiler to be had, all guides are refused with the reason."""
-
-        def forward(compiler: Future[GuideCompiler]) -> None:
-            if compiler.cancelled():
-                return
-            if (error := compiler.exception()) is None:
-                compiler.result().start(sampling, output, done)
-            else:
-                logger.error("guides cannot be compiled here", exc_info=error)
-                done(GuideRefusal(f"this worker follows no guides: {error}"[:500]))
-
-        self._compiler.add_done_callback(forward)
-
-    def close(self) -> None:
-        """See GuideCompiler."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        if not self._compiler.cancelled() and self._compiler.exception() is None:
-            self._compiler.result().close()
 
 
 class GuidesOnLoop:

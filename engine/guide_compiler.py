@@ -1,5 +1,7 @@
 """Compiles guides, off the model loop and off the asyncio loop, each once.
 
+A compiler gets ready on a thread: a worker is ready before that, and a guide waits at most for the rest of it.
+
 A process (:mod:`kvrelay.engine.guide_process`) makes a grammar of a guide and tries it. What comes back is the grammar's text:
 from that, a sequence's state is made in about a millisecond. Texts and refusals are kept, the least recently used go first.
 Guides that are equal and in flight are compiled once. One process starts with the compiler, a second one when two guides come
@@ -29,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 _NUM_PROCESSES = 2  # so that one bad guide at a time is in nobody's way
 _NUM_MASK_THREADS = 2  # for the masks of slow grammars
-_CACHE_BYTES = 2**26  # of guides and their grammars' texts
+_MAX_KNOWN_LEN = 2**23  # characters of guides that are kept compiled …
+_ENTRY_LEN = 1000  # … for each of which so many more count
 _MAX_DETAIL = 500
 
 Compiled = str | GuideRefusal  # a grammar's text
@@ -38,18 +41,16 @@ Compiled = str | GuideRefusal  # a grammar's text
 class GrammarCompiler:
     """Implements :class:`kvrelay.engine.guidance.GuideCompiler` for one model. ``start`` from any thread."""
 
-    def __init__(
-        self, model_dir: Path, vocab_size: int, *, limits: GuideLimits | None = None, cache_bytes: int = _CACHE_BYTES
-    ) -> None:
-        """``vocab_size``: the width of the model's logits. Raises ModelError if the model's files have no vocabulary."""
+    def __init__(self, model_dir: Path, vocab_size: int, *, limits: GuideLimits | None = None) -> None:
+        """``vocab_size``: the width of the model's logits. All guides are refused if the model's files have no vocabulary."""
         self._vocab_size = vocab_size
-        self._vocabulary = load_vocabulary(model_dir, vocab_size)
-        self._cache = _Cache(cache_bytes)
         self._lock = threading.Lock()
-        self._in_flight: dict[Guide, Future[Compiled]] = {}
+        self._known: OrderedDict[Guide, Future[Compiled]] = OrderedDict()  # the last used last; also what is under way
+        self._known_len = 0
         self._is_closed = False
         self._threads = ThreadPoolExecutor(_NUM_PROCESSES, thread_name_prefix="guides")
         self._mask_threads = ThreadPoolExecutor(_NUM_MASK_THREADS, thread_name_prefix="guide-masks")
+        self._vocabulary = self._threads.submit(load_vocabulary, model_dir, vocab_size)
         limits = limits or GuideLimits()
         self._all = [GuideProcess(model_dir, vocab_size, limits) for _ in range(_NUM_PROCESSES)]
         self._idle: LifoQueue[GuideProcess] = LifoQueue()  # the last one used first: others need never start
@@ -63,10 +64,16 @@ class GrammarCompiler:
         tokens = list(output)
 
         def finish(future: Future[Compiled]) -> None:
-            if not future.cancelled():
-                done(self._state(future.result(), sampling, tokens))
+            # On a thread, since a long output may be replayed.
+            with self._lock:
+                if not self._is_closed:
+                    self._threads.submit(lambda: done(self._state(future.result(), sampling, tokens)))
 
-        self._compiled(sampling.guide).add_done_callback(finish)
+        with self._lock:
+            if self._is_closed:
+                return
+            future = self._compiled(sampling.guide)
+        future.add_done_callback(finish)
 
     def close(self) -> None:
         """See GuideCompiler."""
@@ -81,21 +88,25 @@ class GrammarCompiler:
         self._mask_threads.shutdown(wait=True)
 
     def _compiled(self, guide: Guide) -> Future[Compiled]:
-        with self._lock:
-            known = self._cache.get(guide)
-            if known is not None and not self._is_closed:
-                # On a thread, although it is there: a long output is replayed by whoever has it.
-                return self._threads.submit(lambda: known)
-            future = self._in_flight.get(guide)
-            if future is None and not self._is_closed:
-                future = self._in_flight[guide] = self._threads.submit(self._compile, guide)
-            if future is None:
-                future = Future()
-                future.cancel()
-            return future
+        """The guide's grammar, which comes or is there already. Called with the lock held."""
+        if guide in self._known:
+            self._known.move_to_end(guide)
+            return self._known[guide]
+        future = self._known[guide] = self._threads.submit(self._compile, guide)
+        self._known_len += len(guide.text) + _ENTRY_LEN
+        while self._known_len > _MAX_KNOWN_LEN and len(self._known) > 1:
+            self._forget(next(iter(self._known)))
+        return future
+
+    def _forget(self, guide: Guide) -> None:
+        if self._known.pop(guide, None) is not None:
+            self._known_len -= len(guide.text) + _ENTRY_LEN
 
     def _warm(self) -> None:
         """Start a process before the first guide comes."""
+        if (error := self._vocabulary.exception()) is not None:
+            logger.error("guides cannot be compiled here", exc_info=error)
+            return
         process = self._idle.get_nowait()
         try:
             process.start()
@@ -106,23 +117,20 @@ class GrammarCompiler:
             self._idle.put(process)
 
     def _compile(self, guide: Guide) -> Compiled:
+        if (error := self._vocabulary.exception()) is not None:
+            return GuideRefusal(_detail(f"this worker follows no guides: {error}"))
         process = self._idle.get_nowait()  # there are as many as threads
-        is_known = True
         try:
             answer = process.compile(guide)
-            compiled: Compiled = GuideRefusal(_detail(answer.error)) if answer.error else answer.grammar
+            return GuideRefusal(_detail(answer.error)) if answer.error else answer.grammar
         except Exception as error:
-            is_known = False
+            with self._lock:
+                self._forget(guide)  # the next one may be luckier
             if not isinstance(error, GuideProcessError):
                 logger.exception("a guide could not be compiled")
-            compiled = GuideRefusal(f"the guide could not be compiled: {error}"[:_MAX_DETAIL], is_invalid=False)
+            return GuideRefusal(_detail(f"the guide could not be compiled: {error}"), is_invalid=False)
         finally:
             self._idle.put(process)
-        with self._lock:
-            if is_known:
-                self._cache.put(guide, compiled)
-            self._in_flight.pop(guide, None)
-        return compiled
 
     def _state(self, compiled: Compiled, sampling: SamplingParams, output: list[int]) -> GuideResult:
         if isinstance(compiled, GuideRefusal):
@@ -130,7 +138,7 @@ class GrammarCompiler:
         # A model's list of them may name tokens that it has no logits for.
         stops = [token_id for token_id in sampling.stop_token_ids if 0 <= token_id < self._vocab_size]
         try:
-            state = GrammarState(self._vocabulary, compiled, stops, self._mask_threads)
+            state = GrammarState(self._vocabulary.result(), compiled, stops, self._mask_threads)
             for position, token_id in enumerate(output):
                 try:
                     state.accept(token_id)
@@ -141,30 +149,6 @@ class GrammarCompiler:
             logger.exception("a guide's state could not be made")
             return GuideRefusal(_detail(f"the guide cannot be followed: {error}"), is_invalid=False)
         return state
-
-
-class _Cache:
-    """Grammars and refusals by guide; the least recently used go first. Not thread-safe."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._entries: OrderedDict[Guide, tuple[Compiled, int]] = OrderedDict()
-
-    def get(self, guide: Guide) -> Compiled | None:
-        if guide not in self._entries:
-            return None
-        self._entries.move_to_end(guide)
-        return self._entries[guide][0]
-
-    def put(self, guide: Guide, compiled: Compiled) -> None:
-        size = 4 * (len(guide.text) + len(compiled.detail if isinstance(compiled, GuideRefusal) else compiled))
-        if guide in self._entries:
-            self._num_bytes -= self._entries.pop(guide)[1]
-        self._entries[guide] = compiled, size
-        self._num_bytes += size
-        while self._num_bytes > self._max_bytes and len(self._entries) > 1:
-            self._num_bytes -= self._entries.popitem(last=False)[1][1]
 
 
 def _detail(error: str) -> str:

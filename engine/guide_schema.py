@@ -13,32 +13,9 @@ from typing import Any
 from kvrelay.engine.guide_errors import UnsupportedGuideError
 
 _FORMATS = frozenset(  # of JSON Schema 2020-12; llguidance refuses those that it does not know
-    {
-        *(
-            "date",
-            "time",
-            "date-time",
-            "duration",
-            "email",
-            "idn-email",
-            "hostname",
-            "idn-hostname",
-            "ipv4",
-            "ipv6",
-            "uuid",
-        ),
-        *(
-            "uri",
-            "uri-reference",
-            "iri",
-            "iri-reference",
-            "uri-template",
-            "json-pointer",
-            "relative-json-pointer",
-            "regex",
-        ),
-    }
-)
+    {"date", "time", "date-time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid", "uri",
+     "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex"}
+)  # fmt: skip
 _OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # names to schemas
 _OF_SCHEMAS = frozenset({"items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf"})
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
