@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,9 +15,6 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import FinishReason, SamplingParams
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.fake import FakeEngine, fake_card
-from kvrelay.engine.interface import StepRow
-from kvrelay.engine.loop import ModelLoop
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.control_client import ControlClient
@@ -37,7 +34,8 @@ from kvrelay.wire.messages import (
 )
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
-from kvrelay.wire.settings import LinkSettings
+
+from .workers import LINKS, OnStep, assert_nothing_held, decode_worker, prefill_worker
 
 TIMEOUT_S = 30.0
 
@@ -54,7 +52,7 @@ class Link:
             address,
             Hello(role=Role.GATEWAY, peer_id=peer_id),
             self,
-            LinkSettings(ping_interval_s=0.2),
+            LINKS,
             metrics=WireMetrics(CollectorRegistry()),
             network=network,
         )
@@ -146,10 +144,8 @@ class Relay:
         async with asyncio.timeout(TIMEOUT_S):
             while self.prefill.service.num_entries or self.decode.service.num_entries:
                 await asyncio.sleep(0.005)  # polling for a state, bounded by the timeout above
-        for blocks in (self.prefill.blocks, self.decode.blocks):
-            blocks.check_integrity()
-            ledger = blocks.ledger()
-            assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger
+        assert_nothing_held(self.prefill)
+        assert_nothing_held(self.decode)
 
 
 @asynccontextmanager
@@ -159,35 +155,13 @@ async def relay(
     decode_card: ModelCard | None = None,
     prefill_settings: PrefillSchedulerSettings | None = None,
     decode_settings: DecodeSchedulerSettings | None = None,
-    on_prefill_step: Callable[[Seq[StepRow]], None] = lambda rows: None,
-    on_decode_step: Callable[[Seq[StepRow]], None] = lambda rows: None,
+    on_prefill_step: OnStep | None = None,
+    on_decode_step: OnStep | None = None,
 ) -> AsyncIterator[Relay]:
     """A running relay on loopback; stopped and checked for leaks at the end."""
     prefill_registry, decode_registry = CollectorRegistry(), CollectorRegistry()
-    links = LinkSettings(ping_interval_s=0.2, peer_timeout_s=5.0)
-    decode = DecodeWorker(
-        FakeEngine(decode_card or fake_card(), on_decode_step),
-        decode_settings or DecodeSchedulerSettings(),
-        "tcp://127.0.0.1:*",
-        "tcp://127.0.0.1:*",
-        "decode",
-        decode_registry,
-        network=Network.open(),
-        model_loop=ModelLoop,
-        epoch=1,
-        link_settings=links,
-    )
-    prefill = PrefillWorker(
-        FakeEngine(prefill_card or fake_card(), on_prefill_step),
-        prefill_settings or PrefillSchedulerSettings(),
-        "tcp://127.0.0.1:*",
-        "prefill",
-        prefill_registry,
-        network=Network.open(),
-        model_loop=ModelLoop,
-        epoch=1,
-        link_settings=links,
-    )
+    decode = decode_worker(decode_registry, decode_card, on_decode_step, settings=decode_settings)
+    prefill = prefill_worker(prefill_registry, prefill_card, on_prefill_step, settings=prefill_settings)
     network = Network.open()
     await decode.start()
     await prefill.start()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,24 +20,17 @@ import tokenizers.trainers
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.fake import FakeEngine, fake_card
-from kvrelay.engine.interface import StepRow
-from kvrelay.engine.loop import ModelLoop
+from kvrelay.engine.fake import fake_card
 from kvrelay.gateway.app import create_app
 from kvrelay.gateway.http_server import make_http_server
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.refusals import Refusals
 from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, HttpLimits, RelaySettings
-from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
-from kvrelay.wire.network import Network
-from kvrelay.wire.settings import LinkSettings
 
-OnStep = Callable[[Sequence[StepRow]], None]
+from .workers import LINKS, OnStep, assert_nothing_held, decode_worker, prefill_worker
 
-LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=5.0)
 VOCAB = 320
 CHAT_TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}<|assistant|>"
 
@@ -78,9 +71,7 @@ class Deployment:
             while any(worker.service.num_entries for worker in workers):
                 await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
         for worker in workers:
-            worker.blocks.check_integrity()
-            ledger = worker.blocks.ledger()
-            assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger
+            assert_nothing_held(worker)
 
     async def metric(self, name: str) -> float:
         """The sum of all samples of a metric of the gateway."""
@@ -102,29 +93,7 @@ async def deployment(
     """Everything up and ready; stopped afterwards. ``gate`` (of the decode worker) and ``prefill_gate`` see every step's rows;
     ``send_buffer_bytes``: what the kernel may hold of an answer."""
     card = fake_card(vocab_size=VOCAB, num_blocks=128)
-    decode = DecodeWorker(
-        FakeEngine(card, gate or (lambda rows: None)),
-        DecodeSchedulerSettings(),
-        "tcp://127.0.0.1:*",
-        "tcp://127.0.0.1:*",
-        "decode",
-        CollectorRegistry(),
-        network=Network.open(),
-        model_loop=ModelLoop,
-        epoch=1,
-        link_settings=LINKS,
-    )
-    prefill = PrefillWorker(
-        FakeEngine(card, prefill_gate or (lambda rows: None)),
-        PrefillSchedulerSettings(),
-        "tcp://127.0.0.1:*",
-        "prefill",
-        CollectorRegistry(),
-        network=Network.open(),
-        model_loop=ModelLoop,
-        epoch=1,
-        link_settings=LINKS,
-    )
+    decode, prefill = decode_worker(None, card, gate), prefill_worker(None, card, prefill_gate)
     workers: Sequence[PrefillWorker | DecodeWorker] = [decode, prefill]
     for worker in workers:
         await worker.start()

@@ -154,68 +154,28 @@ TEXT = "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
 
 BAD = {
-    "empty messages": (CHAT, {"messages": []}, 400, "messages", "at least one item"),
-    "no messages": (CHAT, {}, 400, "messages", "required"),
-    "messages of the wrong type": (CHAT, {"messages": "hi"}, 400, "messages", "array"),
     "a message without role": (CHAT, {"messages": [{"content": "x"}]}, 400, "messages[0]", "role"),
-    "content of the wrong type": (
-        CHAT,
-        {"messages": [{"role": "user", "content": 7}]},
-        400,
-        "messages[0].content",
-        "7",
-    ),
-    "a picture": (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        400,
-        "messages[0].content",
-        "text",
-    ),
     "temperature too high": (CHAT, {"messages": USER, "temperature": 3}, 400, "temperature", "less than or equal to 2"),
-    "temperature of the wrong type": (CHAT, {"messages": USER, "temperature": "hot"}, 400, "temperature", "hot"),
-    "top_p of zero": (CHAT, {"messages": USER, "top_p": 0}, 400, "top_p", "greater than 0"),
-    "top_p too high": (CHAT, {"messages": USER, "top_p": 1.5}, 400, "top_p", "1.5"),
-    "top_k below": (CHAT, {"messages": USER, "top_k": -2}, 400, "top_k", "-2"),
-    "min_p too high": (CHAT, {"messages": USER, "min_p": 2}, 400, "min_p", "less than or equal to 1"),
-    "repetition_penalty of zero": (CHAT, {"messages": USER, "repetition_penalty": 0}, 400, "repetition_penalty", "0"),
-    "presence_penalty too high": (CHAT, {"messages": USER, "presence_penalty": 3}, 400, "presence_penalty", "2"),
-    "frequency_penalty too low": (CHAT, {"messages": USER, "frequency_penalty": -3}, 400, "frequency_penalty", "-2"),
-    "seed too large": (CHAT, {"messages": USER, "seed": 2**63}, 400, "seed", "less than"),
-    "max_tokens below zero": (CHAT, {"messages": USER, "max_tokens": -1}, 400, "max_tokens", "or equal to 0"),
     "max_tokens beyond the model": (CHAT, {"messages": USER, "max_tokens": 5000}, 400, "max_tokens", "512"),
-    "too many stops": (CHAT, {"messages": USER, "stop": ["x"] * 17}, 400, "stop", "16"),
-    "too many logprobs": (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
-    "no choices": (CHAT, {"messages": USER, "n": 0}, 400, "n", "greater than or equal to 1"),
     "an unknown model": (CHAT, {"messages": USER, "model": "gpt-9"}, 404, "model", "'tiny'"),
     "a prompt that is too long": (TEXT, {"prompt": [5] * 600}, 400, "prompt", "600"),
-    "an empty list as prompt": (TEXT, {"prompt": []}, 400, "prompt", ""),
     "a token id out of range": (TEXT, {"prompt": [5, 320]}, 400, "prompt", "0 to 319"),
-    "a negative token id": (TEXT, {"prompt": [-1]}, 400, "prompt", ""),
-    "a prompt of the wrong type": (TEXT, {"prompt": {"a": 1}}, 400, "prompt", ""),
-    "a suffix": (TEXT, {"prompt": "x", "suffix": "y"}, 400, "suffix", "not supported"),
 }
 
 
-@pytest.fixture(scope="module")
-def shared_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("shared"))
-
-
-async def test_bad_input_is_refused_by_name_and_hurts_no_neighbour(shared_model: Path) -> None:
+async def test_bad_input_is_refused_by_name_and_hurts_no_neighbour(up: Deployment) -> None:
     """All bad requests while a good one streams; each gets its own clear error."""
     prompt = [5] * 30
-    async with deployment(shared_model) as up:
-        neighbour = asyncio.create_task(events(up.client, TEXT, {**GREEDY, "prompt": prompt, "max_tokens": 400}))
-        for name, (path, body, status, param, text) in BAD.items():
-            response = await up.client.post(path, json=body)
-            error = response.json()["error"]
-            assert (response.status_code, error["param"]) == (status, param), (name, response.text)
-            assert text in error["message"], (name, error)
-            assert "Traceback" not in response.text
-        streamed = await neighbour
-        assert [t for e in streamed for t in e["choices"][0]["token_ids"]] == expected_output(prompt, 400, VOCAB)
-        await up.settled()
+    neighbour = asyncio.create_task(events(up.client, TEXT, {**GREEDY, "prompt": prompt, "max_tokens": 400}))
+    for name, (path, body, status, param, text) in BAD.items():
+        response = await up.client.post(path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (status, param), (name, response.text)
+        assert text in error["message"], (name, error)
+        assert "Traceback" not in response.text
+    streamed = await neighbour
+    assert [t for e in streamed for t in e["choices"][0]["token_ids"]] == expected_output(prompt, 400, VOCAB)
+    await up.settled()
 
 
 RAW = {

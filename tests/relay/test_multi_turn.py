@@ -17,25 +17,20 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.block_manager import Owner, OwnerKind
-from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
-from kvrelay.engine.loop import ModelLoop
+from kvrelay.engine.fake import expected_output, fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.timings import RequestTimings
-from kvrelay.gateway.workers import WorkerPool, static_workers
-from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
-from kvrelay.wire.network import Network
-from kvrelay.wire.settings import LinkSettings
+
+from .workers import decode_worker, gateway, prefill_worker
 
 VOCAB = 1000
 BLOCK = 4
-LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=5.0)
 
 
 def tokens(seed: int, length: int) -> list[int]:
@@ -90,55 +85,13 @@ async def cluster(num_prefills: int, num_decodes: int, settings: RelaySettings) 
     """Everything up; afterwards every block must be free or cached."""
     card = fake_card(num_blocks=512, block_size=BLOCK)
     registries = [CollectorRegistry() for _ in range(num_prefills + num_decodes)]
-    prefills = [
-        PrefillWorker(
-            FakeEngine(card),
-            PrefillSchedulerSettings(),
-            "tcp://127.0.0.1:*",
-            f"prefill-{index}",
-            registries[index],
-            network=Network.open(),
-            model_loop=ModelLoop,
-            epoch=1,
-            link_settings=LINKS,
-        )
-        for index in range(num_prefills)
-    ]
+    prefills = [prefill_worker(registries[index], card, name=f"prefill-{index}") for index in range(num_prefills)]
     decodes = [
-        DecodeWorker(
-            FakeEngine(card),
-            DecodeSchedulerSettings(),
-            "tcp://127.0.0.1:*",
-            "tcp://127.0.0.1:*",
-            f"decode-{index}",
-            registries[num_prefills + index],
-            network=Network.open(),
-            model_loop=ModelLoop,
-            epoch=1,
-            link_settings=LINKS,
-        )
-        for index in range(num_decodes)
+        decode_worker(registries[num_prefills + index], card, name=f"decode-{index}") for index in range(num_decodes)
     ]
-    workers: list[PrefillWorker | DecodeWorker] = [*decodes, *prefills]
-    for worker in workers:
-        await worker.start()
     metrics = GatewayMetrics(CollectorRegistry())
-    network = Network.open()
-    pool = WorkerPool("gateway", metrics, LINKS, network, needs_prefill_workers=False)
-    pool.update(static_workers([worker.address for worker in prefills], [worker.address for worker in decodes]))
-    try:
-        while not all(worker.is_usable for worker in pool.workers):
-            pool.changed.clear()
-            await pool.changed.wait()
-        yield Cluster(prefills, decodes, registries, Relay(pool, settings, metrics, network.clock), metrics)
-    finally:
-        await pool.stop()
-        for worker in reversed(workers):
-            await worker.drain()
-            worker.blocks.check_integrity()
-            ledger = worker.blocks.ledger()
-            await worker.stop()
-            assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger
+    async with gateway(prefills, decodes, settings, metrics=metrics) as relay:
+        yield Cluster(prefills, decodes, registries, relay, metrics)
 
 
 def full_blocks(num_tokens: int) -> int:

@@ -1,0 +1,118 @@
+"""Workers on fake engines over real sockets, and a gateway's relay over them, all in one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.model_card import ModelCard
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.fake import FakeEngine, fake_card
+from kvrelay.engine.interface import StepRow
+from kvrelay.engine.loop import ModelLoop
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.relay import Relay
+from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.workers import WorkerPool, static_workers
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.wire.network import Network
+from kvrelay.wire.settings import LinkSettings
+
+OnStep = Callable[[Sequence[StepRow]], None]
+
+ADDRESS = "tcp://127.0.0.1:*"
+LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=5.0)
+EPOCHS = itertools.count(1)
+
+
+def prefill_worker(
+    registry: CollectorRegistry | None = None,
+    card: ModelCard | None = None,
+    on_step: OnStep | None = None,
+    *,
+    name: str = "prefill",
+    settings: PrefillSchedulerSettings | None = None,
+    **options: Any,
+) -> PrefillWorker:
+    """``options``: further ones of the worker's own."""
+    return PrefillWorker(
+        FakeEngine(card or fake_card(), on_step or (lambda rows: None)),
+        settings or PrefillSchedulerSettings(),
+        ADDRESS,
+        name,
+        registry or CollectorRegistry(),
+        network=Network.open(options.get("data_sockets", 1)),
+        model_loop=ModelLoop,
+        epoch=next(EPOCHS),
+        link_settings=LINKS,
+        **options,
+    )
+
+
+def decode_worker(
+    registry: CollectorRegistry | None = None,
+    card: ModelCard | None = None,
+    on_step: OnStep | None = None,
+    *,
+    name: str = "decode",
+    settings: DecodeSchedulerSettings | None = None,
+    **options: Any,
+) -> DecodeWorker:
+    """The same."""
+    return DecodeWorker(
+        FakeEngine(card or fake_card(), on_step or (lambda rows: None)),
+        settings or DecodeSchedulerSettings(),
+        ADDRESS,
+        ADDRESS,
+        name,
+        registry or CollectorRegistry(),
+        network=Network.open(options.get("data_sockets", 1)),
+        model_loop=ModelLoop,
+        epoch=next(EPOCHS),
+        link_settings=LINKS,
+        **options,
+    )
+
+
+def assert_nothing_held(worker: PrefillWorker | DecodeWorker) -> None:
+    """Every block is free or cached."""
+    worker.blocks.check_integrity()
+    ledger = worker.blocks.ledger()
+    assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger
+
+
+@asynccontextmanager
+async def gateway(
+    prefills: Sequence[PrefillWorker],
+    decodes: Sequence[DecodeWorker],
+    settings: RelaySettings | None = None,
+    *,
+    metrics: GatewayMetrics | None = None,
+    dead: Collection[DecodeWorker] = (),
+) -> AsyncIterator[Relay]:
+    """Everything started, the gateway connected to all; stopped afterwards, every block of who is not ``dead`` checked."""
+    settings = settings or RelaySettings(local_prefill_max_tokens=0)
+    metrics = metrics or GatewayMetrics(CollectorRegistry())
+    workers = [*decodes, *prefills]
+    for worker in workers:
+        await worker.start()
+    network = Network.open()
+    pool = WorkerPool("gateway", metrics, LINKS, network, needs_prefill_workers=False)
+    pool.update(static_workers([worker.address for worker in prefills], [worker.address for worker in decodes]))
+    try:
+        while not all(worker.is_usable or worker.misfit for worker in pool.workers):
+            pool.changed.clear()
+            await pool.changed.wait()
+        yield Relay(pool, settings, metrics, network.clock)
+    finally:
+        await pool.stop()
+        for worker in [worker for worker in reversed(workers) if worker not in dead]:
+            await worker.drain()
+            await worker.stop()
+            assert_nothing_held(worker)
