@@ -35,7 +35,7 @@ class ModelSettings:
     kv_dtype: str = setting(
         "auto",
         "number format of KV: that of --dtype, or fp8 (e4m3): half the memory and half the bytes per step, a little less exact; on "
-        "GPUs of compute capability 8.9 or later; the same on all workers, with the same scales (kvrelay calibrate-kv)",
+        "GPUs of compute capability 8.9 or later; the same on all workers, with the same scales",
         choices=("auto", "fp8"),
     )
     weight_format: str = setting(

@@ -75,7 +75,7 @@ class TorchEngine:
             require_weight_format(rounding, device)
         kv_scales: torch.Tensor | None = None
         if kv_dtype == torch.float8_e4m3fn:
-            kv_scales = load_kv_scales(options.model_dir, checkpoint_files(options.model_dir), config)
+            kv_scales = load_kv_scales(checkpoint_files(options.model_dir), config)
         weights = load_weights(options.model_dir, config, dtype, device, progress, rounding)
         block_nbytes = block_nbytes_of(config, options.block_size, kv_dtype)
         memory: GpuMemory | None = None

@@ -1,7 +1,7 @@
 """The scales of an fp8 (e4m3) KV pool: what is written is value / scale, what is read is times the scale.
 
 One fp32 scale per layer, for keys and for values, and per KV head: `kv_scales [num_layers, 2, num_kv_heads]`,
-index 0 of the second dimension for keys. A pool in another type has none. The caller owns them (calibrated,
+index 0 of the second dimension for keys. A pool in another type has none. The caller owns them (from the checkpoint,
 or 1) and gives every kernel the same: they are no part of the pool.
 """
 

@@ -116,7 +116,6 @@ class KvrelayGroup(click.Group):
 
 _TOOLS = {
     "fetch": "Download or convert a model, and print its directory.",
-    "calibrate-kv": "Make the scales for an fp8 KV pool that fit a model, and print their file.",
     "keys": "Make the keys by which gateways and workers know each other.",
     "api-key": "Make an API key, and the line that a gateway's --api-keys file has of it.",
     "watermark": "Tell whether a text carries a watermark, from FILE or from what is piped in.",
@@ -139,35 +138,6 @@ def fetch(model: str) -> None:
     """Print the directory that ``model`` resolves to."""
     resolve_model: Callable[[str], Any] = _load("kvrelay.launcher.models:resolve_model")
     click.echo(resolve_model(model))
-
-
-@cli.command("calibrate-kv", short_help=_TOOLS["calibrate-kv"])
-@click.argument("model", default="demo")
-@click.option(
-    "--prompts",
-    type=click.Path(path_type=Path),
-    help="JSON lines with a text 'prompt' each, as your model gets them; default: a small built-in text and random tokens",
-)
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="default: kv_scales.safetensors in the model's directory"
-)
-@click.option(
-    "--device",
-    type=click.Choice(("auto", "cpu", "cuda")),
-    default="auto",
-    envvar="KVRELAY_DEVICE",
-    show_default=True,
-    help="where the model runs; auto takes CUDA if there is a GPU",
-)
-def calibrate_kv(model: str, prompts: Path | None, output: Path | None, device: str) -> None:
-    """Make the scales for an fp8 KV pool (--kv-dtype fp8) that fit MODEL, and print their file.
-
-    The model computes the prompts, and the largest key and value of every layer and KV head are noted. Some hundred of the
-    prompts that you serve, long ones among them, are better than the built-in text. All workers need the same file in the model's
-    directory.
-    """
-    calibrate: Callable[[str, Path | None, Path | None, str], Path] = _load("kvrelay.launcher.calibrate_kv:calibrate")
-    click.echo(calibrate(model, prompts, output, device))
 
 
 @cli.command("keys", help=_TOOLS["keys"])

@@ -1,4 +1,4 @@
-"""The prompts of ``kvrelay verify`` and ``calibrate-kv``: lists of token ids, the same at every run."""
+"""The prompts of ``kvrelay verify``: lists of token ids, the same at every run."""
 
 from __future__ import annotations
 

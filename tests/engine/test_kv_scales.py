@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import shutil
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.kv_scales import FILE_NAME, kv_scales_digest, load_kv_scales, save_kv_scales
+from kvrelay.engine.kv_scales import kv_scales_digest, load_kv_scales
 from kvrelay.engine.model_config import ModelConfig, load_config
 from kvrelay.engine.weights import checkpoint_files
 from tests.engine.conftest import load
@@ -35,7 +34,7 @@ def config_of(directory: Path) -> ModelConfig:
 
 
 def scales_of(directory: Path) -> torch.Tensor:
-    return load_kv_scales(directory, checkpoint_files(directory), config_of(directory))
+    return load_kv_scales(checkpoint_files(directory), config_of(directory))
 
 
 def add(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -59,15 +58,12 @@ def test_without_any_they_are_1_and_that_is_said(model: Path, caplog: pytest.Log
     scales = scales_of(model)
     assert scales.shape == (LAYERS, 2, HEADS)
     assert (scales == 1).all()
-    assert "calibrate-kv" in caplog.text
+    assert "K/V scales are 1" in caplog.text
 
 
 @pytest.mark.parametrize("style", ["{kind}_scale", "{kind}_proj.{kind}_scale", "qkv_proj.{kind}_scale"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoints_own_go_before_a_file(
-    style: str, dtype: torch.dtype, model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
+def test_they_are_read_by_all_names_and_shapes(style: str, dtype: torch.dtype, model: Path) -> None:
     # A number as such, in a dimension of its own, and one for each head, as [num_kv_heads, 1, 1].
     shapes = {0: (), 1: (1,), 2: (HEADS, 1, 1)}
     wanted = (random_scales() * 64).round().div(64).clamp_min(1 / 64)
@@ -78,23 +74,14 @@ def test_a_checkpoints_own_go_before_a_file(
         for index, kind in enumerate("kv")
     }
     add(model, named(style, tensors))
-    save_kv_scales(model / FILE_NAME, random_scales(1))
     scales = scales_of(model)
     assert scales.dtype == torch.float32
     torch.testing.assert_close(scales, wanted, rtol=0, atol=0)
-    assert f"{FILE_NAME} is not used" in caplog.text
 
 
 def test_an_old_kv_scale_is_of_both(model: Path) -> None:
     add(model, {f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(layer + 0.5) for layer in range(LAYERS)})
     assert scales_of(model)[:, :, 1].tolist() == [[0.5, 0.5], [1.5, 1.5], [2.5, 2.5]]
-
-
-def test_a_file_holds_every_bit(model: Path) -> None:
-    wanted = random_scales()
-    save_kv_scales(model / FILE_NAME, wanted)
-    torch.testing.assert_close(scales_of(model), wanted, rtol=0, atol=0)
-    assert {path.name for path in model.iterdir() if path.name.startswith(".")} == set()
 
 
 def test_a_checkpoint_with_scales_serves_a_pool_that_needs_none(model: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -121,45 +108,35 @@ def test_a_checkpoint_with_scales_serves_a_pool_that_needs_none(model: Path, cap
         (torch.ones(0), r"k_scale has shape \[0\]"),
     ],
 )
-@pytest.mark.parametrize("source", ["checkpoint", "file"])
-def test_what_is_malformed_is_named_with_the_way_out(value: torch.Tensor, words: str, source: str, model: Path) -> None:
-    tensors = named("{kind}_scale", per_tensor()) | {"model.layers.1.self_attn.k_scale": value}
-    if source == "file":
-        save_file(tensors, model / FILE_NAME)
-        way_out = r"kv_scales\.safetensors: .*make the file anew \(kvrelay calibrate-kv\), or remove it"
-    else:
-        add(model, tensors)
-        way_out = r"model\.safetensors: .*take a checkpoint with sound scales, or leave --kv-dtype at auto"
-    with pytest.raises(ModelError, match=rf"model\.layers\.1\.self_attn\.{words}.*"):
-        scales_of(model)
-    with pytest.raises(ModelError, match=way_out):
+def test_what_is_malformed_is_named_with_the_way_out(value: torch.Tensor, words: str, model: Path) -> None:
+    add(model, named("{kind}_scale", per_tensor()) | {"model.layers.1.self_attn.k_scale": value})
+    way_out = "take a checkpoint with sound scales, or leave --kv-dtype at auto"
+    with pytest.raises(ModelError, match=rf"model\.safetensors: model\.layers\.1\.self_attn\.{words}.*{way_out}"):
         scales_of(model)
 
 
-def test_sets_that_are_not_whole_are_refused(model: Path) -> None:
+def test_sets_that_are_not_whole_are_refused(model: Path, tmp_path: Path) -> None:
+    config = load_config(model)
     tensors = named("{kind}_scale", per_tensor())
-    path = model / FILE_NAME
+    path = tmp_path / "scales.safetensors"
     save_file({**tensors, "model.layers.3.self_attn.k_scale": torch.tensor(1.0)}, path)
     with pytest.raises(
-        ModelError, match=r"layers\.3\.self_attn\.k_scale is of layer 3; the model has 3: make the file"
+        ModelError, match=r"layers\.3\.self_attn\.k_scale is of layer 3; the model has 3: take a checkp"
     ):
-        scales_of(model)
+        load_kv_scales([path], config)
     save_file({**tensors, "model.layers.2.self_attn.kv_scale": torch.tensor(1.0)}, path)
     with pytest.raises(ModelError, match=r"layers\.2\.self_attn\..*k.*_scale are scales of the same k"):
-        scales_of(model)
+        load_kv_scales([path], config)
     save_file(tensors, path)
     with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.k_scale and .* are scales of the same k"):
-        load_kv_scales(model, [path, path], load_config(model))  # as in two shards
+        load_kv_scales([path, path], config)  # as in two shards
     del tensors["model.layers.2.self_attn.v_scale"]
     save_file(tensors, path)
     with pytest.raises(ModelError, match=r"layers\.2\.self_attn\.v_scale is missing, where others are there"):
-        scales_of(model)
-    save_file({"model.layers.2.mlp.scale": torch.ones(1)}, path)
-    with pytest.raises(ModelError, match=r"has no K/V scales: make the file anew"):
-        scales_of(model)
+        load_kv_scales([path], config)
     path.write_bytes(b"no safetensors")
-    with pytest.raises(ModelError, match=r"kv_scales\.safetensors cannot be read"):
-        scales_of(model)
+    with pytest.raises(ModelError, match=r"scales\.safetensors cannot be read"):
+        load_kv_scales([path], config)
 
 
 def test_every_bit_of_every_scale_is_in_the_fingerprint(model: Path) -> None:
@@ -169,7 +146,14 @@ def test_every_bit_of_every_scale_is_in_the_fingerprint(model: Path) -> None:
         return config_of(model).layout("m", "d", "float8_e4m3fn", 16, kv_scales=kv_scales_digest(scales))
 
     scales = random_scales()
-    save_kv_scales(model / FILE_NAME, scales)
+    add(
+        model,
+        {
+            f"model.layers.{layer}.self_attn.{kind}_scale": scales[layer, "kv".index(kind)].clone()
+            for layer in range(LAYERS)
+            for kind in "kv"
+        },
+    )
     mine = layout(scales)
     assert layout(scales_of(model)).fingerprint() == mine.fingerprint()
     for place in ((0, 0, 0), (2, 1, 1)):

@@ -57,7 +57,7 @@ def test_every_command_has_help_with_flags_variables_and_defaults(
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(command in text for command in [*COMMANDS, "fetch", "calibrate-kv"])
+    assert all(command in text for command in [*COMMANDS, "fetch"])
     assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("kvrelay, version ")
 
