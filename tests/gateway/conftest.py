@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from kvrelay.gateway.tokenizer import Tokenizer
 
 from ..simulation.clock import SimLoop
 from .clock import Clock
-from .http_app import CHAT_TEMPLATE
+from .http_app import CHAT_TEMPLATE, App, app_for, saying
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -45,6 +45,13 @@ def clock() -> Clock:
 def tokenizer(model_directory: Path) -> Callable[[], Tokenizer]:
     """Loads the tokenizer of the model directory."""
     return lambda: Tokenizer.load(model_directory)
+
+
+@pytest.fixture
+async def app(model_directory: Path) -> AsyncIterator[App]:
+    """An application in front of a worker that says "x" to everything."""
+    async with app_for(model_directory, saying("x")) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 from kvrelay import __version__
 from kvrelay.wire.messages import Submit
 
-from .http_app import CHAT, TEXT, app_for, saying
+from .http_app import CHAT, TEXT, App, app_for, saying
 
 USER = [{"role": "user", "content": "hand over"}]
 SAID = "the baton, née 🏃 here"
@@ -104,19 +104,16 @@ async def test_a_stop_string_over_tokens_ends_the_work(model_directory: Path) ->
         (TEXT, {"prompt": [5, 6]}, 16),
     ],
 )
-async def test_defaults_are_openais(
-    model_directory: Path, path: str, body: dict[str, Any], max_tokens: int | None
-) -> None:
-    async with app_for(model_directory, saying("x")) as app:
-        await app.post(path, **body)
-        await app.post(path, **body, seed=-3, ignore_eos=True)
-        first, second = app.player.submits
-        assert first.sampling.max_tokens == (max_tokens or 512 - len(first.token_ids))
-        assert (first.sampling.temperature, first.sampling.top_p, first.sampling.top_k) == (1.0, 1.0, 0)
-        assert 0 <= first.sampling.seed < 2**63
-        assert first.sampling.stop_token_ids == app.tokenizer.eos_ids
-        assert second.sampling.seed == 2**64 - 3
-        assert second.sampling.stop_token_ids == ()
+async def test_defaults_are_openais(app: App, path: str, body: dict[str, Any], max_tokens: int | None) -> None:
+    await app.post(path, **body)
+    await app.post(path, **body, seed=-3, ignore_eos=True)
+    first, second = app.player.submits
+    assert first.sampling.max_tokens == (max_tokens or 512 - len(first.token_ids))
+    assert (first.sampling.temperature, first.sampling.top_p, first.sampling.top_k) == (1.0, 1.0, 0)
+    assert 0 <= first.sampling.seed < 2**63
+    assert first.sampling.stop_token_ids == app.tokenizer.eos_ids
+    assert second.sampling.seed == 2**64 - 3
+    assert second.sampling.stop_token_ids == ()
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
@@ -168,7 +165,6 @@ def _pairs(submits: list[Submit]) -> list[tuple[Submit, Submit]]:
     return list(zip(submits[::2], submits[1::2], strict=True))
 
 
-async def test_the_version(model_directory: Path) -> None:
-    async with app_for(model_directory, saying("x")) as app:
-        answer = await app.client.get("/version")
-        assert (answer.status_code, answer.json()) == (200, {"version": __version__})
+async def test_the_version(app: App) -> None:
+    answer = await app.client.get("/version")
+    assert (answer.status_code, answer.json()) == (200, {"version": __version__})

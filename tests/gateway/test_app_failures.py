@@ -25,7 +25,7 @@ from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool
 from kvrelay.wire.messages import FailureCode, Submit
 
-from .http_app import CHAT, TEXT, app_for, lifespan, saying
+from .http_app import CHAT, TEXT, App, app_for, lifespan, saying
 from .players import Player, failing, good
 
 USER = [{"role": "user", "content": "hand over"}]
@@ -41,18 +41,17 @@ async def no_news() -> Message:
 # -- failures ------------------------------------------------------------------------------------------------------
 
 
-async def test_without_workers_every_request_gets_503_at_once(model_directory: Path) -> None:
-    async with app_for(model_directory, saying("x")) as app:
-        await app.player.server.stop()
-        async with asyncio.timeout(20):
-            while (await app.client.get("/health/ready")).status_code == 200:
-                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
-        assert "no decode worker is up" in (await app.client.get("/health/ready")).json()["reasons"][0]
-        assert (await app.client.get("/health/live")).status_code == 200
-        response = await app.client.post(TEXT, json={"prompt": "x"})
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
-        assert int(response.headers["retry-after"]) >= 1
-        assert "tcp://" not in response.text
+async def test_without_workers_every_request_gets_503_at_once(app: App) -> None:
+    await app.player.server.stop()
+    async with asyncio.timeout(20):
+        while (await app.client.get("/health/ready")).status_code == 200:
+            await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+    assert "no decode worker is up" in (await app.client.get("/health/ready")).json()["reasons"][0]
+    assert (await app.client.get("/health/live")).status_code == 200
+    response = await app.client.post(TEXT, json={"prompt": "x"})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+    assert int(response.headers["retry-after"]) >= 1
+    assert "tcp://" not in response.text
 
 
 async def test_workers_that_go_while_a_prompt_is_encoded_are_a_503(
@@ -116,27 +115,26 @@ async def test_a_failure_in_the_middle_is_one_event(model_directory: Path) -> No
 
 
 async def test_an_unexpected_error_is_logged_and_not_told(
-    model_directory: Path,
+    app: App,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("a secret")
 
-    async with app_for(model_directory, saying("x")) as app:
-        monkeypatch.setattr(Tokenizer, "encode", broken)
-        with caplog.at_level(logging.ERROR, "kvrelay.gateway"):
-            response = await app.client.post(TEXT, json={"prompt": "x"}, headers={"x-request-id": "mine"})
-        assert response.status_code == 500
-        assert "secret" not in response.text
-        assert response.json()["error"]["code"] == "internal_error"
-        assert response.headers["x-request-id"] == "mine"
-        record = caplog.records[0]
-        assert record.__dict__["request_id"] == "mine"
-        assert record.exc_info is not None
+    monkeypatch.setattr(Tokenizer, "encode", broken)
+    with caplog.at_level(logging.ERROR, "kvrelay.gateway"):
+        response = await app.client.post(TEXT, json={"prompt": "x"}, headers={"x-request-id": "mine"})
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert response.json()["error"]["code"] == "internal_error"
+    assert response.headers["x-request-id"] == "mine"
+    record = caplog.records[0]
+    assert record.__dict__["request_id"] == "mine"
+    assert record.exc_info is not None
 
 
-async def test_a_client_that_leaves_while_it_sends(model_directory: Path) -> None:
+async def test_a_client_that_leaves_while_it_sends(app: App) -> None:
     """Half a body is not a request."""
     incoming: list[Message] = [
         {"type": "http.request", "body": b'{"prompt": "x"}', "more_body": True},
@@ -150,15 +148,14 @@ async def test_a_client_that_leaves_while_it_sends(model_directory: Path) -> Non
     async def send(message: Message) -> None:
         sent.append(message)
 
-    async with app_for(model_directory, saying("x")) as app:
-        headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": TEXT, "headers": headers, "query_string": b""}
-        await app.asgi(scope, receive, send)
-        assert not sent
-        assert not app.player.submits
-        metrics = await app.metrics()
-        assert metrics["kvrelay_client_disconnects_total"] == 1
-        assert metrics['kvrelay_requests_total{outcome="client_left",route="/v1/completions"}'] == 1
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": TEXT, "headers": headers, "query_string": b""}
+    await app.asgi(scope, receive, send)
+    assert not sent
+    assert not app.player.submits
+    metrics = await app.metrics()
+    assert metrics["kvrelay_client_disconnects_total"] == 1
+    assert metrics['kvrelay_requests_total{outcome="client_left",route="/v1/completions"}'] == 1
 
 
 # -- streams -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .http_app import CHAT, TEXT, app_for
+from .http_app import CHAT, TEXT, App, app_for
 from .players import good
 
 WORDS = "one relay hands the baton to the next one "
@@ -63,9 +63,8 @@ async def test_a_body_that_is_much_work_does_not_stop_the_others(model_directory
         assert min(longest_s) <= 0.1, f"gaps of {longest_s} s"
 
 
-async def test_bad_words_have_a_bound_in_all(model_directory: Path) -> None:
-    async with app_for(model_directory, good) as app:
-        error = (await app.post(TEXT, 400, prompt="x", bad_words=["x" * 4096] * 200))["error"]
-        assert error["param"] == "bad_words"
-        assert "819200 characters in all; at most 8192" in error["message"]
-        await app.post(TEXT, prompt="x", bad_words=["x" * 4096] * 2)
+async def test_bad_words_have_a_bound_in_all(app: App) -> None:
+    error = (await app.post(TEXT, 400, prompt="x", bad_words=["x" * 4096] * 200))["error"]
+    assert error["param"] == "bad_words"
+    assert "819200 characters in all; at most 8192" in error["message"]
+    await app.post(TEXT, prompt="x", bad_words=["x" * 4096] * 2)

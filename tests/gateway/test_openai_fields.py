@@ -14,7 +14,7 @@ from kvrelay.common.sampling import BeamSearch, FinishReason, Guide, GuideKind, 
 from kvrelay.engine.fake import fake_card
 from kvrelay.wire.messages import Beam, Submit, TokenDelta, Tokens
 
-from .http_app import CHAT, TEXT, app_for, saying, tokens_of
+from .http_app import CHAT, TEXT, App, app_for, saying, tokens_of
 from .players import Player
 
 USER = [{"role": "user", "content": "hand over"}]
@@ -59,27 +59,24 @@ BECOMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-async def test_what_fields_become(model_directory: Path) -> None:
-    async with app_for(model_directory, saying("x")) as app:
-        for name, (fields, expected) in BECOMES.items():
-            await app.post(TEXT, prompt="x", **fields)
-            sampling = app.player.submits[-1].sampling
-            assert {field: getattr(sampling, field) for field in expected} == expected, name
+async def test_what_fields_become(app: App) -> None:
+    for name, (fields, expected) in BECOMES.items():
+        await app.post(TEXT, prompt="x", **fields)
+        sampling = app.player.submits[-1].sampling
+        assert {field: getattr(sampling, field) for field in expected} == expected, name
 
 
-async def test_stop_tokens_are_beside_the_models_own(model_directory: Path) -> None:
-    async with app_for(model_directory, saying("x")) as app:
-        await app.post(TEXT, prompt="x", stop_token_ids=[9, 9, 8])
-        assert app.player.submits[-1].sampling.stop_token_ids == (*app.tokenizer.eos_ids, 9, 8)
-        await app.post(TEXT, prompt="x", stop_token_ids=[9], ignore_eos=True)
-        assert app.player.submits[-1].sampling.stop_token_ids == (9,)
+async def test_stop_tokens_are_beside_the_models_own(app: App) -> None:
+    await app.post(TEXT, prompt="x", stop_token_ids=[9, 9, 8])
+    assert app.player.submits[-1].sampling.stop_token_ids == (*app.tokenizer.eos_ids, 9, 8)
+    await app.post(TEXT, prompt="x", stop_token_ids=[9], ignore_eos=True)
+    assert app.player.submits[-1].sampling.stop_token_ids == (9,)
 
 
-async def test_bad_words_are_spelled_with_and_without_a_space(model_directory: Path) -> None:
-    async with app_for(model_directory, saying("x")) as app:
-        await app.post(TEXT, prompt="x", bad_words=["relay", ""])
-        spelled = [app.tokenizer.decode(ids) for ids in app.player.submits[-1].sampling.bad_words]
-        assert spelled == ["relay", " relay"]
+async def test_bad_words_are_spelled_with_and_without_a_space(app: App) -> None:
+    await app.post(TEXT, prompt="x", bad_words=["relay", ""])
+    spelled = [app.tokenizer.decode(ids) for ids in app.player.submits[-1].sampling.bad_words]
+    assert spelled == ["relay", " relay"]
 
 
 async def test_the_operators_processors_go_by_name(model_directory: Path) -> None:
@@ -91,16 +88,15 @@ async def test_the_operators_processors_go_by_name(model_directory: Path) -> Non
         assert "calm, quiet" in error["message"]
 
 
-async def test_retention_hints_travel(model_directory: Path) -> None:
-    async with app_for(model_directory, saying("x")) as app:
-        for fields, expected in (
-            ({}, None),
-            ({"cache_ttl": 60}, Retention(priority=80, ttl_s=60.0)),
-            ({"cache_priority": 5}, Retention(priority=5)),
-            ({"cache_priority": 100, "cache_ttl": 1.5}, Retention(priority=100, ttl_s=1.5)),
-        ):
-            await app.post(CHAT, messages=USER, **fields)
-            assert app.player.submits[-1].retention == expected
+async def test_retention_hints_travel(app: App) -> None:
+    for fields, expected in (
+        ({}, None),
+        ({"cache_ttl": 60}, Retention(priority=80, ttl_s=60.0)),
+        ({"cache_priority": 5}, Retention(priority=5)),
+        ({"cache_priority": 100, "cache_ttl": 1.5}, Retention(priority=100, ttl_s=1.5)),
+    ):
+        await app.post(CHAT, messages=USER, **fields)
+        assert app.player.submits[-1].retention == expected
 
 
 @pytest.mark.parametrize(
@@ -227,13 +223,12 @@ async def test_prompt_logprobs(model_directory: Path) -> None:
         assert sum("prompt_logprobs" in event for event in events) == 1
 
 
-async def test_what_backs_an_answer(model_directory: Path) -> None:
-    async with app_for(model_directory, saying("x")) as app:
-        answers = [await app.post(TEXT, prompt="x"), await app.post(CHAT, messages=USER)]
-        answers += await app.events(CHAT, messages=USER)
-        fingerprints = {answer["system_fingerprint"] for answer in answers}
-        assert len(fingerprints) == 1
-        assert fingerprints.pop().startswith("fp_")
+async def test_what_backs_an_answer(app: App) -> None:
+    answers = [await app.post(TEXT, prompt="x"), await app.post(CHAT, messages=USER)]
+    answers += await app.events(CHAT, messages=USER)
+    fingerprints = {answer["system_fingerprint"] for answer in answers}
+    assert len(fingerprints) == 1
+    assert fingerprints.pop().startswith("fp_")
 
 
 # -- several choices -----------------------------------------------------------------------------------------------

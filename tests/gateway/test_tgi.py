@@ -11,7 +11,7 @@ import pytest
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.wire.messages import FailureCode, Submit
 
-from .http_app import app_for, saying, tokens_of
+from .http_app import App, app_for, saying, tokens_of
 from .players import Player, failing
 
 SAID = "the baton, née 🏃 here"
@@ -185,23 +185,22 @@ async def test_an_error_in_the_middle_is_the_last_event(model_directory: Path) -
         ] == 1
 
 
-async def test_info_and_health(model_directory: Path) -> None:
-    async with app_for(model_directory, saying("x")) as app:
-        info = (await app.client.get("/info")).json()
-        card = app.player.card
-        assert info["model_id"] == "tiny"
-        assert info["max_total_tokens"] == card.max_model_len
-        assert info["max_input_tokens"] == card.max_model_len - 1
-        assert info["model_device_type"] == "cpu"
-        assert info["max_concurrent_requests"] == 1024
-        assert info["router"] == "kvrelay"
-        for path in ("/health", "/ping"):
-            response = await app.client.get(path)
-            assert (response.status_code, response.content) == (200, b"")
-        await app.player.server.stop()
-        async with asyncio.timeout(20):
-            while (response := await app.client.get("/health")).status_code == 200:
-                await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
-        assert response.status_code == 503
-        assert response.json()["error_type"] == "unhealthy"
-        assert "no decode worker is up" in response.json()["error"]
+async def test_info_and_health(app: App) -> None:
+    info = (await app.client.get("/info")).json()
+    card = app.player.card
+    assert info["model_id"] == "tiny"
+    assert info["max_total_tokens"] == card.max_model_len
+    assert info["max_input_tokens"] == card.max_model_len - 1
+    assert info["model_device_type"] == "cpu"
+    assert info["max_concurrent_requests"] == 1024
+    assert info["router"] == "kvrelay"
+    for path in ("/health", "/ping"):
+        response = await app.client.get(path)
+        assert (response.status_code, response.content) == (200, b"")
+    await app.player.server.stop()
+    async with asyncio.timeout(20):
+        while (response := await app.client.get("/health")).status_code == 200:
+            await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
+    assert response.status_code == 503
+    assert response.json()["error_type"] == "unhealthy"
+    assert "no decode worker is up" in response.json()["error"]

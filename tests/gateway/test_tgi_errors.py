@@ -22,7 +22,7 @@ from kvrelay.gateway.errors import (
 from kvrelay.gateway.tgi.errors import PATHS, tgi_error
 from kvrelay.wire.messages import FailureCode
 
-from .http_app import CHAT, app_for
+from .http_app import CHAT, App, app_for
 from .players import failing, good
 from .test_api_keys import keys_file
 
@@ -71,35 +71,32 @@ WRONG_IN_PART: list[tuple[list[tuple[str, dict[str, Any]]], dict[str, Any], tupl
 ]
 
 
-async def test_what_is_wrong_is_named(model_directory: Path) -> None:
-    async with app_for(model_directory, good) as app:
-        for routes, parameters, names in [*((ROUTES, *case) for case in WRONG), *WRONG_IN_PART]:
-            for path, more in routes:
-                refused = await app.post(path, 422, inputs="x", parameters=parameters, **more)
-                assert refused["error_type"] == "validation"
-                assert refused["error"].startswith("Input validation error: ")
-                for name in names:
-                    assert name in refused["error"]
-        assert app.player.submits == []
+async def test_what_is_wrong_is_named(app: App) -> None:
+    for routes, parameters, names in [*((ROUTES, *case) for case in WRONG), *WRONG_IN_PART]:
+        for path, more in routes:
+            refused = await app.post(path, 422, inputs="x", parameters=parameters, **more)
+            assert refused["error_type"] == "validation"
+            assert refused["error"].startswith("Input validation error: ")
+            for name in names:
+                assert name in refused["error"]
+    assert app.player.submits == []
 
 
-async def test_a_bad_body_is_422_in_tgis_shape(model_directory: Path) -> None:
-    async with app_for(model_directory, good) as app:
-        for content in (b"{", b"[]", b"{}", b'{"inputs": ""}', b'{"inputs": 5}', b'{"inputs": "x", "parameters": 1}'):
-            response = await app.client.post("/generate", content=content, headers={"content-type": "application/json"})
-            assert (response.status_code, response.json()["error_type"]) == (422, "validation"), content
-        assert (await app.client.post("/generate", content=b"x")).status_code == 422
-        # The same goes on being OpenAI's 400 on OpenAI's routes.
-        assert (await app.client.post(CHAT, json={}, headers={})).status_code == 400
+async def test_a_bad_body_is_422_in_tgis_shape(app: App) -> None:
+    for content in (b"{", b"[]", b"{}", b'{"inputs": ""}', b'{"inputs": 5}', b'{"inputs": "x", "parameters": 1}'):
+        response = await app.client.post("/generate", content=content, headers={"content-type": "application/json"})
+        assert (response.status_code, response.json()["error_type"]) == (422, "validation"), content
+    assert (await app.client.post("/generate", content=b"x")).status_code == 422
+    # The same goes on being OpenAI's 400 on OpenAI's routes.
+    assert (await app.client.post(CHAT, json={}, headers={})).status_code == 400
 
 
-async def test_a_method_that_a_path_does_not_take(model_directory: Path) -> None:
-    async with app_for(model_directory, good) as app:
-        response = await app.client.get("/generate")
-        assert response.status_code == 405
-        assert response.json() == {"error": "Method Not Allowed", "error_type": "validation"}
-        unknown = await app.client.get("/nowhere")
-        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
+async def test_a_method_that_a_path_does_not_take(app: App) -> None:
+    response = await app.client.get("/generate")
+    assert response.status_code == 405
+    assert response.json() == {"error": "Method Not Allowed", "error_type": "validation"}
+    unknown = await app.client.get("/nowhere")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
 
 
 async def test_no_room_is_overloaded_with_a_hint(model_directory: Path) -> None:
