@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvrelay.common.sampling import FinishReason
+from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.formats import AnswerHead, Shown
 from kvrelay.gateway.generation import TextDelta, Usage
@@ -13,7 +13,7 @@ from kvrelay.gateway.jobs import Choice
 from kvrelay.gateway.logprob_bodies import chat_logprobs, prompt_logprobs
 from kvrelay.gateway.sse import DONE, ChunkTemplate, sse
 from kvrelay.gateway.tokenizer import Tokenizer
-from kvrelay.gateway.tools.calls import OutputParser, ParsedDelta, ToolCallDelta
+from kvrelay.gateway.tools.calls import OutputParser, ToolCallDelta
 
 
 class ChatFormat:
@@ -54,24 +54,17 @@ class ChatFormat:
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """One chunk of a stream; none for text that is held back because it may be a marker's beginning."""
-        choice: dict[str, Any] = {"index": index, "delta": {}, "finish_reason": delta.finish_reason}
-        if self._parsers is None:
-            if delta.text:
-                choice["delta"] = {"content": delta.text}
-        else:
-            choice["delta"] = self._parsed(index, self._parsers[index], delta)
-            if delta.finish_reason is FinishReason.STOP and self._has_called[index]:
-                choice["finish_reason"] = "tool_calls"
+        said = {"content": delta.text} if delta.text else {}
+        if self._parsers is not None:
+            said = self._said(index, delta.text, is_over=delta.finish_reason is not None)
+        choice = {"index": index, "delta": said, "finish_reason": self._finish_reason(index, delta)}
         if delta.stop_reason is not None:
             choice["stop_reason"] = delta.stop_reason
-        if self._shown.logprobs:
-            choice["logprobs"] = chat_logprobs(self._tokenizer, delta.tokens, ids_as_tokens=self._shown.ids_as_tokens)
-        if self._shown.token_ids:
-            choice["token_ids"] = [token.token_id for token in delta.tokens]
+        choice |= self._of_tokens(delta.tokens)
         more: dict[str, Any] = {}
         if self._shown.prompt_logprobs and delta.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_logprobs(self._tokenizer, delta.prompt_logprobs)
-        is_silent = self._parsers is not None and not choice["delta"] and delta.finish_reason is None
+        is_silent = self._parsers is not None and not said and delta.finish_reason is None
         if is_silent and not more and not self._shown.logprobs and not self._shown.token_ids:
             return b""
         return self._chunk([choice], **more)
@@ -94,62 +87,67 @@ class ChatFormat:
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         last = choice.deltas[-1]
-        message: dict[str, Any] = {"role": "assistant", "content": self._echoed + choice.text, "refusal": None}
-        finish_reason: str | None = last.finish_reason
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if self._parsers is not None:
-            message |= _message(self._parsers[choice.index], choice.text, self._echoed)
-            if finish_reason == FinishReason.STOP and message.get("tool_calls"):
-                finish_reason = "tool_calls"
-        body: dict[str, Any] = {
+            message |= {"content": "", **self._said(choice.index, choice.text, is_over=True)}
+        message["content"] = self._echoed + message["content"]
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = _whole_calls(calls)
+            message["content"] = message["content"] or None
+        return {
             "index": choice.index,
             "message": message,
-            "finish_reason": finish_reason,
+            "finish_reason": self._finish_reason(choice.index, last),
             "stop_reason": last.stop_reason,
             "logprobs": None,
+            **self._of_tokens(choice.tokens),
         }
-        if self._shown.logprobs:
-            body["logprobs"] = chat_logprobs(self._tokenizer, choice.tokens, ids_as_tokens=self._shown.ids_as_tokens)
-        if self._shown.token_ids:
-            body["token_ids"] = [token.token_id for token in choice.tokens]
+
+    def _said(self, index: int, text: str, *, is_over: bool) -> dict[str, Any]:
+        """What new text of a choice turned out to be."""
+        assert self._parsers is not None
+        parsed = self._parsers[index].push(text)
+        if is_over:
+            parsed += self._parsers[index].finish()
+        body: dict[str, Any] = {}
+        if parsed.content:
+            body["content"] = parsed.content
+        if parsed.reasoning:
+            body["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            self._has_called[index] = True
+            body["tool_calls"] = [_call_delta(call) for call in parsed.calls]
         return body
 
-    def _parsed(self, index: int, parser: OutputParser, delta: TextDelta) -> dict[str, Any]:
-        parts = [parser.push(delta.text)]
-        if delta.finish_reason is not None:
-            parts.append(parser.finish())
+    def _finish_reason(self, index: int, delta: TextDelta) -> str | None:
+        return (
+            "tool_calls"
+            if delta.finish_reason is FinishReason.STOP and self._has_called[index]
+            else delta.finish_reason
+        )
+
+    def _of_tokens(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+        """What the client asked to see of them."""
         body: dict[str, Any] = {}
-        if content := "".join(part.content for part in parts):
-            body["content"] = content
-        if reasoning := "".join(part.reasoning for part in parts):
-            body["reasoning_content"] = reasoning
-        if calls := [call for part in parts for call in part.calls]:
-            self._has_called[index] = True
-            body["tool_calls"] = [_call_delta(call) for call in calls]
+        if self._shown.logprobs:
+            body["logprobs"] = chat_logprobs(self._tokenizer, tokens, ids_as_tokens=self._shown.ids_as_tokens)
+        if self._shown.token_ids:
+            body["token_ids"] = [token.token_id for token in tokens]
         return body
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return sse({**self._chunk_head, "choices": choices, **more}) if more else self._template.event(choices)
 
 
-def _message(parser: OutputParser, text: str, echoed: str) -> dict[str, Any]:
-    """Content, reasoning and calls of a whole answer."""
-    parts: list[ParsedDelta] = [parser.push(text), parser.finish()]
-    content = echoed + "".join(part.content for part in parts)
-    message: dict[str, Any] = {"content": content}
-    if reasoning := "".join(part.reasoning for part in parts):
-        message["reasoning_content"] = reasoning
+def _whole_calls(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls as an answer that is not streamed has them, from the pieces that a stream would have."""
     calls: dict[int, dict[str, Any]] = {}
-    for delta in (call for part in parts for call in part.calls):
-        call = calls.setdefault(
-            delta.index, {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
-        )
-        call["id"] = delta.id or call["id"]
-        call["function"]["name"] = delta.name or call["function"]["name"]
-        call["function"]["arguments"] += delta.arguments
-    if calls:
-        message["tool_calls"] = list(calls.values())
-        message["content"] = content or None
-    return message
+    for delta in deltas:
+        if "id" in delta:
+            calls[delta["index"]] = {"id": delta["id"], "type": "function", "function": delta["function"]}
+        else:
+            calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
+    return list(calls.values())
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
