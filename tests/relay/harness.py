@@ -86,19 +86,34 @@ class Relay:
     backlog: list[Message] = field(default_factory=list)
 
     def submit(
-        self, request_id: str, token_ids: Seq[int], max_tokens: int, *, local: bool = False, attempt: int = 1
+        self,
+        request_id: str,
+        token_ids: Seq[int],
+        sampling: SamplingParams | int,
+        *,
+        local: bool = False,
+        attempt: int = 1,
     ) -> None:
-        """Send a greedy request."""
-        target = DecodeTarget(address=self.decode.address)
+        """Send a request: so many tokens, greedily, or as ``sampling`` says."""
+        if isinstance(sampling, int):
+            sampling = SamplingParams(max_tokens=sampling, temperature=0.0)
         message = Submit(
             request_id=request_id,
             attempt=attempt,
             token_ids=list(token_ids),
             num_prompt_tokens=len(token_ids),
-            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
-            decode=None if local else target,
+            sampling=sampling,
+            decode=None if local else DecodeTarget(address=self.decode.address),
         )
         assert (self.to_decode if local else self.to_prefill).client.send(message)
+
+    async def failure(self, token_ids: Seq[int], max_tokens: int = 8) -> Failed:
+        """That of a request which cannot end well; nothing of it is left."""
+        self.submit("fails", token_ids, max_tokens)
+        outcome = (await self.outcome("fails"))["fails"]
+        assert isinstance(outcome, Failed)
+        await self.settled()
+        return outcome
 
     async def outcome(self, *request_ids: str) -> dict[str, list[int] | Message]:
         """Wait until every request ended; its output tokens, or the message that ended it otherwise."""

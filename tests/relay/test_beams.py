@@ -7,36 +7,21 @@ import asyncio
 import pytest
 
 from kvrelay.common.sampling import BeamSearch, FinishReason, SamplingParams
-from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.wire.messages import (
     Cancel,
     Cancelled,
-    DecodeTarget,
     Failed,
     FailureCode,
     HandedOver,
-    Submit,
     TokenDelta,
     Tokens,
 )
 from tests.decode_worker.rig import beams, expected_beams
 from tests.engine.conftest import tokens
 from tests.relay.gate import Gate
-from tests.relay.harness import TIMEOUT_S, Link, Relay, relay
+from tests.relay.harness import TIMEOUT_S, Link, relay
 
 VOCAB = 1000
-
-
-def send(running: Relay, name: str, prompt: list[int], sampling: SamplingParams, *, local: bool = False) -> None:
-    message = Submit(
-        request_id=name,
-        attempt=1,
-        token_ids=prompt,
-        num_prompt_tokens=len(prompt),
-        sampling=sampling,
-        decode=None if local else DecodeTarget(address=running.decode.address),
-    )
-    assert (running.to_decode if local else running.to_prefill).client.send(message)
 
 
 async def deltas_of(link: Link, name: str) -> list[TokenDelta]:
@@ -68,7 +53,7 @@ def found(delta: TokenDelta) -> list[list[int]]:
 async def test_a_search_is_told_once_at_its_end_the_same_handed_over_and_local(width: int, max_tokens: int) -> None:
     prompt, sampling = tokens(width, 9), beams(width, max_tokens)
     async with relay() as running:
-        send(running, "handed", prompt, sampling)
+        running.submit("handed", prompt, sampling)
         (first,) = await deltas_of(running.to_prefill, "handed")
         assert (first.tokens, first.beams, first.finish_reason) == ([], None, None)
         assert first.timings is not None
@@ -78,7 +63,7 @@ async def test_a_search_is_told_once_at_its_end_the_same_handed_over_and_local(w
         assert all(delta.tokens == [] and delta.beams is None for delta in begun)
         told = [delta.timings for delta in (*begun, last) if delta.timings is not None]
         assert [one.transfer_s is not None and one.first_step_s is not None for one in told] == [True]
-        send(running, "local", prompt, sampling, local=True)
+        running.submit("local", prompt, sampling, local=True)
         *begun, last = await deltas_of(running.to_decode, "local")
         assert found(last) == expected_beams(prompt, sampling, VOCAB)
         told = [delta.timings for delta in (*begun, last) if delta.timings is not None]
@@ -91,7 +76,7 @@ async def test_the_best_few_are_returned_and_the_likeliest_first() -> None:
         max_tokens=10, temperature=0.0, stop_token_ids=(7,), beam_search=BeamSearch(width=5, num_return=2)
     )
     async with relay() as running:
-        send(running, "a", tokens(1, 9), sampling)
+        running.submit("a", tokens(1, 9), sampling)
         (*_, last) = await deltas_of(running.to_decode, "a")
         assert last.beams is not None
         assert [beam.score for beam in last.beams] == sorted((beam.score for beam in last.beams), reverse=True)
@@ -102,7 +87,7 @@ async def test_the_best_few_are_returned_and_the_likeliest_first() -> None:
 async def test_a_search_that_is_cancelled_gives_everything_back() -> None:
     gate = Gate(num_tokens=4)
     async with relay(on_decode_step=gate) as running:
-        send(running, "a", tokens(1, 9), beams(4, 50, stops=()))
+        running.submit("a", tokens(1, 9), beams(4, 50, stops=()))
         async with asyncio.timeout(TIMEOUT_S):
             begun = await running.to_decode.inbox.get()
             assert isinstance(begun, Tokens)
@@ -125,37 +110,23 @@ async def test_a_step_that_fails_ends_a_search_once() -> None:
             raise RuntimeError("out of memory")
 
     async with relay(on_decode_step=fail) as running:
-        send(running, "a", tokens(1, 9), beams(4, stops=()), local=True)
+        running.submit("a", tokens(1, 9), beams(4, stops=()), local=True)
         async with asyncio.timeout(TIMEOUT_S):
             while isinstance(message := await running.to_decode.inbox.get(), Tokens):
                 pass
         assert isinstance(message, Failed)
         assert message.code is FailureCode.INTERNAL
         await running.settled()
-        send(running, "b", tokens(1, 9), beams(4, stops=()), local=True)
+        running.submit("b", tokens(1, 9), beams(4, stops=()), local=True)
         (*_, last) = await deltas_of(running.to_decode, "b")
         assert found(last) == expected_beams(tokens(1, 9), beams(4, stops=()), VOCAB)
-
-
-@pytest.mark.parametrize("local", [True, False])
-async def test_a_search_too_wide_for_the_decode_worker_is_refused_for_good(local: bool) -> None:
-    async with relay(decode_settings=DecodeSchedulerSettings(max_num_seqs=4)) as running:
-        send(running, "a", tokens(1, 9), beams(5), local=local)
-        link = running.to_decode if local else running.to_prefill
-        async with asyncio.timeout(TIMEOUT_S):
-            while isinstance(message := await link.inbox.get(), Tokens):
-                pass
-        assert isinstance(message, Failed)
-        assert message.code is FailureCode.INVALID
-        assert "beam_search.width is 5; this worker runs 4 sequences at a time" in message.detail
-        await running.settled()
 
 
 async def test_searches_and_ordinary_requests_run_beside_each_other() -> None:
     async with relay() as running:
         wanted = {f"b{width}": (tokens(width, 5 + width), beams(width, 10)) for width in (2, 4, 3)}
         for index, (name, (prompt, sampling)) in enumerate(wanted.items()):
-            send(running, name, prompt, sampling, local=index == 1)
+            running.submit(name, prompt, sampling, local=index == 1)
         running.submit("g", tokens(0, 9), 20)
         results: dict[str, list[list[int]]] = {}
         output: list[int] = []

@@ -9,25 +9,22 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.retention import Retention
-from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.block_manager import Owner, OwnerKind
-from kvrelay.engine.fake import expected_output, fake_card
+from kvrelay.engine.fake import fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
-from kvrelay.gateway.timings import RequestTimings
 from kvrelay.prefill_worker.worker import PrefillWorker
 
-from .workers import decode_worker, gateway, prefill_worker
+from .workers import decode_worker, gateway, generate, prefill_worker
 
 VOCAB = 1000
 BLOCK = 4
@@ -46,28 +43,11 @@ class Cluster:
     registries: list[CollectorRegistry]  # of the prefill workers, then of the decode workers
     relay: Relay
     metrics: GatewayMetrics
-    answers: dict[str, int] = field(default_factory=dict)
 
     async def generate(
         self, name: str, prompt: list[int], max_tokens: int, retention: Retention | None = None, cache_salt: str = ""
     ) -> tuple[list[int], int]:
-        """Greedy output, checked, and how much of the prompt nobody computed."""
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        request = GenerationRequest(
-            name, prompt, sampling, RequestTimings(0.0), retention=retention, cache_salt=cache_salt
-        )
-        output: list[int] = []
-        num_cached: set[int] = set()
-
-        def take(delta: OutputDelta) -> bool:
-            output.extend(token.token_id for token in delta.tokens)
-            num_cached.update(set() if delta.num_cached_tokens is None else {delta.num_cached_tokens})
-            return True
-
-        await self.relay.run(request, take)
-        assert output == expected_output(prompt, max_tokens, VOCAB)
-        assert len(num_cached) == 1, "all of its workers say the same"
-        return output, num_cached.pop()
+        return await generate(self.relay, name, prompt, max_tokens, retention=retention, cache_salt=cache_salt)
 
     def values(self, name: str, **labels: str) -> list[float]:
         """A metric of each worker, those of prefill first."""

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -99,7 +100,7 @@ async def test_many_with_preemption_on_a_small_pool() -> None:
 
 async def test_no_room_is_told_with_a_time_to_come_back() -> None:
     async with relay() as r:
-        others = Owner(OwnerKind.LEASE, "others")
+        others = Owner(OwnerKind.SEQUENCE, "others")
         r.decode.blocks.allocate(others, 60)
         r.submit("a", prompt(5, 100), 8)
         outcome = (await r.outcome("a"))["a"]
@@ -110,25 +111,22 @@ async def test_no_room_is_told_with_a_time_to_come_back() -> None:
         await r.settled()
 
 
-async def test_a_decode_worker_checks_what_is_offered_against_its_own_limits() -> None:
-    """The prefill worker's limit is larger. Granted, the sequence would break a step, and all others with it."""
-    async with relay(decode_card=fake_card(max_model_len=64), prefill_card=fake_card()) as r:
-        r.submit("a", prompt(5, 64), 8)
-        outcome = (await r.outcome("a"))["a"]
-        assert isinstance(outcome, Failed)
-        assert outcome.code is FailureCode.INVALID
-        assert "64 tokens leave no room to generate" in outcome.detail
-        await r.settled()
-
-
-async def test_layouts_that_do_not_fit_are_refused_with_both_sides() -> None:
-    async with relay(decode_card=fake_card(model_id="other")) as r:
-        r.submit("a", prompt(5, 10), 8)
-        outcome = (await r.outcome("a"))["a"]
-        assert isinstance(outcome, Failed)
-        assert outcome.code is FailureCode.LAYOUT_MISMATCH
-        assert "'other' / 'fake'" in outcome.detail
-        await r.settled()
+@pytest.mark.parametrize(
+    ("decode", "num_tokens", "code", "says"),
+    [
+        ({}, 300, FailureCode.INVALID, "300 tokens leave no room to generate: the limit is 256"),
+        # The prefill worker's limit is larger. Granted, the sequence would break a step, and all others with it.
+        ({"max_model_len": 64}, 64, FailureCode.INVALID, "64 tokens leave no room to generate"),
+        ({"model_id": "other"}, 10, FailureCode.LAYOUT_MISMATCH, "'other' / 'fake'"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_with_the_reason(
+    decode: dict[str, Any], num_tokens: int, code: FailureCode, says: str
+) -> None:
+    async with relay(decode_card=fake_card(**decode)) as r:
+        failed = await r.failure(prompt(5, num_tokens))
+        assert failed.code is code
+        assert says in failed.detail
 
 
 @pytest.mark.parametrize("mine", ["", "3fa85f6457174562"])
@@ -140,13 +138,10 @@ async def test_workers_with_other_kv_scales_do_not_exchange_blocks(mine: str) ->
 
     theirs = "b3fc2c963f66afa6"
     async with relay(decode_card=card(mine), prefill_card=card(theirs)) as r:
-        r.submit("a", prompt(5, 10), 8)
-        outcome = (await r.outcome("a"))["a"]
-        assert isinstance(outcome, Failed)
-        assert outcome.code is FailureCode.LAYOUT_MISMATCH
-        assert f"(decode / prefill): kv_scales: {mine!r} / {theirs!r} (other K/V scales" in outcome.detail
-        assert "same kv_scales.safetensors" in outcome.detail
-        await r.settled()
+        failed = await r.failure(prompt(5, 10))
+        assert failed.code is FailureCode.LAYOUT_MISMATCH
+        assert f"(decode / prefill): kv_scales: {mine!r} / {theirs!r} (other K/V scales" in failed.detail
+        assert "same kv_scales.safetensors" in failed.detail
     async with relay(decode_card=card(theirs), prefill_card=card(theirs)) as r:
         r.submit("a", prompt(5, 10), 8)
         assert (await r.outcome("a"))["a"] == expected_output(prompt(5, 10), 8, VOCAB)
@@ -196,23 +191,9 @@ async def test_a_failing_step_ends_its_requests_and_hurts_no_later_one() -> None
             raise error
 
     async with relay(on_decode_step=fail_once) as r:
-        r.submit("a", prompt(7, 20), 8)
-        outcome = (await r.outcome("a"))["a"]
-        assert isinstance(outcome, Failed)
-        assert outcome.code is FailureCode.INTERNAL
+        assert (await r.failure(prompt(7, 20))).code is FailureCode.INTERNAL
         r.submit("b", prompt(7, 20), 8)
         assert (await r.outcome("b"))["b"] == expected_output(prompt(7, 20), 8, VOCAB)
-        await r.settled()
-
-
-@pytest.mark.parametrize("num_tokens", [256, 300])
-async def test_a_prompt_that_cannot_fit_is_invalid(num_tokens: int) -> None:
-    async with relay() as r:
-        r.submit("a", prompt(8, num_tokens), 8)
-        outcome = (await r.outcome("a"))["a"]
-        assert isinstance(outcome, Failed)
-        assert outcome.code is FailureCode.INVALID
-        assert "256" in outcome.detail
         await r.settled()
 
 

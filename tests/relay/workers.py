@@ -10,14 +10,17 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.model_card import ModelCard
+from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.fake import FakeEngine, fake_card
+from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
@@ -116,3 +119,23 @@ async def gateway(
             await worker.drain()
             await worker.stop()
             assert_nothing_held(worker)
+
+
+async def generate(
+    relay: Relay, name: str, prompt: list[int], max_tokens: int, **request_fields: Any
+) -> tuple[list[int], int]:
+    """Greedy output, checked, and how much of the prompt nobody computed: all of its workers say the same."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    request = GenerationRequest(name, prompt, sampling, RequestTimings(0.0), **request_fields)
+    output: list[int] = []
+    num_cached: set[int] = set()
+
+    def take(delta: OutputDelta) -> bool:
+        output.extend(token.token_id for token in delta.tokens)
+        num_cached.update(set() if delta.num_cached_tokens is None else {delta.num_cached_tokens})
+        return True
+
+    await relay.run(request, take)
+    assert output == expected_output(prompt, max_tokens, fake_card().vocab_size)
+    assert len(num_cached) == 1
+    return output, num_cached.pop()
