@@ -4,8 +4,8 @@
 #   docker build --target worker  -t kvrelay-worker:0.1.0 .                                             CUDA
 #   docker build --target worker  -t kvrelay-worker:0.1.0-cpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .
 #
-# Models are mounted or downloaded, never built in. Probes are Kubernetes' business: there is no HEALTHCHECK. No image has a compiler:
-# what a worker would compile at its start (engine/native) is compiled in a stage that is left behind.
+# Models are mounted or downloaded, never built in. Probes are Kubernetes' business: there is no HEALTHCHECK. Kernels for the CPU
+# (engine/native) are compiled in a stage that is left behind; a worker for CUDA has gcc, with which Triton compiles what launches kernels.
 
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
@@ -50,13 +50,15 @@ COPY --from=wheel /requirements/worker.txt /requirements/constraints.txt /opt/kv
 RUN pip install --no-cache-dir -r /opt/kvrelay/worker.txt -c /opt/kvrelay/constraints.txt
 
 FROM worker-packages AS native
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ libc6-dev python3-dev
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ libc6-dev
 COPY src/kvrelay/__init__.py /source/kvrelay/
 COPY engine/__init__.py /source/kvrelay/engine/
 COPY engine/native /source/kvrelay/engine/native
 RUN PYTHONPATH=/source python -m kvrelay.engine.native.prebuild /native
 
 FROM worker-packages AS worker
+RUN if python -c 'import triton'; then \
+    apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; fi
 COPY --from=native /native /opt/kvrelay/native
 COPY --from=wheel /wheels /opt/kvrelay/wheels
 RUN pip install --no-cache-dir --no-deps /opt/kvrelay/wheels/*.whl && \

@@ -18,7 +18,6 @@ from kvrelay.engine.kv_pool import KvPool, block_nbytes_of
 from kvrelay.engine.kv_scales import unit_kv_scales
 from kvrelay.engine.model import DecoderModel
 from kvrelay.engine.model_config import ModelConfig
-from kvrelay.engine.native import triton_driver
 from kvrelay.engine.ops_cuda import CudaOps, StepInputs
 from kvrelay.engine.rounding import Rounding
 from kvrelay.engine.sampled import UnderWay
@@ -43,7 +42,6 @@ def cuda_model(
 
     ``kv_scales``: see :func:`cuda_ops`.
     """
-    triton_driver.use_prebuilt()
     graphs: DecodeGraphs | None = None
     try:
         ops = cuda_ops(config, pool, max_model_len, options, kv_scales)
@@ -94,7 +92,6 @@ def measure_memory(
 
     Raises ModelError if it does not fit.
     """
-    triton_driver.use_prebuilt()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:

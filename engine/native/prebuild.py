@@ -2,13 +2,11 @@
 
 Used as ``python -m kvrelay.engine.native.prebuild DIR``.
 
-DIR becomes ``prebuilt/`` beside this file: the CPU kernels for each kind of processor, and the library through which Triton
-speaks to CUDA (:mod:`kvrelay.engine.native.triton_driver`). Needs g++, gcc and Python's headers; no GPU.
+DIR becomes ``prebuilt/`` beside this file: the CPU kernels for each kind of processor. Needs g++.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -17,18 +15,14 @@ from kvrelay.engine.native.compiled import VARIANTS, CpuKernelsError, compile_li
 
 
 def prebuild(directory: Path) -> list[Path]:
-    """Compile everything into ``directory``; returns the files. Raises CpuKernelsError, subprocess.CalledProcessError."""
+    """Compile everything into ``directory``; returns the files. Raises CpuKernelsError."""
     compiler = shutil.which("g++")
     if compiler is None:
         raise CpuKernelsError("there is no g++ (apt install g++)")
     paths = [prebuilt_path(directory, variant) for variant in VARIANTS]
     for variant, path in zip(VARIANTS, paths, strict=True):
         compile_library(compiler, variant.flags, path)
-    if importlib.util.find_spec("triton") is None:
-        return paths  # a CPU build of torch brings none
-    from kvrelay.engine.native.triton_driver import compile_driver  # noqa: PLC0415
-
-    return [*paths, compile_driver(directory)]
+    return paths
 
 
 if __name__ == "__main__":

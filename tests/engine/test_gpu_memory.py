@@ -60,7 +60,6 @@ def test_others_may_have_left_less_and_a_share_may_hold_nothing() -> None:
 def test_memory_is_measured_beside_the_weights_and_the_largest_steps_own_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's counters, played: 16 GiB of weights, then a step of 1 GiB over a pool of 2."""
     calls: list[str] = []
-    monkeypatch.setattr(cuda.triton_driver, "use_prebuilt", lambda: None)
     monkeypatch.setattr(cuda, "run_largest_step", lambda *_: calls.append("step") or 2 * GIB)
     played = {
         "memory_allocated": lambda _: 16 * GIB,
