@@ -39,7 +39,7 @@ from .wires import Wires
 
 VOCAB = 1000
 STOPS = tuple(range(0, VOCAB, 20))  # tokens that end an output
-NUM_BLOCKS = 28
+NUM_BLOCKS = 28  # of each worker, if a story does not say
 LINKS = LinkSettings(ping_interval_s=1.0, peer_timeout_s=4.0, hello_timeout_s=2.0, reconnect_max_s=2.0)
 QUIET_S = 120.0  # this long after the last fault every time-out has passed
 
@@ -88,7 +88,9 @@ class Member:
 class World:
     """Prefill workers p0, p1 …, decode workers d0, d1 …, gateways g0, g1 …; use within ``with running(...)``."""
 
-    def __init__(self, seed: int, num_prefills: int, num_decodes: int, num_gateways: int, *, seal_kv: bool) -> None:
+    def __init__(
+        self, seed: int, num_prefills: int, num_decodes: int, num_gateways: int, *, seal_kv: bool, num_blocks: int
+    ) -> None:
         self.loop = SimLoop(seed)
         self.loop.set_exception_handler(self._on_loop_error)
         self.wires = Wires(self.loop)
@@ -97,6 +99,7 @@ class World:
         self.problems = self.wires.problems
         self.ended: list[Member] = []  # workers of before: kept, so that nothing of theirs is collected in the midst
         self._seal_kv = seal_kv
+        self._num_blocks = num_blocks
         self._epochs = itertools.count(1)
         self.prefill_names = [f"p{index}" for index in range(num_prefills)]
         self.decode_names = [f"d{index}" for index in range(num_decodes)]
@@ -124,7 +127,7 @@ class World:
             member.pool.update(static_workers(*addresses))
             return
         # One of two decode workers, as on a GPU, has its next step under way before it knows the last one's tokens.
-        engine = FakeEngine(fake_card(num_blocks=NUM_BLOCKS, vocab_size=VOCAB), runs_ahead=name == "d0")
+        engine = FakeEngine(fake_card(num_blocks=self._num_blocks, vocab_size=VOCAB), runs_ahead=name == "d0")
         worker: PrefillWorker | DecodeWorker
         if name[0] == "p":
             settings_p = PrefillSchedulerSettings(max_batched_tokens=16, max_num_seqs=3, max_waiting=8)
@@ -320,13 +323,19 @@ class World:
 
 @contextmanager
 def running(
-    seed: int = 0, *, num_prefills: int = 2, num_decodes: int = 2, num_gateways: int = 1, seal_kv: bool = False
+    seed: int = 0,
+    *,
+    num_prefills: int = 2,
+    num_decodes: int = 2,
+    num_gateways: int = 1,
+    seal_kv: bool = False,
+    num_blocks: int = NUM_BLOCKS,
 ) -> Iterator[World]:
     """A world with everybody up."""
     logging.disable(logging.CRITICAL)
     with ExitStack() as stack:
         stack.callback(logging.disable, logging.NOTSET)
-        world = World(seed, num_prefills, num_decodes, num_gateways, seal_kv=seal_kv)
+        world = World(seed, num_prefills, num_decodes, num_gateways, seal_kv=seal_kv, num_blocks=num_blocks)
         stack.enter_context(no_real_clock(world.problems))
         for name in (*world.decode_names, *world.prefill_names, *world.gateway_names):
             world.start(name)
