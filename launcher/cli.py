@@ -99,7 +99,7 @@ class KvrelayGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order a newcomer meets them."""
-        return [*COMMANDS, *_TOOLS]
+        return [*COMMANDS, *self.commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, its options made from its settings."""
@@ -111,15 +111,8 @@ class KvrelayGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Summaries without loading a single command."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()] + list(_TOOLS.items()))
-
-
-_TOOLS = {
-    "fetch": "Download or convert a model, and print its directory.",
-    "keys": "Make the keys by which gateways and workers know each other.",
-    "api-key": "Make an API key, and the line that a gateway's --api-keys file has of it.",
-    "watermark": "Tell whether a text carries a watermark, from FILE or from what is piped in.",
-}
+            tools = [(name, command.get_short_help_str(limit=120)) for name, command in self.commands.items()]
+            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()] + tools)
 
 
 @click.group(cls=KvrelayGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -132,27 +125,27 @@ def cli() -> None:
     """
 
 
-@cli.command("fetch", help=_TOOLS["fetch"])
+@cli.command("fetch")
 @click.argument("model", default="demo")
 def fetch(model: str) -> None:
-    """Print the directory that ``model`` resolves to."""
+    """Download or convert a model, and print its directory."""
     resolve_model: Callable[[str], Any] = _load("kvrelay.launcher.models:resolve_model")
     click.echo(resolve_model(model))
 
 
-@cli.command("keys", help=_TOOLS["keys"])
+@cli.command("keys")
 @click.argument("directory", type=click.Path(path_type=Path))
 def keys(directory: Path) -> None:
-    """Write ROLE.key and ROLE.pem of every role into ``directory``."""
+    """Make the keys by which gateways and workers know each other: ROLE.key and ROLE.pem in DIRECTORY."""
     make_keys: Callable[[Path], list[Path]] = _load("kvrelay.wire.keys:make_keys")
     for path in make_keys(directory):
         click.echo(path)
 
 
-@cli.command("api-key", help=_TOOLS["api-key"])
+@cli.command("api-key")
 @click.argument("name")
 def api_key(name: str) -> None:
-    """Print a new key, for its owner, and its hash, for the file."""
+    """Make an API key, and the line that a gateway's --api-keys file has of it."""
     line_of: Callable[[str, str], str] = _load("kvrelay.gateway.api_keys:line_of")
     key = f"kvr-{secrets.token_urlsafe(32)}"
     line = line_of(name, key)
@@ -160,7 +153,7 @@ def api_key(name: str) -> None:
     click.echo(line)
 
 
-@cli.command("watermark", help=_TOOLS["watermark"])
+@cli.command("watermark")
 @click.argument("file", type=click.File(encoding="utf-8"), default="-")
 @click.option(
     "--model", default="demo", envvar="KVRELAY_MODEL", show_default=True, help="whose tokenizer made the text"
@@ -173,7 +166,7 @@ def api_key(name: str) -> None:
     help="part of the vocabulary that was raised",
 )
 def watermark(file: IO[str], model: str, gamma: float) -> None:
-    """Print how many tokens were scored, how many of them are green, z and p."""
+    """Tell whether a text carries a watermark, from FILE or from what is piped in."""
     report: Callable[[str, str, float], list[str]] = _load("kvrelay.launcher.watermark:report")
     click.echo("\n".join(report(file.read(), model, gamma)))
 

@@ -59,11 +59,14 @@ def compare(results: tuple[Path, ...], plots: Path | None) -> None:
 
 
 def with_distinct_names(results: Sequence[RunResult], paths: Sequence[Path]) -> list[RunResult]:
-    """Add its path to a name that several runs have, as those without ``--name`` do."""
+    """Add its file to a name that several runs have, as those without ``--name`` do."""
     names = [result.name for result in results]
+    files = [path.stem for path in paths]
+    if len(set(files)) < len(files):
+        files = [str(path) for path in paths]
     return [
-        msgspec.structs.replace(result, name=f"{result.name} ({path})") if names.count(result.name) > 1 else result
-        for result, path in zip(results, paths, strict=True)
+        msgspec.structs.replace(result, name=f"{result.name} ({file})") if names.count(result.name) > 1 else result
+        for result, file in zip(results, files, strict=True)
     ]
 
 

@@ -56,7 +56,8 @@ def _panel(axes: Axes, result: RunResult, what: str, color: str, points_of: Call
         points = [point for record in records for point in points_of(record)]
         values = sorted(y for _, y in points)
         axes.scatter(*_columns(points), s=5, color=_GREY if is_burst else color, linewidths=0, alpha=0.6)
-    title = f"{result.name.replace('$', chr(92) + '$')}: {what}"  # nothing in it is a formula
+    name = result.name.replace("$", r"\$")  # nothing in it is a formula
+    title = f"{name}\n{what}"
     if values:
         p50, p99 = percentile(values, 0.5), percentile(values, 0.99)
         title += f":  p50 {time_text(p50)},  p99 {time_text(p99)},  max {time_text(values[-1])}"

@@ -80,9 +80,12 @@ def test_streams_of_any_run_have_lines() -> None:
     assert lines["burst: failed"] == ["-", "1", "-"]
 
 
-def test_runs_of_one_name_are_told_apart() -> None:
-    runs = with_distinct_names([result("m"), result("m"), result("x")], [Path("a/r"), Path("b/r"), Path("x")])
-    assert [run.name for run in runs] == ["m (a/r)", "m (b/r)", "x"]
+@pytest.mark.parametrize(
+    ("paths", "names"), [("a/r b/r x", "m (a/r),m (b/r),x"), ("a/r.json b/s.json x", "m (r),m (s),x")]
+)
+def test_runs_of_one_name_are_told_apart(paths: str, names: str) -> None:
+    runs = with_distinct_names([result("m"), result("m"), result("x")], list(map(Path, paths.split())))
+    assert ",".join(run.name for run in runs) == names
 
 
 def test_names_are_shown_as_they_are() -> None:

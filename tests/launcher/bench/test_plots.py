@@ -59,8 +59,8 @@ def test_first_tokens_stand_beside_gaps_and_bursts_are_apart(tmp_path: Path, mon
     # Of 0.125, 0.5, 0.75, 1 and 2 s p99 is 0.96 of the way to the last. Bursts are marked when they were due.
     assert [line.get_ydata()[0] for line in gaps.lines] == [pytest.approx(1.96), 0.0, 0.0]  # type: ignore[index]
     assert [line.get_xdata()[0] for line in gaps.lines[1:]] == [2.0, 3.0]  # type: ignore[index]
-    assert gaps.get_title(loc="left") == "a: inter-token:  p50 750 ms,  p99 1.96 s,  max 2.00 s"
-    assert other.get_title(loc="left") == "b: inter-token:  p50 1.00 s,  p99 1.00 s,  max 1.00 s"
+    assert gaps.get_title(loc="left") == "a\ninter-token:  p50 750 ms,  p99 1.96 s,  max 2.00 s"
+    assert other.get_title(loc="left") == "b\ninter-token:  p50 1.00 s,  p99 1.00 s,  max 1.00 s"
 
 
 def test_every_point_is_within_its_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

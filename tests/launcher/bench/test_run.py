@@ -72,32 +72,6 @@ def test_two_runs_have_the_same_load_but_other_prompts(server: StubServer, tmp_p
     assert len({tuple(prompt) for prompt in prompts(server)}) == 12
 
 
-def test_a_trace_is_replayed_with_its_lengths_and_shared_blocks(server: StubServer, tmp_path: Path) -> None:
-    lines = [
-        {"timestamp": 0, "input_length": 10, "output_length": 2, "hash_ids": [1, 2, 3]},
-        {"timestamp": 100, "input_length": 12, "output_length": 5, "hash_ids": [1, 2, 4]},
-    ]
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    found = measured(server, tmp_path, "--trace", str(trace), "--trace-block-tokens", "4")
-    assert [round(record.due_s - found.requests[0].due_s, 6) for record in found.requests] == [0.0, 0.1]
-    assert [record.output_tokens for record in found.requests] == [2, 5]
-    first, second = sorted(prompts(server), key=len)
-    assert [len(first), len(second)] == [10, 12]
-    assert first[:8] == second[:8]
-    assert first[8:10] != second[8:10]
-
-
-def test_a_burst_comes_on_top_of_the_load(server: StubServer, tmp_path: Path) -> None:
-    load = ("--rate", "20", "--arrival", "constant", "--duration-s", "0.5", "--input-len", "8", "--output-len", "2")
-    found = measured(server, tmp_path, *load, "--burst", "every=0.2s,n=3,input=40,output=4")
-    bursts = [record for record in found.requests if record.stream == "burst"]
-    assert [record.prompt_tokens for record in bursts] == [40] * 6
-    assert [record.output_tokens for record in bursts] == [4] * 6
-    assert sorted(len(prompt) for prompt in prompts(server)) == [8] * 10 + [40] * 6
-    assert found.duration_s >= 0.5
-
-
 @pytest.mark.parametrize("api", ["text", "chat"])
 def test_words(server: StubServer, tmp_path: Path, api: str) -> None:
     found = measured(server, tmp_path, *SMALL, "--api", api, "--concurrency", "2", "--requests", "8", "--name", "words")
