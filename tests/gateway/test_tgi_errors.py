@@ -62,6 +62,23 @@ WRONG: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"grammar": {"type": "regex", "value": 5}}, ("grammar.value", "a string")),
     ({"grammar": {"type": "json", "value": "{"}}, ("grammar.value is not JSON",)),
     ({"details": "yes"}, ("parameters.details",)),
+    *(
+        ({name: value}, (f"parameters.{name}",))
+        for name, values in {
+            "best_of": (0, 129),
+            "temperature": (100.1, "1", [1]),
+            "repetition_penalty": (0, 10.1),
+            "frequency_penalty": (-2.01, 2.01),
+            "top_k": (0, 2**31, 1.5),
+            "top_p": (0, 1),
+            "typical_p": (0, 1),
+            "max_new_tokens": (0,),
+            "truncate": (0,),
+            "seed": (-1, 2**64),
+            "top_n_tokens": (-1, 21),
+        }.items()
+        for value in values
+    ),
 ]
 WRONG_IN_PART: list[tuple[list[tuple[str, dict[str, Any]]], dict[str, Any], tuple[str, ...]]] = [
     (ROUTES[::2], {"best_of": 2}, ("best_of is 2, and without sampling all would be the same: set do_sample",)),
