@@ -8,22 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvrelay.gateway.structural_tag import Format, json_schema
-from kvrelay.gateway.tools import (
-    deepseek,
-    glm,
-    harmony,
-    hermes,
-    kimi_k2,
-    llama3_json,
-    mistral,
-    python_guide,
-    pythonic,
-    qwen3_coder,
-)  # fmt: skip
+from kvrelay.gateway.tools import envelopes, harmony, pythonic, sections, tagged
 from kvrelay.gateway.tools.parser import Syntax
 
 
@@ -68,35 +58,54 @@ def _envelope(arguments: str = "arguments") -> Callable[[str], str]:
 
 _HERMES = ToolFamily(
     "hermes",
-    hermes.SYNTAX,
+    envelopes.HERMES,
     Spelling(
-        lambda name: f"{hermes.BEGIN}\n{_envelope()(name)}", f"}}\n{hermes.END}", separator="\n", trigger=hermes.BEGIN
+        lambda name: f"{envelopes.BEGIN}\n{_envelope()(name)}",
+        f"}}\n{envelopes.END}",
+        separator="\n",
+        trigger=envelopes.BEGIN,
     ),
-    marks=(hermes.BEGIN,),
+    marks=(envelopes.BEGIN,),
     strange_marks=("]<]minimax[>[",),  # of MiniMax-M3, whose calls only begin alike
-    kept_tokens=(hermes.BEGIN, hermes.END),
+    kept_tokens=(envelopes.BEGIN, envelopes.END),
 )
 _QWEN3_CODER = ToolFamily(
     "qwen3_coder",
-    qwen3_coder.SYNTAX,
+    tagged.QWEN3_CODER.syntax,
     Spelling(
-        lambda name: f"{qwen3_coder.BEGIN}\n{qwen3_coder.FUNCTION}{name}>\n",
-        f"\n{qwen3_coder.FUNCTION_END}\n{qwen3_coder.END}",
+        lambda name: f"{tagged.BEGIN}\n{tagged.QWEN3_CODER.name}{name}>\n",
+        f"\n{tagged.QWEN3_CODER.end}\n{tagged.END}",
         separator="\n",
-        trigger=qwen3_coder.BEGIN,
-        arguments=lambda schema: json_schema(schema, style="qwen_xml"),
-        write_arguments=qwen3_coder.write_arguments,
+        trigger=tagged.BEGIN,
+        arguments=partial(json_schema, style="qwen_xml"),
+        write_arguments=tagged.QWEN3_CODER.write_arguments,
         arguments_are="<parameter=KEY>VALUE</parameter> for each",
     ),
-    marks=(qwen3_coder.BEGIN, qwen3_coder.FUNCTION, qwen3_coder.PARAMETER),
-    kept_tokens=(qwen3_coder.BEGIN, qwen3_coder.END),
+    marks=(tagged.BEGIN, tagged.QWEN3_CODER.name, tagged.QWEN3_CODER.key),
+    kept_tokens=(tagged.BEGIN, tagged.END),
 )
+_GLM47 = ToolFamily(
+    "glm47",
+    tagged.GLM.syntax,
+    Spelling(
+        lambda name: f"{tagged.BEGIN}{name}",
+        tagged.END,
+        trigger=tagged.BEGIN,
+        arguments=partial(json_schema, style="glm_xml"),
+        write_arguments=tagged.GLM.write_arguments,
+        arguments_are="<arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each",
+    ),
+    marks=(tagged.GLM.key, tagged.GLM.value),
+    kept_tokens=(
+        tagged.BEGIN, tagged.END, tagged.GLM.key, tagged.GLM.after_key, tagged.GLM.value, tagged.GLM.after_value
+    ),
+)  # fmt: skip
 _LLAMA3_JSON = ToolFamily(
     "llama3_json",
-    llama3_json.SYNTAX,
+    envelopes.LLAMA3,
     Spelling(_envelope("parameters"), "}", separator="; "),
     marks=("<|start_header_id|>", '"parameters"'),
-    kept_tokens=(llama3_json.BEGIN,),
+    kept_tokens=(envelopes.PYTHON_TAG,),
 )
 _PYTHONIC = ToolFamily(
     "pythonic",
@@ -107,8 +116,8 @@ _PYTHONIC = ToolFamily(
         begin="[",
         separator=", ",
         end="]",
-        arguments=python_guide.keyword_arguments,
-        write_arguments=python_guide.write_keywords,
+        arguments=pythonic.keyword_arguments,
+        write_arguments=pythonic.write_keywords,
         arguments_are="Python's keywords, such as a=1",
     ),
     marks=("[func_name1(",),
@@ -117,46 +126,56 @@ _PYTHONIC = ToolFamily(
 _LFM2 = ToolFamily(
     "lfm2",
     pythonic.SYNTAX,
-    Spelling(
-        lambda name: f"{name}(",
-        ")",
+    replace(
+        _PYTHONIC.spelling,
         begin=f"{pythonic.LFM_BEGIN}[",
-        separator=", ",
         end=f"]{pythonic.LFM_END}",
         trigger=pythonic.LFM_BEGIN,
-        arguments=python_guide.keyword_arguments,
-        write_arguments=python_guide.write_keywords,
-        arguments_are="Python's keywords, such as a=1",
     ),
     marks=(pythonic.LFM_BEGIN,),
     kept_tokens=(pythonic.LFM_BEGIN, pythonic.LFM_END),
 )
 _MISTRAL = ToolFamily(
     "mistral",
-    mistral.SYNTAX,
-    Spelling(_envelope(), "}", begin=f"{mistral.BEGIN}[", separator=", ", end="]", trigger=mistral.BEGIN),
-    marks=(mistral.BEGIN,),
-    kept_tokens=(mistral.BEGIN, mistral.CALL_ID, mistral.ARGS),
+    envelopes.MISTRAL,
+    Spelling(_envelope(), "}", begin=f"{envelopes.TOOL_CALLS}[", separator=", ", end="]", trigger=envelopes.TOOL_CALLS),
+    marks=(envelopes.TOOL_CALLS,),
+    kept_tokens=(envelopes.TOOL_CALLS, envelopes.CALL_ID, envelopes.ARGS),
 )
-_MISTRAL_ARGS = ToolFamily(
-    "mistral_args",
-    mistral.SYNTAX,
-    Spelling(lambda name: f"{mistral.BEGIN}{name}{mistral.ARGS}", "", trigger=mistral.BEGIN),
-    marks=(mistral.BEGIN, mistral.ARGS),
-    kept_tokens=(mistral.BEGIN, mistral.CALL_ID, mistral.ARGS),
+_MISTRAL_ARGS = replace(
+    _MISTRAL,
+    name="mistral_args",
+    spelling=Spelling(lambda name: f"{envelopes.TOOL_CALLS}{name}{envelopes.ARGS}", "", trigger=envelopes.TOOL_CALLS),
+    marks=(envelopes.TOOL_CALLS, envelopes.ARGS),
 )
 _DEEPSEEK_V31 = ToolFamily(
     "deepseek_v31",
-    deepseek.SYNTAX,
+    sections.DEEPSEEK.syntax,
     Spelling(
-        lambda name: f"{deepseek.CALL_BEGIN}{name}{deepseek.SEPARATOR}",
-        deepseek.CALL_END,
-        begin=deepseek.CALLS_BEGIN,
-        end=deepseek.CALLS_END,
-        trigger=deepseek.CALLS_BEGIN,
+        lambda name: f"{sections.DEEPSEEK.call_begin}{name}{sections.DEEPSEEK.arguments_begin}",
+        sections.DEEPSEEK.call_end,
+        begin=sections.DEEPSEEK.begin,
+        end=sections.DEEPSEEK.end,
+        trigger=sections.DEEPSEEK.begin,
     ),
-    marks=(deepseek.CALLS_BEGIN,),
-    kept_tokens=deepseek.TOKENS,
+    marks=(sections.DEEPSEEK.begin,),
+    kept_tokens=sections.DEEPSEEK.tokens,
+)
+_KIMI_K2 = ToolFamily(
+    "kimi_k2",
+    sections.KIMI.syntax,
+    Spelling(
+        lambda name: f"{sections.KIMI.call_begin}{sections.PREFIX}{name}:",
+        sections.KIMI.call_end,
+        begin=sections.KIMI.begin,
+        end=sections.KIMI.end,
+        trigger=sections.KIMI.begin,
+        arguments=sections.numbered_arguments,
+        write_arguments=sections.write_numbered,
+        arguments_are=f"a number, {sections.KIMI.arguments_begin} and a JSON object",
+    ),
+    marks=(sections.KIMI.begin, sections.KIMI.arguments_begin),
+    kept_tokens=sections.KIMI.tokens,
 )
 _GPT_OSS = ToolFamily(
     "gpt_oss",
@@ -166,40 +185,6 @@ _GPT_OSS = ToolFamily(
     kept_tokens=harmony.TOKENS,
     whole_answer=harmony.answer,
 )
-
-
-_GLM47 = ToolFamily(
-    "glm47",
-    glm.SYNTAX,
-    Spelling(
-        lambda name: f"{glm.BEGIN}{name}",
-        glm.END,
-        trigger=glm.BEGIN,
-        arguments=lambda schema: json_schema(schema, style="glm_xml"),
-        write_arguments=glm.write_arguments,
-        arguments_are=f"{glm.KEY}KEY{glm.KEY_END}{glm.VALUE}VALUE{glm.VALUE_END} for each",
-    ),
-    marks=(glm.KEY, glm.VALUE),
-    kept_tokens=(glm.BEGIN, glm.END, glm.KEY, glm.KEY_END, glm.VALUE, glm.VALUE_END),
-)
-_KIMI_K2 = ToolFamily(
-    "kimi_k2",
-    kimi_k2.SYNTAX,
-    Spelling(
-        lambda name: f"{kimi_k2.CALL_BEGIN}{kimi_k2.PREFIX}{name}:",
-        kimi_k2.CALL_END,
-        begin=kimi_k2.CALLS_BEGIN,
-        end=kimi_k2.CALLS_END,
-        trigger=kimi_k2.CALLS_BEGIN,
-        arguments=kimi_k2.numbered_arguments,
-        write_arguments=kimi_k2.write_arguments,
-        arguments_are=f"a number, {kimi_k2.ARGUMENTS_BEGIN} and a JSON object",
-    ),
-    marks=(kimi_k2.CALLS_BEGIN, kimi_k2.ARGUMENTS_BEGIN),
-    kept_tokens=(
-        kimi_k2.CALLS_BEGIN, kimi_k2.CALLS_END, kimi_k2.CALL_BEGIN, kimi_k2.CALL_END, kimi_k2.ARGUMENTS_BEGIN
-    ),
-)  # fmt: skip
 # In the order in which a template is held against them: what has more marks comes before what has some of them.
 FAMILIES: tuple[ToolFamily, ...] = (
     _DEEPSEEK_V31, _KIMI_K2, _GPT_OSS, _MISTRAL_ARGS, _MISTRAL, _QWEN3_CODER, _GLM47, _HERMES, _LFM2, _PYTHONIC, _LLAMA3_JSON,

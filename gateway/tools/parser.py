@@ -72,36 +72,6 @@ class Syntax:
     starts: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Calls that each begin with a mark of their own, inside of a pair of marks around all; the first of those may be missing."""
-
-    begin: str
-    call_begin: str
-    end: str
-    read_call: Callable[[Context], Reading[bool]]  # behind its mark; closes the call
-
-    @property
-    def syntax(self) -> Syntax:
-        """How a section is read."""
-        return Syntax((self.begin, self.call_begin), self._read)
-
-    def _read(self, context: Context, marker: str) -> Reading[bool]:
-        reader = context.reader
-        mark: str | None = marker
-        if marker == self.begin:
-            yield from reader.spaces()
-            mark = yield from reader.next_is(self.call_begin)
-        while mark == self.call_begin:
-            if not (yield from self.read_call(context)):
-                return False
-            yield from reader.spaces()
-            mark = yield from reader.next_is(self.call_begin, self.end)
-            if mark == self.end or reader.is_over():
-                return True
-        return False
-
-
 class CallParser:
     """Reads one answer of a model that may call functions. Implements :class:`kvrelay.gateway.tools.calls.OutputParser`."""
 
@@ -169,57 +139,6 @@ def read_arguments(reader: Reader, on_text: Callable[[str], None]) -> Reading[bo
     return False
 
 
-def read_envelope(context: Context) -> Reading[bool]:
-    """Read ``{"name": …, "arguments": {…}}``, which most families write in one way or another; the call is left open.
-
-    The arguments may be called parameters, may come first, and may be missing. What else the object has is skipped.
-    """
-    reader = context.reader
-    if not (yield from reader.next_is("{")):
-        return False
-    name: str | None = None
-    held: list[str] = []  # arguments that came before the name
-    has_arguments = False
-    end: str | None = ","
-    while end == ",":
-        yield from reader.spaces()
-        key = yield from reader.json_string()
-        yield from reader.spaces()
-        if key is None or not (yield from reader.next_is(":")):
-            return False
-        yield from reader.spaces()
-        if key == "name" and name is None:
-            name = yield from reader.json_string()
-            is_good = context.may_call(name)
-        elif key in ("arguments", "parameters") and not has_arguments:
-            has_arguments = True
-            is_good = yield from read_arguments(reader, held.append if name is None else context.writer(name))
-        else:
-            is_good = yield from reader.json_value(_ignore)
-        if not is_good:
-            return False
-        yield from reader.spaces()
-        end = yield from reader.next_is(",", "}")
-    if end is None or name is None:
-        return False
-    if held or not has_arguments:
-        context.writer(name)("".join(held) or "{}")
-    return True
-
-
-def read_envelopes(context: Context) -> Reading[bool]:
-    """Read ``[{…}, {…}]``, or one envelope without brackets; each call is closed."""
-    reader = context.reader
-    yield from reader.spaces()
-    if not (yield from reader.next_is("[")):
-        is_good = yield from read_envelope(context)
-        if is_good:
-            yield from context.close()
-        return is_good
-    end = yield from read_rest(context, read_envelope)
-    return end is not ListEnd.MALFORMED
-
-
 class ListEnd(enum.Enum):
     """How a list of calls ended."""
 
@@ -244,7 +163,3 @@ def read_rest(context: Context, read_call: Callable[[Context], Reading[bool]]) -
     if end is None:
         return ListEnd.CUT_OFF if reader.is_over() else ListEnd.MALFORMED
     return ListEnd.CLOSED
-
-
-def _ignore(text: str) -> None:
-    """A value that says nothing about the call."""

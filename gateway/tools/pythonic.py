@@ -2,7 +2,7 @@
 
 An answer that begins with ``[`` and the call of a known function is one. Llama may put ``<|python_start|>`` and ``<|python_end|>``
 around it, LFM2 always puts ``<|tool_call_start|>`` and ``<|tool_call_end|>``. Values are literals: parsed as JSON or as Python's
-syntax tree, never evaluated.
+syntax tree, never evaluated. In a guide they are JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import warnings
 from typing import Any, NoReturn
 
+from kvrelay.gateway.structural_tag import Format, const, either, json_schema, optional, regex, sequence, star
 from kvrelay.gateway.tools.parser import Context, ListEnd, Syntax, read_rest
 from kvrelay.gateway.tools.reader import Reader, Reading
 
@@ -21,6 +22,7 @@ BEGIN, END = "<|python_start|>", "<|python_end|>"
 LFM_BEGIN, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
 
 _KEY = re.compile(r"""[^\s=(),:'"\[\]{}]*""")
+_ANY_KEY = "[a-zA-Z_][a-zA-Z0-9_]{0,63}"
 _ENDS = {BEGIN: END, LFM_BEGIN: LFM_END}
 _NAMES: dict[str, Any] = {"true": True, "false": False, "null": None}  # models mix the two languages
 
@@ -93,7 +95,7 @@ def _literal(reader: Reader) -> Reading[str | None]:
 def literal_json(text: str) -> str | None:
     """A literal of JSON or Python as JSON; None if it is none, or says what JSON cannot."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         try:
             with warnings.catch_warnings():  # of backslashes that escape nothing, which models write
@@ -111,7 +113,8 @@ def literal_json(text: str) -> str | None:
     return written
 
 
-def _refuse(text: str) -> NoReturn:
+def refuse_constant(text: str) -> NoReturn:
+    """For ``json.loads``. Raises ValueError on ``NaN`` and infinities."""
     raise ValueError(f"{text} is not JSON")
 
 
@@ -140,6 +143,45 @@ def _key(node: ast.expr | None) -> str:
             return text
         case _:
             raise ValueError("keys are text")
+
+
+def keyword_arguments(schema: dict[str, Any]) -> Format:
+    """From the schema of an object: what is required first, then what is not, each in the order of the schema.
+
+    Properties are all that counts of the schema itself, so one that has none but is open admits any. Names that are no identifiers
+    cannot be written as keywords and are left out.
+    """
+    properties = {name: value for name, value in schema.get("properties", {}).items() if name.isidentifier()}
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    if not properties:
+        return _any_arguments() if schema.get("additionalProperties", True) else const("")
+
+    def argument(name: str, separator: str) -> Format:
+        value = properties[name]
+        value = {**value, **definitions} if isinstance(value, dict) else value
+        return sequence(const(f"{separator}{name}="), json_schema(value))
+
+    required = [name for name in properties if name in schema.get("required", [])]
+    others = [name for name in properties if name not in required]
+    if required:
+        first, *rest = required
+        more = [optional(argument(name, ", ")) for name in others]
+        return sequence(argument(first, ""), *(argument(name, ", ") for name in rest), *more)
+    beginnings = [
+        sequence(argument(name, ""), *(optional(argument(later, ", ")) for later in others[index + 1 :]))
+        for index, name in enumerate(others)
+    ]
+    return optional(either(beginnings))
+
+
+def write_keywords(arguments: str) -> str:
+    """JSON text of an object as keyword arguments."""
+    return ", ".join(f"{name}={value!r}" for name, value in json.loads(arguments).items())
+
+
+def _any_arguments() -> Format:
+    one = sequence(regex(f"{_ANY_KEY}="), json_schema(True))
+    return optional(sequence(one, star(sequence(const(", "), one))))
 
 
 SYNTAX = Syntax((BEGIN, LFM_BEGIN), _read, starts="[")

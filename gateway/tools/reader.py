@@ -145,14 +145,14 @@ class Reader:
         """Read one JSON value, each piece of it to ``on_text``; False where it is malformed or cut off (the rest is not read)."""
         scanner = JsonScanner()
         while True:
-            length = scanner.push(self.rest)
+            length = scanner.push(self.rest, is_last=self.is_finished)
             if length:
                 piece = self.rest[:length]
                 self.skip(length)
                 on_text(piece)
             if scanner.is_complete:
                 return True
-            if self.rest or self.is_finished:
+            if scanner.is_broken or self.is_finished:
                 return False
             yield
 

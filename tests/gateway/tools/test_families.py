@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.gateway.tools.deepseek import CALL_BEGIN, CALLS_BEGIN, SEPARATOR
 from kvrelay.gateway.tools.families import FAMILIES, family_for, family_named
 from kvrelay.gateway.tools.functions import Function
+from kvrelay.gateway.tools.sections import DEEPSEEK
 
 from .cases import Answer, choice_of, names_choice, parser_of, read
 
@@ -123,7 +123,7 @@ TEMPLATES = {
     "pythonic": "Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]",
     "mistral": '{{- "[TOOL_CALLS] [" }}',
     "mistral_args": '"[TOOL_CALLS]" + name + "[ARGS]" + arguments',
-    "deepseek_v31": f"'{CALLS_BEGIN}{CALL_BEGIN}' + name + '{SEPARATOR}'",
+    "deepseek_v31": f"'{DEEPSEEK.begin}{DEEPSEEK.call_begin}' + name + '{DEEPSEEK.arguments_begin}'",
     "lfm2": "<|tool_call_start|>[…]<|tool_call_end|>",
     "gpt_oss": '"<|start|>assistant to=" + "functions." + name + "<|channel|>commentary json<|message|>"',
     "glm47": "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value>",

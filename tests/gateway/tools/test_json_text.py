@@ -17,12 +17,12 @@ from .cases import CUTS, VALUES, pieces_of
 def scanned(pieces: list[str]) -> tuple[int, bool]:
     """(characters accepted, whether they are a whole value)."""
     scanner = JsonScanner()
-    total = 0
+    total, left = 0, ""
     for piece in pieces:
-        accepted = scanner.push(piece)
-        total += accepted
-        if accepted < len(piece):
-            break
+        left += piece
+        accepted = scanner.push(left)
+        total, left = total + accepted, left[accepted:]
+    total += scanner.push(left, is_last=True)
     return total, scanner.is_complete
 
 
@@ -49,10 +49,10 @@ def test_it_agrees_with_the_standard_library(text: str, cuts: list[int]) -> None
 @pytest.mark.parametrize(
     ("text", "accepted"),
     [
-        ('{"a": 01}', 7),
-        ('{"a": -}', 7),
-        ('{"a": 1.}', 8),
-        ('{"a": 1e}', 8),
+        ('{"a": 01}', 6),
+        ('{"a": -}', 6),
+        ('{"a": 1.}', 6),
+        ('{"a": 1e}', 6),
         ('{"a": .5}', 6),
         ('{"a": +1}', 6),
         ('{"a" 1}', 5),
@@ -61,9 +61,9 @@ def test_it_agrees_with_the_standard_library(text: str, cuts: list[int]) -> None
         ("[1 2]", 3),
         ("{1: 2}", 1),
         ("[}", 1),
-        ("[trux]", 4),
-        ('["\\x"]', 3),
-        ('["\\u12g"]', 6),
+        ("[trux]", 1),
+        ('["\\x"]', 2),
+        ('["\\u12g"]', 2),
         ('["\n"]', 2),
         ("[NaN]", 1),
     ],

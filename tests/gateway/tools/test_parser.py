@@ -145,8 +145,8 @@ def test_what_is_no_call_is_content(text: str) -> None:
 def test_arguments_that_break_off_keep_what_was_sent_and_the_rest_is_content() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call> then <tool_call>{"name": "f"}</tool_call>'
     answer = read(parser_of(HERMES, names_choice("f")), text)
-    assert answer.calls == [("id0", "f", '{"a": 0'), ("id1", "f", "{}")]
-    assert answer.content == "1}}</tool_call> then"
+    assert answer.calls == [("id0", "f", '{"a": '), ("id1", "f", "{}")]
+    assert answer.content == "01}}</tool_call> then"
 
 
 def test_what_follows_a_complete_envelope_is_content() -> None:
