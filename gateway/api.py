@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable
+from enum import Enum
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Path
-from pydantic import BaseModel
-from starlette.types import ASGIApp
+from fastapi import FastAPI, Path
+from starlette.responses import JSONResponse, Response
 
 from kvrelay.gateway.api_docs import (
     REQUEST_HEADERS,
@@ -19,77 +19,56 @@ from kvrelay.gateway.api_docs import (
     TextAnswer,
     answers,
 )
-from kvrelay.gateway.api_request import ApiRequest, Endpoint
-from kvrelay.gateway.bodies import read_body
+from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.chat_format import ChatFormat
 from kvrelay.gateway.chats import Chat, ChatReader
 from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError
 from kvrelay.gateway.formats import AnswerHead, CompletionFormat, Shown
 from kvrelay.gateway.generation import Generation
 from kvrelay.gateway.intake import Intake, arrival_of, aside
-from kvrelay.gateway.jobs import Format, Job
+from kvrelay.gateway.jobs import Format, Job, Responder
 from kvrelay.gateway.openai_schema import ChatBody, CompletionBody
 from kvrelay.gateway.sampling_schema import SamplingBody
 from kvrelay.gateway.spec import GenerationSpec
-from kvrelay.gateway.streaming import Responder
 from kvrelay.gateway.timings import HEADER as TIMINGS_HEADER
 
-_TIMINGS = TIMINGS_HEADER.encode()
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
-
-Body = TypeVar("Body", bound=BaseModel)
 
 
 class OpenAIRoutes:
-    """Holds what the routes need; ``router`` is mounted by the app."""
+    """Answers chats, completions, and who asks for the model."""
 
     def __init__(self, intake: Intake, chats: ChatReader, responder: Responder) -> None:
         self._intake = intake
         self._chats = chats
         self._responder = responder
-        self.router = APIRouter(prefix="/v1", tags=["OpenAI"])
-        # Only documented here: the app's edge calls ``endpoints`` itself.
-        for path, answer, whole in (
-            ("/chat/completions", self.chat, ChatAnswer),
-            ("/completions", self.completions, TextAnswer),
+
+    def add_to(self, app: FastAPI) -> None:
+        """Declare the routes."""
+        tags: list[str | Enum] = ["OpenAI"]
+        for path, endpoint, whole in (
+            ("/v1/chat/completions", self.chat, ChatAnswer),
+            ("/v1/completions", self.completions, TextAnswer),
         ):
-            self.router.add_api_route(
-                path,
-                answer,
-                methods=["POST"],
-                response_model=None,
-                responses=answers(whole),
-                openapi_extra=REQUEST_HEADERS,
-            )
+            app.post(path, tags=tags, responses=answers(whole), openapi_extra=REQUEST_HEADERS)(endpoint)
         models: dict[int | str, dict[str, Any]] = {200: {"model": ModelList}, **UNAUTHORIZED}
-        self.router.add_api_route("/models", self.models, methods=["GET"], response_model=None, responses=models)
-        model = {**answers(ServedModel), **UNAUTHORIZED}
-        self.router.add_api_route(
-            "/models/{model:path}", self.model, methods=["GET"], response_model=None, responses=model
-        )
+        app.get("/v1/models", tags=tags, responses=models)(self.models)
+        app.get("/v1/models/{model:path}", tags=tags, responses={**answers(ServedModel), **UNAUTHORIZED})(self.model)
 
-    @property
-    def endpoints(self) -> dict[str, Endpoint]:
-        """What answers a POST to these paths."""
-        return {
-            "/v1/chat/completions": reading(ChatBody, self.chat),
-            "/v1/completions": reading(CompletionBody, self.completions),
-        }
-
-    async def models(self) -> dict[str, Any]:
+    async def models(self) -> Response:
         """The model that is served."""
-        return {"object": "list", "data": [self._model_entry()]}
+        return JSONResponse({"object": "list", "data": [self._model_entry()]})
 
-    async def model(self, model: Annotated[str, Path(description="Its name.")]) -> dict[str, Any]:
+    async def model(self, model: Annotated[str, Path(description="Its name.")]) -> Response:
         """One model, by its name."""
         if model != self._intake.model_name:
             raise ModelNotFoundError(
                 f"model {model[:200]!r} is not served here; this deployment serves {self._intake.model_name!r}",
                 param="model",
             )
-        return self._model_entry()
+        return JSONResponse(self._model_entry())
 
-    async def chat(self, body: ChatBody, request: ApiRequest) -> ASGIApp:
+    async def chat(self, body: ChatBody, request: ApiRequest) -> Response:
         """Answer a chat."""
         self._intake.check(body.model)
         if body.top_logprobs is not None and not body.logprobs:
@@ -105,7 +84,7 @@ class OpenAIRoutes:
             prompt = self._intake.encode(chat.prompt, "messages", add_special_tokens=adds_special_tokens)
             return chat, chat.guided(spec), prompt
 
-        chat, spec, prompt = await aside(prepare, len(request.whole_body))
+        chat, spec, prompt = await aside(prepare, len(await request.body()))
         generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="messages")
 
         def make_format() -> Format:
@@ -120,14 +99,14 @@ class OpenAIRoutes:
 
         return await self._respond(request, body, spec, generations, make_format)
 
-    async def completions(self, body: CompletionBody, request: ApiRequest) -> ASGIApp:
+    async def completions(self, body: CompletionBody, request: ApiRequest) -> Response:
         """Continue one text, or several."""
         self._intake.check(body.model)
         max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         spec = body.spec(max_tokens=max_tokens, num_logprobs=body.logprobs)
         if body.echo and body.logprobs is not None and spec.num_prompt_logprobs is None:
             spec = msgspec.structs.replace(spec, num_prompt_logprobs=body.logprobs)
-        prompts = await aside(lambda: self._prompts(body), len(request.whole_body))
+        prompts = await aside(lambda: self._prompts(body), len(await request.body()))
         generations = self._intake.generations(arrival_of(request), prompts, spec, prompt_param="prompt")
 
         def make_format() -> Format:
@@ -164,7 +143,7 @@ class OpenAIRoutes:
         spec: GenerationSpec,
         generations: list[Generation],
         make_format: Callable[[], Format],
-    ) -> ASGIApp:
+    ) -> Response:
         job = Job(
             generations,
             make_format,
@@ -172,7 +151,7 @@ class OpenAIRoutes:
             num_per_prompt=1 if spec.beam_search is not None else max(spec.best_of, spec.num_choices),
             num_returned=spec.num_choices,
             ignored=body.ignored(),
-            includes_timings=request.field(_TIMINGS) == "1",
+            includes_timings=request.headers.get(TIMINGS_HEADER) == "1",
         )
         return await self._responder.respond(request, job)
 
@@ -189,15 +168,6 @@ class OpenAIRoutes:
         if (limits := self._intake.known_limits()) is not None:
             entry["max_model_len"] = limits.max_model_len
         return entry
-
-
-def reading(model: type[Body], answer: Callable[[Body, ApiRequest], Awaitable[ASGIApp]]) -> Endpoint:
-    """An endpoint that reads its body as ``model`` and answers it."""
-
-    async def endpoint(request: ApiRequest) -> ASGIApp:
-        return await answer(read_body(model, request), request)
-
-    return endpoint
 
 
 def _shown(body: SamplingBody, *, logprobs: bool) -> Shown:

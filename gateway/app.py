@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from kvrelay import __version__
@@ -21,21 +22,22 @@ from kvrelay.gateway.activity import Activity
 from kvrelay.gateway.api import OpenAIRoutes
 from kvrelay.gateway.api_docs import HEALTHY, METRICS, READY, VERSION
 from kvrelay.gateway.api_keys import ApiKeys
+from kvrelay.gateway.api_request import ApiRoute
 from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.chats import ChatReader
 from kvrelay.gateway.debug import known_workers
 from kvrelay.gateway.dialect import Dialect
 from kvrelay.gateway.discovery import Discovery, Pods
 from kvrelay.gateway.docs_page import add_docs_page
+from kvrelay.gateway.edge import Edge, install_error_handlers
 from kvrelay.gateway.generation import Generator
-from kvrelay.gateway.http import Edge, install_error_handlers
 from kvrelay.gateway.ignored import HEADER as IGNORED_HEADER
 from kvrelay.gateway.intake import Intake
+from kvrelay.gateway.jobs import Responder
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.responses_api import ResponsesRoutes
 from kvrelay.gateway.settings import GatewaySettings
-from kvrelay.gateway.streaming import Responder
 from kvrelay.gateway.tgi.api import TgiRoutes
 from kvrelay.gateway.timings import HEADER as TIMINGS_HEADER
 from kvrelay.gateway.tokenize_api import TokenizeRoutes
@@ -87,22 +89,22 @@ def create_app(
         await pool.stop()
 
     app = FastAPI(title="kvrelay", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.router.route_class = ApiRoute
     install_error_handlers(app)
     model_name = settings.served_model_name or directory.name
     dialect = Dialect.of(template.source, settings.tool_parser, settings.reasoning_parser, tokenizer.special_id)
     intake = Intake(model_name, tokenizer, pool, relay.admission, settings.relay.max_sequences)
     chats = ChatReader(template, dialect)
-    routes = OpenAIRoutes(intake, chats, responder)
-    tgi = TgiRoutes(intake, responder, routes.endpoints, settings.relay.max_queued)
-    tokens = TokenizeRoutes(intake, chats)
-    newer = ResponsesRoutes(intake, chats, responder)
-    for router in (routes.router, newer.router, tgi.router, tokens.router):
-        app.include_router(router)
-    endpoints = {**routes.endpoints, **newer.endpoints, **tgi.endpoints, **tokens.endpoints}
+    openai = OpenAIRoutes(intake, chats, responder)
+    openai.add_to(app)
+    ResponsesRoutes(intake, chats, responder).add_to(app)
+    TgiRoutes(intake, responder, openai, settings.relay.max_queued).add_to(app)
+    TokenizeRoutes(intake, chats).add_to(app)
     _add_operations(app, pool, relay, metrics)
     add_docs_page(app)
     api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys), network.clock)
-    edge = Edge(app, endpoints, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys)
+    paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    edge = Edge(app, paths, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys)
     return _with_cors(edge, settings.allowed_origins) if settings.allowed_origins else edge
 
 

@@ -8,7 +8,6 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.errors import InvalidRequestError
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -24,11 +23,6 @@ class RequestBody(Described):
     """What a client sends. Types are checked strictly; fields that nobody knows are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
-
-
-def read_body(model: type[Body], request: ApiRequest) -> Body:
-    """The body of ``request`` as ``model``. Raises InvalidRequestError."""
-    return parse_body(model, request.field(b"content-type"), request.whole_body)
 
 
 def parse_body(model: type[Body], content_type: str | None, body: bytes) -> Body:

@@ -3,7 +3,7 @@
 uvicorn waits for a request's headers for ever and keeps all of them; it waits for ever for a client that does not read. Here
 each of these ends. Request line and headers have bounds in bytes, number and time, requests sent ahead in number. A client that
 takes next to nothing of an answer is disconnected, which ends its request. None of this is done per token. How long a body may
-take is :mod:`kvrelay.gateway.http`'s matter.
+take is :mod:`kvrelay.gateway.edge`'s matter.
 
 Whoever is refused gets an answer if that cannot be taken for the answer to another request, and loses the connection. llhttp
 itself refuses what two parsers could read differently: Content-Length beside Transfer-Encoding, or twice, line ends without CR,

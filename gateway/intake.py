@@ -28,7 +28,6 @@ from kvrelay.gateway.workers import WorkerPool
 T = TypeVar("T")
 
 _SECONDS = re.compile(SECONDS)
-_TIMEOUT = TIMEOUT_HEADER.encode()
 _LONG = 4_000  # bytes of text, which take about 1 ms
 _NO_NAMES = ("tgi", "dummy")  # what Hugging Face's clients send when nobody named a model
 
@@ -170,7 +169,7 @@ class Intake:
 
 def arrival_of(request: ApiRequest) -> Arrival:
     """Of an HTTP request. Raises InvalidRequestError if its client's own timeout is none."""
-    given = request.field(_TIMEOUT)
+    given = request.headers.get(TIMEOUT_HEADER)
     timeout_s = None if given is None else _timeout_s(given)
     return Arrival(request.internal_id, request.received_s, timeout_s, request.min_priority)
 

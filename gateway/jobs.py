@@ -1,16 +1,28 @@
-"""What one HTTP request asks for: what to generate, how many of it to return, and in which format."""
+"""What one HTTP request asks for, and how it is answered: by one JSON body, or by server-sent events.
+
+The status line waits for the first tokens, so that what fails before them is a proper HTTP error. What fails later is one error
+event in the stream, never a silent cut.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
+from starlette.responses import JSONResponse, Response
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.gateway.errors import ApiError
-from kvrelay.gateway.generation import Generation, TextDelta, Usage
+from kvrelay.gateway.api_request import ApiRequest
+from kvrelay.gateway.errors import ApiError, ClientBehindError
+from kvrelay.gateway.generation import Generation, Generator, TextDelta, Usage
+from kvrelay.gateway.ignored import IgnoredFields
+from kvrelay.gateway.soon import Soon
+from kvrelay.gateway.sse import EventStream
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +86,54 @@ class Job(msgspec.Struct, frozen=True):
         """What only kvrelay's clients ask for, once the answer is complete."""
         return {"kvrelay": self.generations[0].timings.body()} if self.includes_timings else {}
 
-    def usages(self) -> list[Usage]:
-        """One for each generation; a prompt counts once."""
-        return [Usage(len(one.prompt_token_ids) if one.is_first else 0) for one in self.generations]
 
-    def choices(self, deltas: Sequence[Sequence[TextDelta]]) -> list[Choice]:
-        """What was generated, as the answer has it."""
-        return choose(self.generations, deltas, num_per_prompt=self.num_per_prompt, num_returned=self.num_returned)
+class Responder:
+    """Runs jobs and answers them."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._ignored = IgnoredFields()
+
+    async def respond(self, request: ApiRequest, job: Job) -> Response:
+        """The response. What fails before its status line is raised, as ApiError, here or when it is sent."""
+        written = Soon(job.make_format)
+        headers = self._ignored.headers(job.ignored)
+        usages = [
+            Usage(len(one.prompt_token_ids) if one.is_first else 0) for one in job.generations
+        ]  # a prompt counts once
+        if job.is_stream:
+            return EventStream(
+                lambda stream: self._events(request, job, usages, written, stream),
+                lambda error: written.get().failed(error),
+                headers,
+            )
+        deltas: list[list[TextDelta]] = [[] for _ in job.generations]
+        await self._generator.run_all(job.generations, usages, lambda index, delta: deltas[index].append(delta))
+        choices = choose(job.generations, deltas, num_per_prompt=job.num_per_prompt, num_returned=job.num_returned)
+        body = written.get().whole(choices, _total(usages))
+        return JSONResponse({**body, **job.extras()} if isinstance(body, dict) else body, headers=headers)
+
+    async def _events(
+        self, request: ApiRequest, job: Job, usages: Sequence[Usage], written: Soon[Format], stream: EventStream
+    ) -> bytes:
+        """Write the job's events, up to the last ones, which are returned."""
+
+        def take(index: int, delta: TextDelta) -> None:
+            answer = written.get()
+            before = b"" if stream.has_begun else answer.opening()
+            stream.write(before + answer.chunk(index, delta))
+
+        try:
+            await self._generator.run_all(job.generations, usages, take)
+            return written.get().closing(_total(usages), job.extras())
+        except Exception as error:
+            if not stream.has_begun:
+                raise
+            request.cut = "client_behind" if isinstance(error, ClientBehindError) else "failed_mid_stream"
+            if isinstance(error, ApiError):
+                return written.get().failed(error)
+            logger.exception("a stream failed", extra={"request_id": job.generations[0].request_id})
+            return written.get().failed(ApiError("the server failed while it was answering; try again"))
 
 
 def choose(
@@ -102,7 +155,7 @@ def choose(
     return [Choice(index, list(one)) for index, one in enumerate(chosen)]
 
 
-def total(usages: Sequence[Usage]) -> Usage:
+def _total(usages: Sequence[Usage]) -> Usage:
     """The usage of all choices together."""
     return Usage(
         num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),

@@ -6,27 +6,23 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.types import ASGIApp
+from fastapi import FastAPI
+from starlette.responses import Response
 
 from kvrelay.common.sampling import FinishReason
-from kvrelay.gateway.api import reading
 from kvrelay.gateway.api_docs import REQUEST_HEADERS, ResponseAnswer, answers
-from kvrelay.gateway.api_request import ApiRequest, Endpoint
+from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.chats import Chat, ChatReader
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import TextDelta, Usage
 from kvrelay.gateway.intake import Intake, arrival_of, aside
-from kvrelay.gateway.jobs import Choice, Format, Job
+from kvrelay.gateway.jobs import Choice, Format, Job, Responder
 from kvrelay.gateway.logprob_bodies import chat_logprobs
 from kvrelay.gateway.response_items import ResponseItems
 from kvrelay.gateway.responses_schema import ResponseBody
 from kvrelay.gateway.spec import GenerationSpec
-from kvrelay.gateway.streaming import Responder
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.tools.calls import OutputParser, ParsedDelta
-
-ROUTE = "/v1/responses"
 
 
 class ResponseFormat:
@@ -108,28 +104,19 @@ class ResponseFormat:
 
 
 class ResponsesRoutes:
-    """Holds what the route needs; ``router`` is mounted by the app, for its documentation."""
+    """Answers conversations."""
 
     def __init__(self, intake: Intake, chats: ChatReader, responder: Responder) -> None:
         self._intake = intake
         self._chats = chats
         self._responder = responder
-        self.router = APIRouter(tags=["OpenAI"])
-        self.router.add_api_route(
-            ROUTE,
-            self.respond,
-            methods=["POST"],
-            response_model=None,
-            responses=answers(ResponseAnswer),
-            openapi_extra=REQUEST_HEADERS,
-        )
 
-    @property
-    def endpoints(self) -> dict[str, Endpoint]:
-        """What answers a POST to these paths."""
-        return {ROUTE: reading(ResponseBody, self.respond)}
+    def add_to(self, app: FastAPI) -> None:
+        """Declare the route."""
+        documented = answers(ResponseAnswer)
+        app.post("/v1/responses", tags=["OpenAI"], responses=documented, openapi_extra=REQUEST_HEADERS)(self.respond)
 
-    async def respond(self, body: ResponseBody, request: ApiRequest) -> ASGIApp:
+    async def respond(self, body: ResponseBody, request: ApiRequest) -> Response:
         """Answer a conversation."""
         self._intake.check(body.model)
 
@@ -139,7 +126,7 @@ class ResponsesRoutes:
             prompt = self._intake.encode(chat.prompt, "input", add_special_tokens=False)
             return chat, chat.guided(spec), prompt
 
-        chat, spec, prompt = await aside(prepare, len(request.whole_body))
+        chat, spec, prompt = await aside(prepare, len(await request.body()))
         generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="input")
 
         def make_format() -> Format:

@@ -1,34 +1,25 @@
-"""Server-sent events, and the end of an answer when the client leaves."""
+"""Server-sent events, and how they reach a client: at once where it keeps up, behind one another where it does not."""
 
 from __future__ import annotations
 
 import asyncio
-from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
-from starlette.types import Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.errors import ApiError, ClientBehindError, ShuttingDownError
-from kvrelay.gateway.reply import Reply
+from kvrelay.gateway.http_protocol import EXTENSION, Exchange
 
 # Within JSON they may stand as they are, and no event ends with one; but some clients split lines wherever Unicode sees an end.
 _LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in ("\x85", "\u2028", "\u2029"))
 
-_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
-
 MAX_WAITING_BYTES = 2**20  # of one stream, beside what its connection was given: some thousand events
 
 DONE = b"data: [DONE]\n\n"  # OpenAI's last event
-
-
-class ClientLeftError(Exception):
-    """The client disconnected; there is nobody to answer."""
 
 
 def sse(body: Any, name: str | None = None) -> bytes:
@@ -57,12 +48,18 @@ def _json(body: Any) -> bytes:
     return data
 
 
-class EventStream:
-    """An ASGI application: server-sent events. ``produce`` gives them to :meth:`write` as they come, and returns the last ones.
+class EventStream(Response):
+    """A response of server-sent events. ``produce`` gives them to :meth:`write` as they come, and returns the last ones.
 
-    It is cancelled when the client leaves. What it raises before the first event is raised to whoever sends the response, who may
-    send another one; later it must not raise. ``failed`` writes the last words of a stream that is cut off.
+    It is cancelled when the client leaves. What it raises before the first event is answered as any error; later it must not
+    raise. ``failed`` writes the last words of a stream that is cut off.
+
+    ASGI sends by coroutines, and so by tasks. For a token that is too long a way: an :class:`Exchange` writes to the connection in
+    the very call that brings a first one, and just behind what brings more. It refuses if the client is behind; then ``send``,
+    which waits, is the way.
     """
+
+    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -71,43 +68,44 @@ class EventStream:
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """``headers``: what the answer's head has beside those of every stream."""
+        self.status_code = 200
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         self.has_begun = False  # there is a status, and no other answer any more
         self._produce = produce
         self._failed = failed
-        self._headers = (*_HEADERS, *((name.encode(), value.encode()) for name, value in (headers or {}).items()))
-        self._reply: Reply | None = None
         self._pending: list[bytes] = []  # what the client could not take at once
         self._num_pending_bytes = 0
         self._sender: asyncio.Task[None] | None = None  # while something is pending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events, or stop at a disconnect. Raises ClientLeftError."""
-        self._reply = send if isinstance(send, Reply) else Reply(send, scope["state"]["request_id"])
+        """Send all events, or stop when cancelled."""
+        self._send = send
+        self._request: ApiRequest = scope["state"]["api_request"]
+        self._exchange: Exchange | None = scope.get("extensions", {}).get(EXTENSION)
         try:
-            async with EndAtDisconnect(receive):
-                last_words = await self._produce(self)
-                if self._sender is not None:
-                    await self._sender
-        except CancelledError:
-            # Only a gateway that has to end, and has waited for as long as it may, cancels a request.
+            last_words = await self._produce(self)
+            if self._sender is not None:
+                await self._sender
+        except asyncio.CancelledError:
+            # By a client that leaves, which reads nothing more, or by a gateway that has to end and has waited long enough.
             if not self.has_begun:
                 raise
             last_words = self._failed(ShuttingDownError())
         finally:
-            self._reply.write_now()  # also if the connection is closed for an error that nobody expected
+            if self._exchange is not None:  # also if the connection is closed for an error that nobody expected
+                self._exchange.write_now()
             if self._sender is not None:
                 self._sender.cancel()
                 await asyncio.gather(self._sender, return_exceptions=True)
-        await self._send_pending(self._reply)
-        await self._reply({"type": "http.response.body", "body": last_words, "more_body": False})
+        await self._send_pending()
+        await send({"type": "http.response.body", "body": last_words, "more_body": False})
 
     def write(self, events: bytes) -> None:
         """Send ``events``, maybe none; the first call sends the head, too. What the client cannot take now waits for it.
 
         Raises ClientBehindError, and keeps nothing of ``events``, if MAX_WAITING_BYTES wait already.
         """
-        assert self._reply is not None, "events come while the response is being sent"
-        if self._sender is not None or not self._is_sent(self._reply, events):
+        if self._sender is not None or not self._is_sent(events):
             if self._num_pending_bytes >= MAX_WAITING_BYTES:
                 raise ClientBehindError(
                     f"{self._num_pending_bytes} bytes of the answer wait for its client, and no more than {MAX_WAITING_BYTES} "
@@ -115,54 +113,31 @@ class EventStream:
                 )
             self._pending.append(events)
             self._num_pending_bytes += len(events)
-            self._sender = self._sender or asyncio.create_task(self._send_pending(self._reply))
+            self._sender = self._sender or asyncio.create_task(self._send_pending())
         self.has_begun = True
 
-    def _is_sent(self, reply: Reply, events: bytes) -> bool:
+    def _is_sent(self, events: bytes) -> bool:
         """Whether it could be done at once."""
+        exchange, request = self._exchange, self._request
         if self.has_begun:
-            return not events or reply.write(events)
-        return reply.begin(self._headers, events)
+            return not events or (exchange is not None and exchange.write(events))
+        if (
+            exchange is None or "origin" in request.headers
+        ):  # a web page's: CORS adds to the head, on its way through ``send``
+            return False
+        if not exchange.begin((*self.raw_headers, (b"x-request-id", request.request_id.encode())), events):
+            return False
+        request.status = self.status_code
+        return True
 
-    async def _send_pending(self, reply: Reply) -> None:
-        if reply.status == 0:
-            await reply({"type": "http.response.start", "status": 200, "headers": self._headers})
+    async def _send_pending(self) -> None:
+        if self._exchange is not None:
+            self._exchange.write_now()
+        if self._request.status == 0:
+            await self._send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         while num_taken := len(self._pending):
             body = b"".join(self._pending)
-            await reply({"type": "http.response.body", "body": body, "more_body": True})
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
             del self._pending[:num_taken]
             self._num_pending_bytes -= len(body)
         self._sender = None
-
-
-class EndAtDisconnect:
-    """What is inside is cancelled when the client leaves; then ClientLeftError comes out."""
-
-    def __init__(self, receive: Callable[[], Awaitable[Message]]) -> None:
-        self._receive = receive
-        self._has_left = False
-
-    async def __aenter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._num_cancellations = task.cancelling()
-        # What is inside comes first: a request is on its way to a worker before this one has a watcher.
-        self._watcher: asyncio.Task[None] | None = None
-        self._starting = asyncio.get_running_loop().call_soon(self._start)
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self._starting.cancel()
-        if self._watcher is not None:
-            self._watcher.cancel()
-        if self._has_left and self._task.uncancel() <= self._num_cancellations and isinstance(error, CancelledError):
-            raise ClientLeftError from error
-
-    def _start(self) -> None:
-        self._watcher = asyncio.create_task(self._watch())
-
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._has_left = True
-        self._task.cancel()

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import FastAPI
 from starlette.responses import Response
 
 from kvrelay.common.model_card import SharedLimits
-from kvrelay.gateway.api import reading
 from kvrelay.gateway.api_docs import ErrorBody
-from kvrelay.gateway.api_request import ApiRequest, Endpoint
+from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.chats import ChatReader
+from kvrelay.gateway.edge import error_response
 from kvrelay.gateway.errors import ApiError, InvalidRequestError
-from kvrelay.gateway.http import error_response
 from kvrelay.gateway.intake import Intake, aside, check_text
 from kvrelay.gateway.openai_schema import ChatBody, DetokenizeBody, TokenizeBody
 from kvrelay.gateway.spec import check_token_ids
@@ -41,28 +40,20 @@ class AnyTokenizeBody(TokenizeBody):
 
 
 class TokenizeRoutes:
-    """Holds what the routes need; ``router`` is mounted by the app."""
+    """Answers who asks for tokens, or for their text."""
 
     def __init__(self, intake: Intake, chats: ChatReader) -> None:
         self._intake = intake
         self._chats = chats
-        self.router = APIRouter(tags=["tokens"])
-        # Only documented here: the app's edge calls ``endpoints`` itself.
-        for path, answer, answers in (
+
+    def add_to(self, app: FastAPI) -> None:
+        """Declare the routes."""
+        for path, endpoint, answers in (
             ("/tokenize", self.tokenize, tgi_answers(list[SpanToken], PromptTokens, also=ErrorBody)),
             ("/chat_tokenize", self.chat_tokenize, tgi_answers(ChatTokens)),
             ("/detokenize", self.detokenize, tgi_answers(Detokenized, also=ErrorBody)),
         ):
-            self.router.add_api_route(path, answer, methods=["POST"], response_model=None, responses=answers)
-
-    @property
-    def endpoints(self) -> dict[str, Endpoint]:
-        """What answers a POST to these paths."""
-        return {
-            "/tokenize": reading(AnyTokenizeBody, self.tokenize),
-            "/chat_tokenize": reading(ChatBody, self.chat_tokenize),
-            "/detokenize": reading(DetokenizeBody, self.detokenize),
-        }
+            app.post(path, tags=["tokens"], responses=answers)(endpoint)
 
     async def tokenize(self, body: AnyTokenizeBody, request: ApiRequest) -> Response:
         """The tokens of a text or a chat."""
@@ -72,7 +63,7 @@ class TokenizeRoutes:
                 f"the body has {' and '.join(given) or 'none of inputs, prompt and messages'}; it must have exactly one "
                 "of inputs, prompt and messages"
             )
-        size, limits = len(request.whole_body), self._intake.known_limits()
+        size, limits = len(await request.body()), self._intake.known_limits()
         if body.inputs is not None:
             text, adds_special_tokens = body.inputs, body.add_special_tokens is not False
             return _json(await aside(lambda: self._spans(text, "inputs", adds_special_tokens), size))
@@ -90,7 +81,7 @@ class TokenizeRoutes:
             tokens = self._spans(text, "messages", bool(body.add_special_tokens))
             return b'{"tokenize_response":' + tokens + b',"templated_text":' + msgspec.json.encode(text) + b"}"
 
-        return _json(await aside(work, len(request.whole_body)))
+        return _json(await aside(work, len(await request.body())))
 
     async def detokenize(self, body: DetokenizeBody, request: ApiRequest) -> Response:
         """The text of tokens, special ones included."""
@@ -102,7 +93,7 @@ class TokenizeRoutes:
         def work() -> bytes:
             return msgspec.json.encode({"prompt": tokenizer.decode_all(body.tokens)})
 
-        return _json(await aside(work, len(request.whole_body)))
+        return _json(await aside(work, len(await request.body())))
 
     def _ids(self, body: TokenizeBody, limits: SharedLimits | None) -> bytes:
         """vLLM's answer."""

@@ -6,24 +6,24 @@ read both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable
+from enum import Enum
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import FastAPI
 from pydantic import ConfigDict
-from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.responses import JSONResponse, Response
 
 from kvrelay import __version__
-from kvrelay.gateway.api import reading
+from kvrelay.gateway.api import OpenAIRoutes
 from kvrelay.gateway.api_docs import REQUEST_HEADERS, ChatAnswer, TextAnswer
-from kvrelay.gateway.api_request import ApiRequest, Endpoint
+from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.bodies import RequestBody
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.intake import Intake, arrival_of, aside
-from kvrelay.gateway.jobs import Job
+from kvrelay.gateway.jobs import Job, Responder
+from kvrelay.gateway.openai_schema import ChatBody, CompletionBody
 from kvrelay.gateway.sampling_schema import MAX_CHOICES, MAX_STOPS
-from kvrelay.gateway.streaming import Responder
 from kvrelay.gateway.tgi.docs import HEALTHY, GenerateAnswer, Info, StreamEvent, tgi_answers
 from kvrelay.gateway.tgi.format import GenerateFormat, Wanted
 from kvrelay.gateway.tgi.schema import CompatBody, GenerateBody
@@ -45,65 +45,50 @@ class AnyBody(RequestBody):
 
 
 class TgiRoutes:
-    """Holds what the routes need; ``router`` is mounted by the app."""
+    """Answers TGI's clients."""
 
-    def __init__(self, intake: Intake, responder: Responder, openai: Mapping[str, Endpoint], max_queued: int) -> None:
-        """``openai``: the OpenAI routes' endpoints by path, which SageMaker's bodies may also be for.
+    def __init__(self, intake: Intake, responder: Responder, openai: OpenAIRoutes, max_queued: int) -> None:
+        """``openai`` answers the bodies of SageMaker that are meant for it.
 
         ``max_queued``: what ``/info`` calls concurrent requests.
         """
         self._intake = intake
         self._responder = responder
         self._max_queued = max_queued
-        self._invocations = {
-            "inputs": reading(CompatBody, self.compat_generate),
-            "messages": openai["/v1/chat/completions"],
-            "prompt": openai["/v1/completions"],
+        self._invocations: dict[str, tuple[type[RequestBody], Callable[[Any, ApiRequest], Awaitable[Response]]]] = {
+            "inputs": (CompatBody, self.compat_generate),
+            "messages": (ChatBody, openai.chat),
+            "prompt": (CompletionBody, openai.completions),
         }
-        self.router = APIRouter(tags=["Text Generation Inference"])
-        # Only documented here: the app's edge calls ``endpoints`` itself.
-        for path, answer, answers in (
+
+    def add_to(self, app: FastAPI) -> None:
+        """Declare the routes."""
+        tags: list[str | Enum] = ["Text Generation Inference"]
+        any_answer = tgi_answers(list[GenerateAnswer], ChatAnswer, TextAnswer, events=StreamEvent)
+        for path, endpoint, answers in (
             ("/generate", self.generate, tgi_answers(GenerateAnswer)),
             ("/generate_stream", self.generate_stream, tgi_answers(events=StreamEvent)),
             ("/", self.compat_generate, tgi_answers(list[GenerateAnswer], events=StreamEvent)),
-            (
-                "/invocations",
-                self.invocations,
-                tgi_answers(list[GenerateAnswer], ChatAnswer, TextAnswer, events=StreamEvent),
-            ),
+            ("/invocations", self.invocations, any_answer),
         ):
-            self.router.add_api_route(
-                path, answer, methods=["POST"], response_model=None, responses=answers, openapi_extra=REQUEST_HEADERS
-            )
-        self.router.add_api_route("/info", self.info, methods=["GET"], response_model=None, responses=tgi_answers(Info))
+            app.post(path, tags=tags, responses=answers, openapi_extra=REQUEST_HEADERS)(endpoint)
+        app.get("/info", tags=tags, responses=tgi_answers(Info))(self.info)
         for path in ("/health", "/ping"):
-            self.router.add_api_route(
-                path, self.health, methods=["GET"], response_model=None, response_class=Response, responses=HEALTHY
-            )
+            app.get(path, tags=tags, response_class=Response, responses=HEALTHY)(self.health)
 
-    @property
-    def endpoints(self) -> dict[str, Endpoint]:
-        """What answers a POST to these paths."""
-        return {
-            "/generate": reading(GenerateBody, self.generate),
-            "/generate_stream": reading(GenerateBody, self.generate_stream),
-            "/": reading(CompatBody, self.compat_generate),
-            "/invocations": reading(AnyBody, self.invocations),
-        }
-
-    async def generate(self, body: GenerateBody, request: ApiRequest) -> ASGIApp:
+    async def generate(self, body: GenerateBody, request: ApiRequest) -> Response:
         """Continue a text."""
         return await self._respond(body, request, is_stream=False)
 
-    async def generate_stream(self, body: GenerateBody, request: ApiRequest) -> ASGIApp:
+    async def generate_stream(self, body: GenerateBody, request: ApiRequest) -> Response:
         """Continue a text, an event for each token."""
         return await self._respond(body, request, is_stream=True)
 
-    async def compat_generate(self, body: CompatBody, request: ApiRequest) -> ASGIApp:
+    async def compat_generate(self, body: CompatBody, request: ApiRequest) -> Response:
         """Continue a text, with ``stream`` in events. The answer begins with the prompt unless ``return_full_text`` is false."""
         return await self._respond(body, request, is_stream=bool(body.stream), is_compat=True)
 
-    async def invocations(self, body: AnyBody, request: ApiRequest) -> ASGIApp:
+    async def invocations(self, body: AnyBody, request: ApiRequest) -> Response:
         """SageMaker's route: whatever ``/``, ``/v1/chat/completions`` or ``/v1/completions`` would answer."""
         given = [name for name in self._invocations if getattr(body, name) is not None]
         if len(given) != 1:
@@ -111,13 +96,14 @@ class TgiRoutes:
                 f"the body has {' and '.join(given) or 'none of inputs, messages and prompt'}; it must have exactly one "
                 "of inputs, messages and prompt"
             )
-        return await self._invocations[given[0]](request)
+        model, answer = self._invocations[given[0]]
+        return await answer(await request.read(model), request)
 
-    async def info(self) -> dict[str, Any]:
+    async def info(self) -> Response:
         """What is served, and within which limits."""
         card, limit = self._intake.cards()[0], self._intake.limits().max_model_len
         layout = card.layout
-        return {
+        body = {
             "model_id": self._intake.model_name,
             "model_sha": layout.weights_digest,
             "model_dtype": f"torch.{layout.kv_dtype}",
@@ -136,22 +122,23 @@ class TgiRoutes:
             "sha": None,
             "docker_label": None,
         }
+        return JSONResponse(body)
 
-    async def health(self) -> ASGIApp:
+    async def health(self) -> Response:
         """Nothing, if there are workers that could generate; else 503 with the reason."""
         self._intake.limits()
         return Response()
 
     async def _respond(
         self, body: GenerateBody, request: ApiRequest, *, is_stream: bool, is_compat: bool = False
-    ) -> ASGIApp:
+    ) -> Response:
         self._intake.check(None)
         parameters = body.wanted
         spec = parameters.spec(is_stream=is_stream)
         adds_special_tokens = body.add_special_tokens is not False
         prompt = await aside(
             lambda: self._intake.encode(body.inputs, "inputs", add_special_tokens=adds_special_tokens),
-            len(request.whole_body),
+            len(await request.body()),
         )
         generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="inputs")
         is_full = is_compat if parameters.return_full_text is None else parameters.return_full_text

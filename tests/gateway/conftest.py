@@ -30,7 +30,7 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
     """
     if item.path.stem == "test_admission":
         return {"simulated": lambda: SimLoop(0)}
-    if item.path.stem not in ("test_http_protocol", "test_http_server", "test_slow_clients", "test_tls"):
+    if item.path.stem not in ("test_http_protocol", "test_http_server", "test_slow_clients", "test_sse", "test_tls"):
         return {"asyncio": asyncio.new_event_loop}
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 

@@ -91,6 +91,36 @@ class Talker:
             await asyncio.sleep(0)
 
 
+class Flow:
+    """As uvicorn's, as far as writing is concerned."""
+
+    write_paused = False
+
+
+class Connection:
+    """uvicorn's cycle and its transport; ``log`` has what is written to all connections."""
+
+    def __init__(self, name: str, log: list[tuple[str, bytes]]) -> None:
+        self.name = name
+        self.log = log
+        self.disconnected = False
+        self.closing = False
+        self.flow = Flow()
+        self.transport = self
+        self.response_started = self.waiting_for_100_continue = False
+        self.default_headers: list[tuple[bytes, bytes]] = []
+        self.keep_alive = True
+
+    def write(self, data: bytes) -> None:
+        self.log.append((self.name, data))
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def abort(self) -> None:
+        self.closing = True
+
+
 async def lifespan(receive: Receive, send: Send) -> None:
     """Start and end of an application that needs neither."""
     for step in ("startup", "shutdown"):

@@ -5,42 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
 from kvrelay.gateway.gathered_writes import GatheredWrites
 from kvrelay.gateway.http_protocol import Exchange
-from kvrelay.gateway.reply import Reply
-from kvrelay.gateway.sse import EventStream
 
-
-class Flow:
-    """As uvicorn's, as far as writing is concerned."""
-
-    write_paused = False
-
-
-class Connection:
-    """uvicorn's cycle and its transport; ``log`` has what is written to all connections."""
-
-    def __init__(self, name: str, log: list[tuple[str, bytes]]) -> None:
-        self.name = name
-        self.log = log
-        self.disconnected = False
-        self.closing = False
-        self.flow = Flow()
-        self.transport = self
-        self.response_started = self.waiting_for_100_continue = False
-        self.default_headers: list[tuple[bytes, bytes]] = []
-        self.keep_alive = True
-
-    def write(self, data: bytes) -> None:
-        self.log.append((self.name, data))
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def abort(self) -> None:
-        self.closing = True
+from .http_port import Connection
 
 
 def connections(count: int) -> tuple[list[Any], list[tuple[str, bytes]]]:
@@ -108,33 +76,3 @@ async def test_a_connection_that_cannot_be_written_to_costs_no_other_one_anythin
     await turn_of_the_loop()
     assert log == [("1", b"b")]
     assert broken.closing
-
-
-async def test_what_was_written_arrives_also_if_the_stream_then_fails() -> None:
-    (cycle,), log = connections(1)
-
-    async def produce(stream: EventStream) -> bytes:
-        stream.write(b"first")
-        stream.write(b"second")
-        raise ValueError("a fault")
-
-    async def never() -> Any:
-        await asyncio.Event().wait()
-
-    reply = Reply(never, "r1", Exchange(cycle, GatheredWrites()))
-    with pytest.raises(ValueError, match="a fault"):
-        await EventStream(produce, lambda error: b"")({}, never, reply)
-    assert b"".join(data for _, data in log).endswith(b"5\r\nfirst\r\n6\r\nsecond\r\n")
-
-
-async def test_what_is_sent_the_long_way_comes_behind_what_is_gathered() -> None:
-    (cycle,), log = connections(1)
-
-    async def send(message: Any) -> None:
-        cycle.write(message["body"])
-
-    reply = Reply(send, "r1", Exchange(cycle, GatheredWrites()))
-    assert reply.write(b"first")
-    await reply({"type": "http.response.body", "body": b"last", "more_body": False})
-    await turn_of_the_loop()
-    assert log == [("0", b"5\r\nfirst\r\n"), ("0", b"last")]

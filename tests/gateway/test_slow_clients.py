@@ -10,17 +10,16 @@ from typing import Any, cast
 import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from kvrelay.gateway.gathered_writes import GatheredWrites
-from kvrelay.gateway.http import Edge
 from kvrelay.gateway.http_protocol import HttpProtocol
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.refusals import Refusals
 from kvrelay.gateway.settings import HttpLimits
 
-from .http_port import GET, POST, Recorder, Talker, all_of, answer, close, error_of, lifespan, serving, until
+from .http_port import GET, Recorder, Talker, all_of, answer, close, error_of, lifespan, serving, until
 
 
 @pytest.fixture
@@ -203,35 +202,3 @@ async def test_a_slow_reader_is_no_deaf_one() -> None:
     transport.size -= step - 1
     loop.fire()
     assert transport.is_aborted
-
-
-@pytest.mark.parametrize("rest", [b"", b"x" * 10, b"chunked"])
-async def test_a_body_that_does_not_come_is_408(app: Recorder, rest: bytes) -> None:
-    """Its answer ends the connection: the rest of the body cannot become a request."""
-    metrics = GatewayMetrics(CollectorRegistry())
-    edge = Edge(cast(ASGIApp, app), {}, 10_000, 0.2, metrics)
-    async with serving(edge, client_timeout_s=0.2) as port:
-        head = (
-            b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n"
-            if rest == b"chunked"
-            else b"content-length: 90\r\n\r\n" + rest
-        )
-        error = error_of(await port.talk(POST + head), 408)
-        assert error["code"] == "request_too_slow"
-        assert "0.2 s, which is the limit" in error["message"]
-    counted = metrics.registry.get_sample_value("kvrelay_refused_connections_total", {"reason": "body_timeout"})
-    assert counted == 1
-    assert app.paths == []
-
-
-@pytest.mark.parametrize("length", [10, 11])
-async def test_a_body_in_chunks_that_has_come_at_once_is_bounded(app: Recorder, length: int) -> None:
-    edge = Edge(cast(ASGIApp, app), {}, 10, 60.0, GatewayMetrics(CollectorRegistry()))
-    async with serving(edge) as port:
-        body = b"%x\r\n" % length + b"x" * length + b"\r\n0\r\n\r\n"
-        said = await port.talk(POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n" + body)
-        if length == 10:
-            assert said.startswith(b"HTTP/1.1 200")
-        else:
-            assert "more than 10 bytes, which is the limit" in error_of(said, 413)["message"]
-    assert len(app.paths) == (length == 10)
