@@ -173,6 +173,14 @@ def asking(max_tokens: int = 4, request_id: str = "r", **more: Any) -> Generatio
     return GenerationRequest(request_id, PROMPT, sampling, RequestTimings(0.0), timeout_s=timeout_s)
 
 
+async def until(pool: WorkerPool, holds: Callable[[], bool]) -> None:
+    """Returns when that is so of the pool's workers."""
+    async with asyncio.timeout(20):
+        while not holds():
+            pool.changed.clear()
+            await pool.changed.wait()
+
+
 @asynccontextmanager
 async def stage(
     *scripts: Script,
@@ -193,9 +201,7 @@ async def stage(
     pool = WorkerPool("gateway", metrics, LINKS, Network.open(), needs_prefill_workers=needs_prefill_workers)
     pool.update(static_workers(*addresses))
     try:
-        while not all(worker.is_usable for worker in pool.workers):
-            pool.changed.clear()
-            await pool.changed.wait()
+        await until(pool, lambda: all(worker.is_usable for worker in pool.workers))
         chosen = RelaySettings(local_prefill_max_tokens=0, **settings)  # type: ignore[arg-type]
         yield Stage(Relay(pool, chosen, metrics, network.clock), pool, players, metrics)
     finally:

@@ -8,16 +8,14 @@ from kvrelay.gateway.activity import Activity
 from kvrelay.wire.messages import Submit
 
 from .clock import Clock
-from .players import ALL, Player, good, stage
+from .players import ALL, Player, good, stage, until
 
 
 async def test_a_line_says_what_was_done_since_the_last_one_and_nothing_of_nothing(clock: Clock) -> None:
     begun: asyncio.Queue[tuple[Player, Submit]] = asyncio.Queue()
     async with stage(lambda *play: begun.put_nowait(play)) as s:
         worker = s.pool.decodes[s.players[0].address]
-        while worker.status is None:
-            s.pool.changed.clear()
-            await s.pool.changed.wait()
+        await until(s.pool, lambda: worker.status is not None)
         activity = Activity(s.pool, s.relay.admission, s.metrics.tokens, clock)
         assert activity.line() is None
         running = asyncio.create_task(s.run())

@@ -26,7 +26,7 @@ from kvrelay.wire.messages import (
     WorkerState,
 )
 
-from .players import ALL, PROMPT, Player, asking, failing, good, stage
+from .players import ALL, PROMPT, Player, asking, failing, good, stage, until
 
 
 async def test_another_attempt_goes_on_where_the_last_one_ended(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,9 +144,7 @@ async def test_the_clients_own_time_counts_and_travels_with_the_request(asked_s:
 async def test_a_draining_worker_gets_nothing_new() -> None:
     async with stage(good, good) as s:
         s.players[0].state = WorkerState.DRAINING
-        while s.pool.decodes[s.players[0].address].is_usable:
-            s.pool.changed.clear()
-            await s.pool.changed.wait()
+        await until(s.pool, lambda: not s.pool.decodes[s.players[0].address].is_usable)
         for _ in range(4):
             assert await s.run() == ALL
         assert not s.players[0].submits
@@ -181,9 +179,7 @@ async def test_a_lost_prefill_worker_matters_until_the_hand_off(handed_over: boo
             await asyncio.sleep(0)  # lets the request start
         submit = s.players[0].submits[0]
         await s.players[0].server.stop()
-        while lost.is_usable:
-            s.pool.changed.clear()
-            await s.pool.changed.wait()
+        await until(s.pool, lambda: not lost.is_usable)
         if handed_over:
             s.players[1].gateway_id = "gateway"
             s.players[1].tokens(submit, 0, [100, 101, 102, 103], FinishReason.LENGTH)
@@ -218,9 +214,7 @@ async def test_a_late_failure_of_a_prefill_worker_does_not_end_a_healthy_stream(
             player.fail(submit, FailureCode.PEER_LOST)
         # The link says what is in order: behind an answer to a ping, the failure has been heard.
         worker, reported = s.pool.prefills[player.address], s.pool.prefills[player.address].status
-        while worker.status is reported:
-            s.pool.changed.clear()
-            await s.pool.changed.wait()
+        await until(s.pool, lambda: worker.status is not reported)
         s.players[1].tokens(submit, 1, [101, 102, 103], FinishReason.LENGTH)
         assert [token.token_id for delta in await outcome for token in delta.tokens] == [100, 101, 102, 103]
         assert len(player.submits) == 1

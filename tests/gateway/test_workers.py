@@ -16,7 +16,7 @@ from kvrelay.wire.messages import Role, Submit, TokenDelta
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
-from .players import ALL, PROMPT, Player, Stage, asking, good, stage
+from .players import ALL, PROMPT, Player, Stage, asking, good, stage, until
 
 
 def found(*players: Player, retiring: Player | None = None) -> list[FoundWorker]:
@@ -24,10 +24,7 @@ def found(*players: Player, retiring: Player | None = None) -> list[FoundWorker]
 
 
 async def usable(on: Stage, number: int) -> None:
-    async with asyncio.timeout(10):
-        while sum(worker.is_usable for worker in on.pool.workers) != number:
-            on.pool.changed.clear()
-            await on.pool.changed.wait()
+    await until(on.pool, lambda: sum(worker.is_usable for worker in on.pool.workers) == number)
 
 
 async def test_workers_come_and_go() -> None:
@@ -89,10 +86,7 @@ async def test_a_worker_with_other_kv_is_named_and_not_used(caplog: pytest.LogCa
         on.pool.update(found(prefill, fits))
         other.card = fake_card(model_id="another")
         on.pool.update(found(*on.players))
-        async with asyncio.timeout(10):
-            while not on.pool.decodes[other.address].misfit:
-                on.pool.changed.clear()
-                await on.pool.changed.wait()
+        await until(on.pool, lambda: bool(on.pool.decodes[other.address].misfit))
         assert not on.pool.decodes[other.address].is_usable
         assert f"decode worker at {other.address} is not used: its KV is not that of {prefill.address}" in caplog.text
         assert "another" in caplog.text
