@@ -1,6 +1,6 @@
 """Calls that each begin with a mark of their own, inside of a pair of marks around all, by DeepSeek-V3.1 and Kimi K2.
 
-DeepSeek: ``f<sep>{"a": 1}`` between marks. Kimi: ``functions.f:0`` in place of the name; the number counts the conversation's calls.
+DeepSeek: ``f<sep>{"a": 1}`` between marks. Kimi: ``functions.f:0`` in place of the name; the number counts a conversation's calls.
 """
 
 from __future__ import annotations
