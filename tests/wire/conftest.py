@@ -14,6 +14,7 @@ from kvrelay.wire.sockets import num_network_threads
 
 from .links import Net
 from .rig import Rig
+from .sending import NOWHERE, Sending
 
 NUM_SOCKETS = 3
 
@@ -82,6 +83,30 @@ def tcp_rig(make_rig: Callable[..., Rig], num_sockets: int) -> Rig:
 @pytest.fixture
 def sealed_rig(make_rig: Callable[..., Rig], way: dict[str, Any]) -> Rig:
     return make_rig(seals_kv=True, **way)
+
+
+@pytest.fixture
+def sending(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Callable[..., Sending]]:
+    """Makes senders, and closes them behind the test."""
+    made: list[Sending] = []
+
+    def make(address: str = NOWHERE, **options: Any) -> Sending:
+        made.append(Sending(context, address, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.sender.close()
+
+
+@pytest.fixture
+def peer(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[zmq.Socket[bytes]]:
+    """What a sender connects to, played. It reads little ahead."""
+    with context.socket(zmq.ROUTER) as socket:
+        socket.linger = 0
+        socket.rcvhwm = 1
+        socket.rcvbuf = 2**16
+        yield socket
 
 
 @pytest.fixture

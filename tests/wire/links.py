@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.engine.fake import fake_card
 from kvrelay.wire.authentication import ClientProof, PeerGate
 from kvrelay.wire.block_sender import BlockSender
+from kvrelay.wire.codec import Codec
 from kvrelay.wire.control_client import ControlClient
 from kvrelay.wire.control_server import ControlServer
 from kvrelay.wire.data_plane import BlockReceiver
@@ -90,6 +91,21 @@ class Initiator:
         self._hear(refused)
 
 
+class Raw(zmq.asyncio.Socket):
+    """A socket without a client behind it."""
+
+    async def say(self, message: Message) -> None:
+        await self.send(Codec().encode(message))
+
+    async def hear(self) -> Message:
+        return Codec().decode(await asyncio.wait_for(self.recv(), WAIT_S))
+
+    async def ask(self, message: Message) -> Message:
+        """Say it; returns the answer."""
+        await self.say(message)
+        return await self.hear()
+
+
 class Net:
     """Makes servers and clients and closes them."""
 
@@ -99,6 +115,7 @@ class Net:
         self.registry = CollectorRegistry()
         self.metrics = WireMetrics(self.registry)
         self.to_stop: list[ControlServer | ControlClient] = []
+        self.address = ""  # of the last server that was linked
 
     def server(
         self,
@@ -131,20 +148,28 @@ class Net:
     async def linked(self, **server: Any) -> tuple[Worker, ControlServer, Initiator, ControlClient]:
         worker, initiator = Worker(), Initiator()
         control = self.server(worker, **server)
-        client = self.client(await control.start(), initiator)
+        self.address = await control.start()
+        client = self.client(self.address, initiator)
         assert isinstance(await next_of(initiator.events), Welcome)
         return worker, control, initiator, client
 
     def counted(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"kvrelay_{name}_total", labels) or 0.0
 
-    def raw(self, address: str, routing_id: bytes = b"raw", reconnects: bool = True) -> zmq.asyncio.Socket:
-        socket = zmq.asyncio.Context.shadow(self.context).socket(zmq.DEALER)
-        socket.linger = 0
+    def raw(self, address: str, routing_id: bytes = b"raw") -> Raw:
+        socket = self._raw(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, routing_id)
-        if not reconnects:
-            socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.connect(address)
+        return socket
+
+    def raw_server(self) -> tuple[Raw, str]:
+        """One that answers nothing by itself, and its address."""
+        socket = self._raw(zmq.ROUTER)
+        return socket, f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def _raw(self, kind: int) -> Raw:
+        socket = zmq.asyncio.Context.shadow(self.context).socket(kind, socket_class=Raw)
+        socket.linger = 0
         return socket
 
     async def stop(self, *ends: ControlServer | ControlClient) -> None:

@@ -15,7 +15,6 @@ from kvrelay.wire.data_plane import BlockReceiver
 from kvrelay.wire.lease import VerifiedLease
 from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Message, Offer, Reject, Timings, Verified
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.send_job import SendTicket
 from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.shared_receiver import SharedReceiver
 from kvrelay.wire.shared_sender import SharedTarget
@@ -32,8 +31,8 @@ from .lease_bench import (
     Rejected,
     content_of,
     offer_of,
-    until,
 )
+from .sending import assert_all_done_soon
 from .shared_peer import SharedPeer
 
 
@@ -216,9 +215,8 @@ class Rig(LeaseBench):
 
     def wait_sent(self) -> None:
         """Wait until no send in flight reads the source pool."""
-        for transfer in self.transfers._transfers.values():
-            for _, ticket in transfer.tickets:
-                assert_done_soon(ticket)
+        transfers = self.transfers._transfers.values()
+        assert_all_done_soon([ticket for transfer in transfers for _, ticket in transfer.tickets])
 
     def settle(self) -> None:
         """Let the transfer table notice that sends are over."""
@@ -234,8 +232,3 @@ class Rig(LeaseBench):
         self.shared.stop()
         self.assert_books()
         assert all(count >= 0 for count in self.source.reads.values())
-
-
-def assert_done_soon(ticket: SendTicket) -> None:
-    """Wait until nobody reads the block's memory."""
-    until(lambda: ticket.is_done, "a ticket that is never done")

@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 from typing import Self
 
-from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.shared_packets import Greeting, pack_block, parse_slots, refusal_in
 from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.shared_ring import RingShape, make_ring
@@ -96,11 +95,6 @@ class SharedDoor:
         """That of the sender who was accepted last."""
         while self.descriptors:
             os.close(self.descriptors.pop())
-
-
-def header_for(payload: memoryview, index: int = 0) -> BlockHeader:
-    """For doors, which do not look at it."""
-    return BlockHeader(lease_id=1, epoch=1, block_index=index, payload_nbytes=len(payload), block_hash=b"h" * 16)
 
 
 def open_descriptors() -> set[str]:

@@ -89,7 +89,7 @@ async def test_a_role_that_has_no_business_here_gets_nothing(net: Net, directory
 async def test_without_a_key_there_is_no_word(net: Net, directory: Path) -> None:
     worker, address = await guarded(net, directory)
     stranger = net.raw(address)
-    await stranger.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id="raw")))
+    await stranger.say(Hello(role=Role.GATEWAY, peer_id="raw"))
     # A peer that is let in, later: what the stranger said would have come before.
     initiator = Initiator()
     net.client(address, initiator, proof=proof_of(directory, Role.GATEWAY), role=Role.GATEWAY)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from kvrelay.wire.messages import (
     FailureCode,
     Hello,
     HelloRefused,
-    Message,
     Ping,
     Role,
     Status,
@@ -64,27 +62,20 @@ async def test_a_large_message_passes(net: Net) -> None:
 
 
 async def test_a_taken_port_is_a_clear_error(net: Net) -> None:
-    _, server, _, _ = await net.linked()
-    address = server._router.getsockopt_string(zmq.LAST_ENDPOINT)
-    other = ControlServer(address, Worker(), FAST, metrics=net.metrics, network=net.network)
+    _, _server, _, _ = await net.linked()
+    other = ControlServer(net.address, Worker(), FAST, metrics=net.metrics, network=net.network)
     with pytest.raises(WireError, match="cannot listen on"):
         await other.start()
 
 
 async def test_sending_to_nobody_says_so(net: Net) -> None:
-    worker = Worker()
-    server = net.server(worker)
-    address = await server.start()
-    assert not server.send(Role.PREFILL, "nobody", Ping())
-    client = ControlClient(
-        address, Hello(role=Role.PREFILL, peer_id="p"), Initiator(), FAST, metrics=net.metrics, network=net.network
-    )
-    assert not client.send(Ping())
-    await client.stop()
-
-
-async def test_nothing_is_sent_after_stop(net: Net) -> None:
     _, server, _, client = await net.linked()
+    assert not server.send(Role.PREFILL, "nobody", Ping())
+    late = ControlClient(
+        net.address, Hello(role=Role.PREFILL, peer_id="q"), Initiator(), FAST, metrics=net.metrics, network=net.network
+    )
+    assert not late.send(Ping())  # before its start
+    await late.stop()
     await net.stop(client, server)
     assert not client.is_up
     assert not client.send(Ping())
@@ -132,11 +123,10 @@ async def test_a_client_waits_for_a_server_that_comes_later(net: Net, tmp_path: 
 
 async def test_a_restarted_server_is_lost_and_then_welcome_with_its_new_epoch(net: Net) -> None:
     _, server, initiator, client = await net.linked()
-    address = server._router.getsockopt_string(zmq.LAST_ENDPOINT)
     await net.stop(server)
     assert isinstance(await next_of(initiator.events), str)
     assert not client.send(Ping())
-    await net.server(Worker(epoch=2), address).start()
+    await net.server(Worker(epoch=2), net.address).start()
     welcome = await next_of(initiator.events)
     assert (welcome.epoch, client.is_up) == (2, True)
     assert net.counted("lost_peers") >= 1
@@ -144,22 +134,22 @@ async def test_a_restarted_server_is_lost_and_then_welcome_with_its_new_epoch(ne
 
 async def test_a_restarted_client_voids_what_it_asked_for_before(net: Net) -> None:
     worker, server, _, client = await net.linked()
-    address = server._router.getsockopt_string(zmq.LAST_ENDPOINT)
     # Dies without Bye: the same peer id comes from a new connection.
     client._task.cancel()
     client._is_up = False
     again = Initiator()
-    net.client(address, again)
+    net.client(net.address, again)
     assert await next_of(worker.lost) == "p"
     assert isinstance(await next_of(again.events), Welcome)
     assert server.send(Role.PREFILL, "p", Cancelled(request_id="r", attempt=1))
     assert await next_of(again.events) == Cancelled(request_id="r", attempt=1)
 
 
-async def hello_from(socket: zmq.asyncio.Socket, role: Role, name: str = "raw") -> Message:
-    """Say Hello; returns the answer."""
-    await socket.send(Codec().encode(Hello(role=role, peer_id=name)))
-    return Codec().decode(await asyncio.wait_for(socket.recv(), WAIT_S))
+def hello(role: Role, name: str = "raw") -> Hello:
+    return Hello(role=role, peer_id=name)
+
+
+CANCELLED = Cancelled(request_id="r", attempt=1)
 
 
 async def test_a_name_goes_to_whoever_said_hello_last(net: Net) -> None:
@@ -168,35 +158,31 @@ async def test_a_name_goes_to_whoever_said_hello_last(net: Net) -> None:
     server = net.server(worker)
     address = await server.start()
     with net.raw(address, b"half open") as half_open, net.raw(address, b"again") as again:
-        assert isinstance(await hello_from(half_open, Role.GATEWAY), Welcome)
-        assert isinstance(await hello_from(again, Role.GATEWAY), Welcome)
+        for peer in (half_open, again):
+            assert isinstance(await peer.ask(hello(Role.GATEWAY)), Welcome)
         assert await next_of(worker.lost) == "raw"
-        cancelled = Cancelled(request_id="r", attempt=1)
-        assert server.send(Role.GATEWAY, "raw", cancelled)
-        assert Codec().decode(await asyncio.wait_for(again.recv(), WAIT_S)) == cancelled
-        await half_open.send(Codec().encode(Ping()))
-        assert isinstance(Codec().decode(await asyncio.wait_for(half_open.recv(), WAIT_S)), HelloRefused)
+        assert server.send(Role.GATEWAY, "raw", CANCELLED)
+        assert await again.hear() == CANCELLED
+        assert isinstance(await half_open.ask(Ping()), HelloRefused)
 
 
 async def test_nobody_takes_a_routing_id_that_is_in_use(net: Net) -> None:
     server = net.server(Worker())
     address = await server.start()
     with net.raw(address, b"the same") as first, net.raw(address, b"another") as other:
-        assert isinstance(await hello_from(first, Role.PREFILL), Welcome)
+        assert isinstance(await first.ask(hello(Role.PREFILL)), Welcome)
         with net.raw(address, b"the same") as thief:
-            await thief.send(Codec().encode(Hello(role=Role.PREFILL, peer_id="raw")))
-            assert isinstance(await hello_from(other, Role.GATEWAY), Welcome)  # time enough for the thief's Hello
-            cancelled = Cancelled(request_id="r", attempt=1)
-            assert server.send(Role.PREFILL, "raw", cancelled)
-            assert Codec().decode(await asyncio.wait_for(first.recv(), WAIT_S)) == cancelled
+            await thief.say(hello(Role.PREFILL))
+            assert isinstance(await other.ask(hello(Role.GATEWAY)), Welcome)  # time enough for the thief's Hello
+            assert server.send(Role.PREFILL, "raw", CANCELLED)
+            assert await first.hear() == CANCELLED
 
 
 async def test_clients_choose_another_routing_id_for_every_connection(net: Net) -> None:
-    with zmq.asyncio.Context.shadow(net.context).socket(zmq.ROUTER) as socket:
-        socket.linger = 0
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
+    socket, address = net.raw_server()
+    with socket:
         for _ in range(2):
-            net.client(f"tcp://127.0.0.1:{port}", Initiator(), peer_id="p")
+            net.client(address, Initiator(), peer_id="p")
         routing_ids = {(await asyncio.wait_for(socket.recv_multipart(), WAIT_S))[0] for _ in range(2)}
         assert len(routing_ids) == 2
         assert all(len(routing_id) > 16 and routing_id != b"p" for routing_id in routing_ids)
@@ -209,12 +195,13 @@ async def test_a_name_belongs_to_its_role(net: Net) -> None:
     server = net.server(worker)
     address = await server.start()
     with net.raw(address, b"1") as gateway, net.raw(address, b"2") as prefill:
-        assert isinstance(await hello_from(gateway, Role.GATEWAY, "gw"), Welcome)
-        assert isinstance(await hello_from(prefill, Role.PREFILL, "gw"), Welcome)
-        for role, socket in ((Role.GATEWAY, gateway), (Role.PREFILL, prefill)):
+        peers = ((Role.GATEWAY, gateway), (Role.PREFILL, prefill))
+        for role, socket in peers:
+            assert isinstance(await socket.ask(hello(role, "gw")), Welcome)
+        for role, socket in peers:
             message = Cancelled(request_id=role.value, attempt=1)
             assert server.send(role, "gw", message)
-            assert Codec().decode(await asyncio.wait_for(socket.recv(), WAIT_S)) == message
+            assert await socket.hear() == message
         assert worker.lost.empty()
 
 
@@ -224,40 +211,29 @@ async def test_bye_is_told_at_once(net: Net) -> None:
     assert await next_of(worker.lost) == "p"
 
 
-async def test_a_silent_client_is_lost(net: Net) -> None:
-    worker = Worker()
-    with net.raw(await net.server(worker, settings=SOON_LOST).start()) as socket:
-        await socket.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id="raw")))
-        assert isinstance(Codec().decode(await socket.recv()), Welcome)
-        assert await next_of(worker.lost) == "raw"
-    assert net.counted("lost_peers") == 1
-
-
-async def test_a_silent_prefill_worker_gets_more_time(net: Net) -> None:
+async def test_a_silent_client_is_lost_and_a_prefill_worker_gets_more_time(net: Net) -> None:
     """Both fell silent at once; the one with thousands of idle links between its like and this one's is lost last."""
     worker = Worker()
     address = await net.server(worker, settings=SOON_LOST).start()
     with net.raw(address) as prefill, net.raw(address, routing_id=b"gateway") as gateway:
-        await prefill.send(Codec().encode(Hello(role=Role.PREFILL, peer_id="raw")))
-        assert isinstance(Codec().decode(await prefill.recv()), Welcome)
-        await gateway.send(Codec().encode(Hello(role=Role.GATEWAY, peer_id="gateway")))
-        assert isinstance(Codec().decode(await gateway.recv()), Welcome)
+        assert isinstance(await prefill.ask(hello(Role.PREFILL)), Welcome)
+        assert isinstance(await gateway.ask(hello(Role.GATEWAY, "gateway")), Welcome)
         assert [await next_of(worker.lost), await next_of(worker.lost)] == ["gateway", "raw"]
+    assert net.counted("lost_peers") == 2
 
 
 async def test_a_silent_server_is_lost(net: Net) -> None:
     """It answers Hello and then nothing, while its kernel goes on answering."""
     initiator = Initiator()
-    with zmq.asyncio.Context.shadow(net.context).socket(zmq.ROUTER) as socket:
-        socket.linger = 0
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        client = net.client(f"tcp://127.0.0.1:{port}", initiator, settings=SOON_LOST)
+    socket, address = net.raw_server()
+    with socket:
+        client = net.client(address, initiator, settings=SOON_LOST)
         for _ in range(2):  # and again, with a new socket
             while True:
                 peer, frame = await asyncio.wait_for(socket.recv_multipart(), WAIT_S)
                 if isinstance(Codec().decode(frame), Hello):
                     break
-            await socket.send_multipart([peer, Codec().encode(Worker().welcome(Hello(role=Role.PREFILL, peer_id="p")))])
+            await socket.send_multipart([peer, Codec().encode(Worker().welcome(hello(Role.PREFILL)))])
             assert isinstance(await next_of(initiator.events), Welcome)
             assert "silent" in await next_of(initiator.events)
         await net.stop(client)
@@ -266,9 +242,8 @@ async def test_a_silent_server_is_lost(net: Net) -> None:
 async def test_a_client_that_waits_for_welcome_does_not_spin(net: Net) -> None:
     """Nobody answers; between Hello and its timeout there is nothing to wake up for."""
     settings = LinkSettings(ping_interval_s=0.01, peer_timeout_s=3600, hello_timeout_s=0.5)
-    with zmq.asyncio.Context.shadow(net.context).socket(zmq.ROUTER) as socket:
-        socket.linger = 0
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
+    socket, address = net.raw_server()
+    with socket:
         num_waits = 0
         wait = asyncio.Event.wait
 
@@ -279,7 +254,7 @@ async def test_a_client_that_waits_for_welcome_does_not_spin(net: Net) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(asyncio.Event, "wait", counting)
-            client = net.client(f"tcp://127.0.0.1:{port}", Initiator(), settings=settings)
+            client = net.client(address, Initiator(), settings=settings)
             for _ in range(2):  # the second Hello comes after the first one's timeout
                 await asyncio.wait_for(socket.recv_multipart(), WAIT_S)
             await net.stop(client)
@@ -306,27 +281,6 @@ async def test_a_client_tries_again_when_it_cannot_even_begin(net: Net, monkeypa
     assert isinstance(await next_of(initiator.events), Welcome)
 
 
-async def test_a_connection_is_watched_before_it_begins(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handshake that fails is told once; who looks afterwards would wait for the time-out, and never know why."""
-    calls: list[str] = []
-
-    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def note(socket: zmq.Socket[bytes], *arguments: Any) -> Any:
-            calls.append(f"{name} {socket.getsockopt(zmq.TYPE)}")
-            return call(socket, *arguments)
-
-        return note
-
-    for name in ("get_monitor_socket", "connect"):
-        monkeypatch.setattr(zmq.Socket, name, noted(name, getattr(zmq.Socket, name)))
-    address = await net.server(Worker()).start()
-    initiator = Initiator()
-    net.client(address, initiator)
-    assert isinstance(await next_of(initiator.events), Welcome)
-    dealers = [call.split()[0] for call in calls if call.endswith(str(int(zmq.DEALER)))]
-    assert dealers == ["get_monitor_socket", "connect"]
-
-
 async def test_an_address_that_is_none_is_told(net: Net) -> None:
     initiator = Initiator()
     net.client("nonsense", initiator)
@@ -346,13 +300,12 @@ async def test_a_handler_that_fails_does_not_kill_the_server(net: Net) -> None:
 
 async def test_a_handler_that_fails_does_not_kill_the_client(net: Net) -> None:
     _, server, initiator, client = await net.linked()
-    address = server._router.getsockopt_string(zmq.LAST_ENDPOINT)
     initiator.error = RuntimeError("boom")  # from on_welcome, too, which makes nothing of the link
     assert server.send(Role.PREFILL, "p", Cancelled(request_id="r", attempt=1))
     await next_of(initiator.events)
     await net.stop(server)
     assert isinstance(await next_of(initiator.events), str)  # on_lost fails, too
-    await net.server(Worker(epoch=2), address).start()
+    await net.server(Worker(epoch=2), net.address).start()
     assert (await next_of(initiator.events)).epoch == 2
     assert isinstance(await next_of(initiator.events), HelloRefused)
     assert not client.is_up

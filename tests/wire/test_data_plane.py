@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,75 +12,60 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from kvrelay.wire.addresses import SocketFile
-from kvrelay.wire.block_frames import BlockHeader, parse_header
-from kvrelay.wire.block_sender import BlockSender
+from kvrelay.wire.block_frames import parse_header
 from kvrelay.wire.data_plane import BlockReceiver, TcpLine
 from kvrelay.wire.errors import WireError
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.send_job import SendTicket, Wakeup
 
 from .lease_bench import WAIT_S, until
-from .rig import Rig, assert_done_soon
+from .rig import Rig
+from .sending import NOWHERE, Sending, assert_all_done_soon, header_for
 
 BIG_NBYTES = 4 * 2**20
 
 
-def header_for(payload: Any, index: int = 0) -> BlockHeader:
-    return BlockHeader(lease_id=1, epoch=1, block_index=index, payload_nbytes=len(payload), block_hash=b"h" * 16)
+Make = Callable[..., Sending]
 
 
-def sender_to(context: Any, address: str, num_sockets: int = 1) -> BlockSender:
-    return BlockSender(address, metrics=WireMetrics(CollectorRegistry()), context=context, num_sockets=num_sockets)
+def bound(peer: zmq.Socket[bytes]) -> str:
+    return f"tcp://127.0.0.1:{peer.bind_to_random_port('tcp://127.0.0.1')}"
 
 
 @pytest.mark.parametrize("nbytes", [1, 512, BIG_NBYTES])
-def test_the_ticket_is_done_when_the_block_is_out(context: Any, num_sockets: int, nbytes: int) -> None:
-    with context.socket(zmq.ROUTER) as peer:
-        peer.linger = 0
-        port = peer.bind_to_random_port("tcp://127.0.0.1")
-        sender = sender_to(context, f"tcp://127.0.0.1:{port}", num_sockets)
-        payload = memoryview(bytearray(b"k" * nbytes))
-        ticket = sender.send(header_for(payload), payload)
-        assert peer.poll(WAIT_S * 1000)
-        _, packed, received = peer.recv_multipart()
-        assert received == payload
-        assert parse_header(packed).checksum == header_for(payload).checksum_of(payload)
-        assert_done_soon(ticket)
-        sender.close()
+def test_the_ticket_is_done_when_the_block_is_out(sending: Make, peer: Any, num_sockets: int, nbytes: int) -> None:
+    tickets = sending(bound(peer), num_sockets=num_sockets).send(nbytes=nbytes)
+    assert peer.poll(WAIT_S * 1000)
+    _, packed, received = peer.recv_multipart()
+    assert received == b"k" * nbytes
+    payload = memoryview(received)
+    assert parse_header(packed).checksum == header_for(payload).checksum_of(payload)
+    assert_all_done_soon(tickets)
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:9", "ipc:///tmp/kvrelay-nobody-listens-here"])
+@pytest.mark.parametrize("address", [NOWHERE, "ipc:///tmp/kvrelay-nobody-listens-here"])
 @pytest.mark.parametrize("nbytes", [1, BIG_NBYTES])
 def test_closing_fences_off_a_peer_that_never_existed(
-    context: Any, num_sockets: int, address: str, nbytes: int
+    sending: Make, num_sockets: int, address: str, nbytes: int
 ) -> None:
-    sender = sender_to(context, address, num_sockets)
-    payload = memoryview(bytearray(nbytes))
-    tickets = [sender.send(header_for(payload), payload) for _ in range(20)]
+    prefill = sending(address, num_sockets=num_sockets)
+    tickets = prefill.send(20, nbytes)
     assert not any(ticket.is_done for ticket in tickets)
-    sender.close()
-    sender.close()
-    for ticket in tickets:
-        assert_done_soon(ticket)
+    prefill.sender.close()
+    assert_all_done_soon(tickets)
     with pytest.raises(WireError, match="closed"):
-        sender.send(header_for(payload), payload)
+        prefill.send()
+    assert not prefill.has_told.is_set()
 
 
-def test_closing_fences_off_a_peer_that_does_not_read(context: Any, num_sockets: int) -> None:
+def test_closing_fences_off_a_peer_that_does_not_read(sending: Make, peer: Any, num_sockets: int) -> None:
     """The connection stands, its buffers are full, a block is half sent."""
-    with context.socket(zmq.ROUTER) as peer:
-        peer.linger = 0
-        peer.rcvhwm = 1
-        peer.rcvbuf = 2**16
-        port = peer.bind_to_random_port("tcp://127.0.0.1")
-        sender = sender_to(context, f"tcp://127.0.0.1:{port}", num_sockets)
-        payload = memoryview(bytearray(BIG_NBYTES))
-        tickets = [sender.send(header_for(payload), payload) for _ in range(50)]
-        assert peer.poll(WAIT_S * 1000)  # traffic flows
-        assert not tickets[-1].is_done
-        sender.close()
-        for ticket in tickets:
-            assert_done_soon(ticket)
+    prefill = sending(bound(peer), num_sockets=num_sockets)
+    tickets = prefill.send(50, BIG_NBYTES)
+    assert peer.poll(WAIT_S * 1000)  # traffic flows
+    assert not tickets[-1].is_done
+    prefill.sender.close()
+    assert_all_done_soon(tickets)
 
 
 def test_one_of_several_lines_takes_no_blocks_before_it_is_connected(context: Any) -> None:
@@ -87,7 +73,7 @@ def test_one_of_several_lines_takes_no_blocks_before_it_is_connected(context: An
     wakeup = Wakeup()
     for num_lines, has_room in ((1, True), (3, False)):
         line = TcpLine(
-            "tcp://127.0.0.1:9",
+            NOWHERE,
             metrics=WireMetrics(CollectorRegistry()),
             context=context,
             wakeup=wakeup,
@@ -143,44 +129,33 @@ def break_once(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 def test_a_connection_that_breaks_between_asking_and_sending_costs_no_block(
-    context: Any, num_sockets: int, monkeypatch: pytest.MonkeyPatch
+    sending: Make, peer: Any, num_sockets: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with context.socket(zmq.ROUTER) as peer:
-        peer.linger = 0
-        port = peer.bind_to_random_port("tcp://127.0.0.1")
-        sender = sender_to(context, f"tcp://127.0.0.1:{port}", num_sockets)
-        break_once(monkeypatch, zmq.Again())
-        payloads = [memoryview(bytes([number]) * 100) for number in range(3)]
-        tickets = [sender.send(header_for(payload, index), payload) for index, payload in enumerate(payloads)]
-        came: list[bytes] = []
-        for _ in payloads:
-            assert peer.poll(WAIT_S * 1000)
-            came.append(peer.recv_multipart()[2])
-        assert sorted(came) == sorted(map(bytes, payloads))
-        for ticket in tickets:
-            assert_done_soon(ticket)
-        sender.close()
+    prefill = sending(bound(peer), num_sockets=num_sockets)
+    break_once(monkeypatch, zmq.Again())
+    tickets = prefill.send(3)
+    came: set[int] = set()
+    for _ in tickets:
+        assert peer.poll(WAIT_S * 1000)
+        came.add(parse_header(peer.recv_multipart()[1]).block_index)
+    assert came == {0, 1, 2}
+    assert_all_done_soon(tickets)
 
 
 def test_a_thread_that_dies_leaves_no_block_held(
-    context: Any, num_sockets: int, monkeypatch: pytest.MonkeyPatch
+    sending: Make, peer: Any, num_sockets: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else its prefill worker would hold them for ever, and offer every further request to the same dead end."""
     break_once(monkeypatch, OSError("broken"))
-    payload = memoryview(bytes(100))
+    prefill = sending(bound(peer), num_sockets=num_sockets)
     tickets: list[SendTicket] = []
 
     def has_ended() -> bool:
         with contextlib.suppress(WireError):
-            tickets.append(sender.send(header_for(payload), payload))
-        return not sender.is_alive
+            tickets.extend(prefill.send())
+        return not prefill.sender.is_alive
 
-    with context.socket(zmq.ROUTER) as peer:
-        peer.linger = 0
-        sender = sender_to(context, f"tcp://127.0.0.1:{peer.bind_to_random_port('tcp://127.0.0.1')}", num_sockets)
-        until(has_ended, "the sender's end")
-        for ticket in tickets:
-            assert_done_soon(ticket)
-        with pytest.raises(WireError):
-            sender.send(header_for(payload), payload)
-        sender.close()
+    until(has_ended, "the sender's end")
+    prefill.assert_ends(tickets)
+    with pytest.raises(WireError):
+        prefill.send()

@@ -19,7 +19,8 @@ from kvrelay.wire.seal import TAG_NBYTES
 from tests.engine.late_device import LateDevice
 
 from .lease_bench import BLOCK_NBYTES, WAIT_S, Granted, offer_of, until
-from .rig import Rig, assert_done_soon
+from .rig import Rig
+from .sending import assert_all_done_soon
 
 NUM_SLOTS = 4
 NUM_TOKENS = 100  # 25 blocks and more than six times the slots
@@ -153,8 +154,7 @@ def test_links_that_take_nothing_leave_slots_for_the_others(staged_rig: Any) -> 
         assert_arrived(rig, rig.complete(key))
         for sender in rig.senders[1:]:
             sender.close()
-    for ticket in tickets:
-        assert_done_soon(ticket)
+    assert_all_done_soon(tickets)
     for block_id in block_ids:
         rig.source.close_read(block_id)
     rig.settle()

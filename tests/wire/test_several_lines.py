@@ -13,7 +13,6 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.late_bytes import Reader
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.errors import PeerLostError, WireError
@@ -21,7 +20,7 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.send_job import JobQueue, SendJob, SendTicket, Wakeup
 
 from .lease_bench import WAIT_S, until
-from .rig import assert_done_soon
+from .sending import NeverThere, assert_all_done_soon
 
 NUM_SOCKETS = 3
 
@@ -140,8 +139,7 @@ def assert_all_ends(on: Stage, tickets: list[SendTicket]) -> None:
         thread.join(WAIT_S)
         assert not thread.is_alive()
     assert not on.sender.is_alive
-    for ticket in tickets:
-        assert_done_soon(ticket)
+    assert_all_done_soon(tickets)
 
 
 def test_a_link_with_little_to_do_stays_with_one_line(stage: Callable[[int], Stage]) -> None:
@@ -218,20 +216,6 @@ def test_when_one_line_breaks_all_end_and_no_block_is_held(
         on.send()
 
 
-def test_a_break_wakes_lines_that_wait_for_blocks(stage: Callable[[int], Stage]) -> None:
-    on = stage(NUM_SOCKETS)
-    on.open_all()
-    on.lines[0].room.release()
-    until(lambda: on.taken_by(0) == [0, 2], "a block that is on its way")
-    on.lines[1].room.release()  # these wait for a block
-    on.lines[2].room.release()
-    on.lines[0].error = OSError("broken")
-    on.lines[0].takes.release()
-    for thread in on.sender._threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-
-
 def test_who_gives_up_ends_all_lines_and_says_so(stage: Callable[[int], Stage]) -> None:
     on = stage(NUM_SOCKETS)
     on.open_all()
@@ -269,8 +253,7 @@ def test_blocks_that_come_while_a_line_breaks_are_done(stage: Callable[[int], St
                 tickets += on.send()
             except WireError:
                 break
-        for ticket in tickets:
-            assert_done_soon(ticket)
+        assert_all_done_soon(tickets)
 
 
 def test_a_further_line_that_cannot_be_had_is_done_without(
@@ -295,22 +278,13 @@ def test_a_further_line_that_cannot_be_had_is_done_without(
 def test_a_block_that_waits_for_memory_can_be_called_off() -> None:
     """And nothing of it is read: nobody knows when there will be any."""
 
-    class Never:
-        nbytes = 8
-        is_scarce = False
-        asked = threading.Event()
-
-        def wait(self, reader: Reader, timeout_s: float) -> memoryview | None:
-            self.asked.set()
-            return None
-
-    payload, wakeup = Never(), Wakeup()
+    payload, wakeup = NeverThere(), Wakeup()
     job = SendJob(SendTicket(), BlockHeader(1, 1, 0, 8, b"h" * 16), payload, None)
     assert job.ticket.take()
     got: list[memoryview | None] = []
     thread = threading.Thread(target=lambda: got.append(job.bytes(wakeup, lambda: None)))
     thread.start()
-    assert payload.asked.wait(WAIT_S)
+    assert payload.is_awaited.wait(WAIT_S)
     job.ticket.call_off()
     thread.join(WAIT_S)
     assert got == [None]

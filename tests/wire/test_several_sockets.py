@@ -21,7 +21,8 @@ from kvrelay.wire.send_job import Line, SendJob
 from kvrelay.wire.shared_sender import SharedTarget
 
 from .lease_bench import BAD_PAYLOAD, BLOCK_SIZE, WAIT_S, Granted, offer_of, until
-from .rig import Rig, assert_done_soon
+from .rig import Rig
+from .sending import assert_all_done_soon
 
 NUM_SOCKETS = 3
 PATHS = ["tcp", "shared_memory"]
@@ -66,8 +67,7 @@ def test_blocks_that_wait_are_spread_over_as_many_connections_as_there_may_be(
             connections.add(routing_id)
         assert sorted(came) == list(range(num_blocks))
         assert len(connections) == num_lines(registry) == NUM_SOCKETS
-        for ticket in tickets:
-            assert_done_soon(ticket)
+        assert_all_done_soon(tickets)
         sender.close()
 
 

@@ -1,0 +1,79 @@
+"""A block sender by itself, whose peer the test plays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from kvrelay.wire.block_frames import BlockHeader
+from kvrelay.wire.block_sender import BlockSender
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.seal import BlockSealer
+from kvrelay.wire.send_job import SendTicket
+
+from .lease_bench import BLOCK_NBYTES, WAIT_S, until
+
+NOWHERE = "tcp://127.0.0.1:9"
+
+
+class Sending:
+    """A sender, what it counts, and whether it said that it has ended."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str = NOWHERE, **options: Any) -> None:
+        self.registry = CollectorRegistry()
+        self.has_told = threading.Event()
+        metrics = WireMetrics(self.registry)
+        self.sender = BlockSender(address, metrics=metrics, context=context, on_end=self.has_told.set, **options)
+        self.num_sent = 0
+
+    def send(
+        self, num_blocks: int = 1, nbytes: int = BLOCK_NBYTES, payload: Any = None, sealer: BlockSealer | None = None
+    ) -> list[SendTicket]:
+        """Blocks of ``b"k"``, or of something else, numbered from 0 over all calls."""
+        payload = payload or memoryview(b"k" * nbytes)
+        tickets: list[SendTicket] = []
+        for _ in range(num_blocks):
+            tickets.append(self.sender.send(header_for(payload, self.num_sent), payload, sealer))
+            self.num_sent += 1
+        return tickets
+
+    def lines(self, path: str) -> float:
+        return self.registry.get_sample_value("kvrelay_kv_data_lines_total", {"path": path}) or 0.0
+
+    def blocks(self, path: str) -> float:
+        return self.registry.get_sample_value("kvrelay_kv_blocks_sent_total", {"path": path}) or 0.0
+
+    def assert_ends(self, tickets: Sequence[SendTicket]) -> None:
+        """Soon, and holds no block."""
+        assert self.has_told.wait(WAIT_S), "it does not notice"
+        assert not self.sender.is_alive
+        assert_all_done_soon(tickets)
+
+
+def header_for(payload: Any, index: int = 0) -> BlockHeader:
+    """For peers that do not look at it."""
+    nbytes = payload.nbytes
+    return BlockHeader(lease_id=1, epoch=1, block_index=index, payload_nbytes=nbytes, block_hash=b"h" * 16)
+
+
+def assert_all_done_soon(tickets: Sequence[SendTicket]) -> None:
+    """Wait until nobody reads the blocks' memory."""
+    until(lambda: all(ticket.is_done for ticket in tickets), "a ticket that is never done")
+
+
+class NeverThere:
+    """Bytes that do not come. Implements LateBytes."""
+
+    nbytes = BLOCK_NBYTES
+    is_scarce = False
+
+    def __init__(self) -> None:
+        self.is_awaited = threading.Event()
+
+    def wait(self, reader: object, timeout_s: float) -> None:
+        self.is_awaited.set()
+        threading.Event().wait(timeout_s)
