@@ -12,12 +12,11 @@ from kvrelay.common.settings import build
 from kvrelay.executor.batch import OnProgress, run_batch
 from kvrelay.executor.errors import ShutDownError
 from kvrelay.executor.executor import Executor, Stats
-from kvrelay.executor.local import LocalBackend
+from kvrelay.executor.local import LocalBackend, LocalSettings
 from kvrelay.executor.outputs import RequestOutput
 from kvrelay.executor.request import Chat, Prompt, Request, as_request
 from kvrelay.executor.result import GenerationResult
 from kvrelay.executor.sampling import SamplingParams
-from kvrelay.executor.settings import LocalSettings
 from kvrelay.gateway.errors import InvalidRequestError
 
 _AT_EXIT_S = 10.0  # how long the interpreter's end waits for a step that runs
@@ -36,7 +35,7 @@ class LLM:
         """Blocks until requests can be served; loading a model takes seconds.
 
         ``model``: a directory, a Hugging Face id or ``demo``. ``options``: settings by their names (``dtype``, ``kv_memory_mb``,
-        ``max_num_seqs``, ``threads``, ``max_queued`` …; see :mod:`kvrelay.executor.settings`).
+        ``max_num_seqs``, ``threads``, ``max_queued`` …; see :class:`kvrelay.executor.local.LocalSettings`).
 
         Raises SettingsError or ModelError.
         """

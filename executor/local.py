@@ -20,17 +20,18 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SampledToken
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.factory import load_engine, load_guides
 from kvrelay.engine.guidance import GuideCompiler
 from kvrelay.engine.interface import Engine
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.progress import LoggedProgress
+from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.executor.executor import Stats
 from kvrelay.executor.outputs import Logprob, Piece, TokenLogprobs
 from kvrelay.executor.progress import Progress
 from kvrelay.executor.request import Chat, Request, encode_body
-from kvrelay.executor.settings import LocalSettings
 from kvrelay.gateway.bodies import parse_body
 from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.chats import ChatReader
@@ -42,6 +43,7 @@ from kvrelay.gateway.logprob_bodies import finite
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.openai_schema import ChatBody, CompletionBody
 from kvrelay.gateway.relay import Relay
+from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.launcher.models import resolve_model
@@ -54,6 +56,17 @@ logger = logging.getLogger(__name__)
 _LINK = LinkSettings(ping_interval_s=0.2, peer_timeout_s=3600.0)
 _CONNECT_S = 30.0
 _LONGEST_DIRECTORY = 80  # characters; a socket's path has 107
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSettings:
+    """Options of a worker in this process, and of the line in front of it: the components' own, by their names."""
+
+    model: ModelSettings
+    kv: KvSettings
+    fake: FakeSettings
+    scheduler: DecodeSchedulerSettings
+    relay: RelaySettings
 
 
 @dataclass(slots=True)

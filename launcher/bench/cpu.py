@@ -58,11 +58,13 @@ class CpuMeter:
         )
 
     def use(self, from_s: float = 0.0, until_s: float = float("inf"), *, max_lag_s: float = 0.0) -> CpuUse | None:
-        """What the samples say of the time between two moments of ``time.monotonic()``; None if they span no time."""
+        """What was used between two moments of ``time.monotonic()``, as closely as the samples around them tell.
+
+        None if they span no time.
+        """
         self.sample(with_children=True)
-        within = [sample for sample in self._samples if from_s <= sample.at_s <= until_s]
-        spanned = within if len(within) > 1 else self._samples
-        before, after = spanned[0], spanned[-1]
+        before = next((one for one in reversed(self._samples) if one.at_s <= from_s), self._samples[0])
+        after = next((one for one in self._samples if one.at_s >= until_s), self._samples[-1])
         elapsed_s = after.at_s - before.at_s
         if elapsed_s <= 0:
             return None

@@ -16,8 +16,7 @@ from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake import FakeEngine, fake_card
 from kvrelay.engine.interface import StepRow
 from kvrelay.executor.executor import Executor
-from kvrelay.executor.local import LocalBackend
-from kvrelay.executor.settings import LocalSettings
+from kvrelay.executor.local import LocalBackend, LocalSettings
 
 from ..relay.http_gateway import VOCAB, write_model
 

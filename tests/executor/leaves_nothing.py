@@ -23,11 +23,10 @@ import psutil
 from kvrelay.common.settings import build
 from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
 from kvrelay.executor.executor import Executor
-from kvrelay.executor.local import LocalBackend
+from kvrelay.executor.local import LocalBackend, LocalSettings
 from kvrelay.executor.request import Request
 from kvrelay.executor.result import GenerationResult
 from kvrelay.executor.sampling import SamplingParams
-from kvrelay.executor.settings import LocalSettings
 
 _VOCAB_SIZE = 512
 

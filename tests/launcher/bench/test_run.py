@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ import pytest
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import build
 from kvrelay.launcher import cli
+from kvrelay.launcher.bench.cpu import CpuMeter
 from kvrelay.launcher.bench.environment import environment
 from kvrelay.launcher.bench.records import CpuUse, RunResult, read_result
 from kvrelay.launcher.bench.run import doubts, settings_as_given
@@ -79,10 +81,11 @@ def test_words(server: StubServer, tmp_path: Path, api: str) -> None:
 
 
 def test_the_servers_cpu_is_told_apart_if_its_process_is_named(server: StubServer, tmp_path: Path) -> None:
-    load = ("--rate", "20", "--requests", "10", *SMALL)
-    unknown = measured(server, tmp_path, *load).cpu
-    assert unknown is not None
-    assert unknown.server is None
+    load = ("--rate", "20", "--arrival", "constant", "--duration-s", "0.49", *SMALL)
+    unknown = measured(server, tmp_path, *load)
+    assert unknown.duration_s >= 0.49, "also if the last request was sent and answered before"
+    assert unknown.cpu is not None
+    assert unknown.cpu.server is None
     # Its work is done by a child.
     spin = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {'while True: pass'!r}])"
     with subprocess.Popen([sys.executable, "-c", spin]) as busy:
@@ -98,6 +101,20 @@ def test_the_servers_cpu_is_told_apart_if_its_process_is_named(server: StubServe
     assert known is not None
     assert known.server is not None
     assert known.server > 0.0
+
+
+def test_cpu_use_is_that_of_the_time_that_counts() -> None:
+    meter = CpuMeter(None)
+    until_s = time.process_time() + 0.2
+    while time.process_time() < until_s:
+        pass
+    meter.sample()
+    from_s = time.monotonic()
+    time.sleep(0.2)  # what is measured
+    whole, counted = meter.use(), meter.use(from_s)
+    assert whole is not None
+    assert counted is not None
+    assert counted.generator < 0.5 * whole.generator
 
 
 def test_the_exit_code_is_1_if_every_request_failed(server: StubServer, tmp_path: Path) -> None:
