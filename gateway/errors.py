@@ -1,26 +1,4 @@
-"""Errors that a client sees, as OpenAI error objects.
-
-KvrelayError
-└── ApiError                     status, type, code, param
-    ├── InvalidRequestError      400  a field is wrong: names it, its value and the limit
-    │   ├── ContextLengthError   400  prompt and output do not fit the model
-    │   ├── ChatTemplateError    400  the model's chat template is missing, or does not take the messages
-    │   ├── UnusableGuideError   400  what the output is to match cannot be followed
-    │   └── InvalidHttpError     400  what came is not HTTP; the connection is closed
-    ├── UnauthorizedError        401  no API key, or one that is not known
-    ├── ModelNotFoundError       404
-    ├── SlowClientError          408  headers or body took too long to arrive; the connection is closed
-    ├── ClientBehindError        408  too much of a stream waits for its client; ends the stream
-    ├── BodyTooLargeError        413
-    ├── TooManyRequestsError 429  from this API key; carries Retry-After
-    ├── HeadersTooLargeError     431  request line and headers; the connection is closed
-    ├── UnavailableError         503  no worker, or no room; carries Retry-After
-    │   ├── OverloadedError      503  no room now; carries Retry-After
-    │   ├── ConnectionsError     503  more connections than are served; carries Retry-After
-    │   └── ShuttingDownError    503  this gateway ends, and could not wait for the request
-    ├── RequestTimeoutError      504  the request's time ran out
-    └── AttemptsFailedError      502  every attempt failed
-"""
+"""Errors that a client sees, as OpenAI error objects; where they are answered with 503 or 429 they carry Retry-After."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import uvicorn
@@ -129,76 +129,35 @@ async def test_a_closed_connection_waits_no_longer_for_its_client() -> None:
             await until(lambda: not port.server.server_state.connections)
 
 
-class Transport:
-    """What a protocol does to its transport; ``size`` is what the client has not taken."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.is_aborted = False
-
-    def get_write_buffer_size(self) -> int:
-        return self.size
-
-    def set_write_buffer_limits(self, high: int, low: int) -> None:
-        self.high, self.low = high, low
-
-    def get_extra_info(self, name: str) -> None:
-        return None
-
-    def is_closing(self) -> bool:
-        return self.is_aborted
-
-    def abort(self) -> None:
-        self.is_aborted = True
-
-
-class Loop:
-    """One timer after the other, when the test says so."""
-
-    def __init__(self) -> None:
-        self.timers: list[tuple[float, Any]] = []
-
-    def call_later(self, delay_s: float, callback: Any, *arguments: Any) -> Loop:
-        self.timers.append((delay_s, lambda: callback(*arguments)))
-        return self
-
-    def cancel(self) -> None:
-        """A timer's, too."""
-        self.timers.clear()
-
-    def fire(self) -> None:
-        ((_, callback),) = self.timers
-        self.timers.clear()
-        callback()
-
-
 async def test_a_slow_reader_is_no_deaf_one() -> None:
     """As long as it takes, in each period, what separates the two marks of the buffer."""
-    loop, transport = Loop(), Transport()
-    app: Any = Recorder()
+    loop, transport = Mock(), Mock()
+    transport.get_extra_info.return_value = None
+    transport.is_closing.return_value = False
     refusals = Refusals(GatewayMetrics(CollectorRegistry()).refused_connections, time.monotonic)
+    config = uvicorn.Config(Recorder())  # type: ignore[arg-type]
     protocol = HttpProtocol(
-        uvicorn.Config(app),
-        ServerState(),
-        {},
-        cast(Any, loop),
-        limits=HttpLimits(),
-        refusals=refusals,
-        writes=GatheredWrites(),
+        config, ServerState(), {}, loop, limits=HttpLimits(), refusals=refusals, writes=GatheredWrites()
     )
-    protocol.connection_made(cast(asyncio.Transport, transport))
-    loop.cancel()  # the wait for headers
-    step = transport.high - transport.low
-    transport.size = 10 * step
+    protocol.connection_made(transport)
+    marks = transport.set_write_buffer_limits.call_args.kwargs
+    step = marks["high"] - marks["low"]
+
+    def passes(num_taken: int) -> None:
+        """A period, in which the client takes so many bytes."""
+        delay_s, callback, *arguments = loop.call_later.call_args.args
+        assert delay_s == HttpLimits().client_timeout_s
+        transport.get_write_buffer_size.return_value -= num_taken
+        callback(*arguments)
+
+    transport.get_write_buffer_size.return_value = 10 * step
     protocol.pause_writing()
     for _ in range(5):
-        transport.size -= step
-        loop.fire()
-        assert not transport.is_aborted
+        passes(step)
+    loop.call_later.return_value.cancel.reset_mock()
     protocol.resume_writing()
-    assert loop.timers == []
+    loop.call_later.return_value.cancel.assert_called_once_with()
     protocol.pause_writing()
-    assert loop.timers[0][0] == HttpLimits().client_timeout_s
-    transport.size -= step - 1
-    loop.fire()
-    assert transport.is_aborted
+    transport.abort.assert_not_called()
+    passes(step - 1)
+    transport.abort.assert_called_once_with()

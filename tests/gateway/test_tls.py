@@ -146,12 +146,6 @@ async def test_connections_are_counted_behind_their_handshake(pair: tuple[Path, 
         await close(silent)
 
 
-async def test_half_a_request_over_tls_is_408(pair: tuple[Path, Path]) -> None:
-    async with serving(Recorder(), certificate=Certificate(*pair), header_timeout_s=0.2) as port:
-        assert b"408" in await port.talk(b"GET / HTT", tls=trusting(pair[0]))
-        assert port.refused() == {"header_timeout": 1}
-
-
 async def test_a_client_that_reads_nothing_over_tls_is_disconnected(pair: tuple[Path, Path]) -> None:
     app = Talker()
     async with serving(app, certificate=Certificate(*pair), client_timeout_s=0.3, send_buffer_bytes=4096) as port:
