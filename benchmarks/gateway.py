@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import json
 import random
 import statistics
 import subprocess
@@ -29,7 +28,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -42,7 +40,6 @@ from gateway_ends import FIRST_MARK, PacedWorker, ask_directly, prompt_of
 from gateway_load import cpu_s, throughput
 
 from kvrelay.launcher.bench.client import StreamingClient
-from kvrelay.launcher.bench.environment import environment
 from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.summary import percentile
 from kvrelay.launcher.models import resolve_model
@@ -189,32 +186,20 @@ async def _ready(url: str) -> None:
 @click.option("--repeats", default=3, show_default=True, help="How often added time is measured.")
 @click.option("--load-seconds", default=20.0, show_default=True, help="How long.")
 @click.option("--only-throughput", is_flag=True, help="Measure no added time.")
-@click.option("--output", type=click.Path(path_type=Path), help="Where the figures go as JSON.")
 def main(
     streams: int,
     rounds: int,
     repeats: int,
     load_seconds: float,
     only_throughput: bool,
-    output: Path | None,
 ) -> None:
     """Run it."""
-    figures: dict[str, float] = {}
     if not only_throughput:
-        figures |= added_time(Load(streams, rounds, tokens=64, step_s=STEP_S), repeats)
-    load = throughput(LOAD_STREAMS, load_seconds)
-    if output is not None:
-        document = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": environment(),
-            "options": {name: value for name, value in click.get_current_context().params.items() if name != "output"},
-            "figures": figures | load.figures,
-            "warnings": load.warnings,
-        }
-        output.write_text(json.dumps(document, indent=1))
+        added_time(Load(streams, rounds, tokens=64, step_s=STEP_S), repeats)
+    throughput(LOAD_STREAMS, load_seconds)
 
 
-def added_time(pace: Load, repeats: int) -> dict[str, float]:
+def added_time(pace: Load, repeats: int) -> None:
     """Measure and print it."""
     measured: dict[str, list[float]] = {}
     directory = resolve_model("demo", needs_weights=False)
@@ -229,7 +214,6 @@ def added_time(pace: Load, repeats: int) -> dict[str, float]:
     for name in ("first token", "later tokens"):
         shown = ", ".join(f"{q} {figures[f'{name} {q} ms']:.2f}" for q in ("p50", "p99", "max"))
         print(f"  added to {name}: {shown} ms; without a gateway it takes {figures[f'{name} direct ms']:.2f} ms")
-    return figures
 
 
 def added(name: str, direct: Sequence[float], through: Sequence[float]) -> dict[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -17,32 +16,8 @@ from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.settings import LocalSettings
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Figures by name, and what makes them doubtful."""
-
-    figures: dict[str, float]
-    warnings: list[str]
-
-
-def throughput(streams: int, seconds: float) -> Measured:
-    """Measure and print it."""
-    measured = measure_throughput(streams, seconds)
-    figures = measured.figures
-    print(
-        f"{streams} streams: {figures['tokens_per_s']:.0f} tokens/s; gateway "
-        f"{figures['gateway_us_per_token']:.1f} CPU s per million tokens and {figures['gateway_mb']:.0f} MB, "
-        f"worker {figures['worker_us_per_token']:.1f} CPU s; "
-        f"generator {figures.get('generator_cores', float('nan')):.2f} cores, others "
-        f"{figures.get('other_cores', float('nan')):.2f}, stolen {figures.get('stolen_cores', float('nan')):.2f}"
-    )
-    for warning in measured.warnings:
-        print(f"  doubtful: {warning}")
-    return measured
-
-
-def measure_throughput(streams: int, seconds: float) -> Measured:
-    """Streamed tokens per second with a fake decode worker, and what each process used of the CPU."""
+def throughput(streams: int, seconds: float) -> None:
+    """Measure and print streamed tokens per second with a fake decode worker, and what each process used of the CPU."""
     # A step of a millisecond is more than the worker can do.
     settings = LocalSettings.of(
         engine="fake", prefill=0, port=0, log_level="warning", fake_step_ms=1, fake_token_us=0, fake_token_bytes=64,
@@ -66,30 +41,26 @@ def measure_throughput(streams: int, seconds: float) -> Measured:
             raise SystemExit(f"the generator failed: {ended.stderr[-2000:]}")
         used_s, worker_s = cpu_s(gateway) - before_s, cpu_s(worker) - worker_before_s
         memory_mb = gateway.memory_info().rss / 2**20
-        return figures_of(read_result(output), used_s, worker_s, memory_mb)
+        for line in lines_of(read_result(output), used_s, worker_s, memory_mb):
+            print(line)
 
 
-def figures_of(result: RunResult, gateway_s: float, worker_s: float, memory_mb: float) -> Measured:
-    """Pure: from a run, and the CPU time of gateway and worker during it.
+def lines_of(result: RunResult, gateway_s: float, worker_s: float, memory_mb: float) -> list[str]:
+    """Pure: what a run tells, from its result and the CPU time of gateway and worker during it.
 
     Raises SystemExit if requests failed.
     """
     whole = summarize(result).all
     if whole.num_ok != whole.num_requests:
         raise SystemExit(f"{whole.num_requests - whole.num_ok} requests failed: {whole.errors}")
-    num_tokens = sum(request.output_tokens for request in result.requests)
-    figures = {
-        "tokens_per_s": whole.output_tokens_per_s,
-        "gateway_us_per_token": gateway_s / num_tokens * 1e6,
-        "worker_us_per_token": worker_s / num_tokens * 1e6,
-        "gateway_mb": memory_mb,
-    }
-    if result.cpu is None:
-        return Measured(figures, result.warnings)
-    figures |= {
-        "generator_cores": result.cpu.generator, "other_cores": result.cpu.others, "stolen_cores": result.cpu.stolen
-    }  # fmt: skip
-    return Measured(figures, result.warnings)
+    millions = sum(request.output_tokens for request in result.requests) / 1e6
+    lines = [
+        f"{whole.output_tokens_per_s:.0f} tokens/s; gateway {gateway_s / millions:.1f} CPU s per million tokens and "
+        f"{memory_mb:.0f} MB, worker {worker_s / millions:.1f} CPU s"
+    ]
+    if (cpu := result.cpu) is not None:
+        lines.append(f"generator {cpu.generator:.2f} cores, others {cpu.others:.2f}, stolen {cpu.stolen:.2f}")
+    return [*lines, *(f"  doubtful: {warning}" for warning in result.warnings)]
 
 
 def cpu_s(process: psutil.Process) -> float:

@@ -26,14 +26,10 @@ import click
 
 _NUMERICS_FAILED, _SECTION_FAILED = 1, 3
 _DRY = "DRY RUN: every way is gone, with sizes of next to nothing. ITS TIMES MEAN NOTHING."
-_SECTIONS = (  # gpu_parts.plan has them; it is imported when the environment is ready
-    "checks, decode-step, decode-step-int8, prefill, decode-attention, decode-attention-fp8, prefill-attention, prefill-boxes, "
-    "sampling, linears, handoff, ttft, batching, batching-peer"
-)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--only", multiple=True, metavar="SECTION", help=f"Only these; again for more: {_SECTIONS}.")
+@click.option("--only", multiple=True, metavar="SECTION", help="Only this one; again for more, '?' names all.")
 @click.option("--budget-s", default=470.0, show_default=True, type=click.FloatRange(1), help="Time of the whole run.")
 @click.option("--json", "output", type=click.Path(path_type=Path, dir_okay=False), help="Everything as JSON.")
 @click.option(

@@ -24,16 +24,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from datetime import UTC, datetime
 from multiprocessing.connection import Pipe
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -42,7 +38,6 @@ from handoff_ways import Round, Way, receive, run_round, send
 from sides import Side
 
 from kvrelay.launcher.bench.cpu import CpuMeter
-from kvrelay.launcher.bench.environment import environment
 from kvrelay.launcher.bench.records import CpuUse
 
 LONGEST_S = 1800.0  # for one size of blocks
@@ -109,7 +104,7 @@ def summary(sizes: Sizes, rounds: dict[str, list[Round]], cpu: CpuUse | None) ->
                 "gigabytes_per_s": spread([gigabytes / one.seconds for one in many]),
                 "sender_cpu_s_per_gigabyte": statistics.median(one.sender_cpu_s for one in many) / gigabytes,
                 "receiver_cpu_s_per_gigabyte": statistics.median(one.receiver_cpu_s for one in many) / gigabytes,
-                "rounds": [asdict(one) for one in many],
+                "num_rounds": len(many),
             }
             for way, many in rounds.items()
         },
@@ -120,7 +115,7 @@ def summary(sizes: Sizes, rounds: dict[str, list[Round]], cpu: CpuUse | None) ->
 def show(result: dict[str, Any]) -> None:
     """Print a summary."""
     kibibytes = result["block_nbytes"] / 1024
-    num_rounds = len(next(iter(result["ways"].values()))["rounds"])
+    num_rounds = next(iter(result["ways"].values()))["num_rounds"]
     print(f"\nblocks of {kibibytes:.0f} KiB, {result['num_blocks']} per round, {num_rounds} rounds, medians")
     if result["others_cores"] is not None:
         print(
@@ -156,20 +151,13 @@ def main() -> int:
         nargs="+",
         help="numbers of data sockets, or rings, to compare; each way of kvrelay's once with each",
     )
-    parser.add_argument("--json", type=Path, help="also write everything to this file")
     options = parser.parse_args()
     ways = options.ways
     if options.data_sockets is not None:
         ways = [one for way in ways for one in _with_sockets(way, options.data_sockets)]
-    results: list[dict[str, Any]] = []
     for block_kib in options.block_kib:
         sizes = Sizes(block_kib * 1024, max(1, options.round_mib * 1024 // block_kib))
-        results.append(summary(sizes, *measure(sizes, ways, options.rounds)))
-        show(results[-1])
-    if options.json is not None:
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        document = {"date": date, "environment": environment(), "sizes": results}
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+        show(summary(sizes, *measure(sizes, ways, options.rounds)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The whole engine against transformers in float64: random weights of the measured model's heads, and SmolLM2 if it is there."""
+"""The whole engine against transformers in float64, on random weights of the measured model's heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from gpu_parts.model_dir import write_model
 from gpu_parts.rows import Checked, Kernel
-from gpu_parts.running import Context, Finding, Note
+from gpu_parts.running import Context, Finding
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.engine_options import EngineOptions
 from kvrelay.engine.interface import StepRow
@@ -43,18 +43,10 @@ def check_model(context: Context) -> Iterator[Finding]:
     directory = context.work / "small-model"
     if not directory.exists():
         write_model(directory, shape, context.generator(), _STD)
-    yield from _checked(context, directory, "random weights")
-    if context.is_dry:
-        yield Note("SmolLM2 takes half a minute in float64 on a CPU: left out of a dry run")
-        return
-    demo = _demo()
-    if demo is None:
-        yield Note("SmolLM2 is not here: the converted demo model of kvrelay is not in its cache")
-    else:
-        yield from _checked(context, demo, "SmolLM2")
+    yield from _checked(context, directory)
 
 
-def _checked(context: Context, directory: Path, name: str) -> Iterator[Checked]:
+def _checked(context: Context, directory: Path) -> Iterator[Checked]:
     """In float32 step by step and then run ahead, and the same in bfloat16, where torch's own error is the measure."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes seconds, and only this check needs it
 
@@ -83,7 +75,7 @@ def _checked(context: Context, directory: Path, name: str) -> Iterator[Checked]:
                 torchs = max(torchs, float((expected - theirs).gather(1, likeliest).abs().max()))
         limit = _LIMIT if dtype == "float32" else max(_BF16_LIMIT, _OF_TORCHS_ERROR * torchs)
         for way, errors in (("step by step", stepped), ("run ahead", ahead)):
-            case = f"{name} in {dtype}, {way}, prompts of {_PROMPT_LENS} tokens"
+            case = f"{dtype}, {way}, prompts of {_PROMPT_LENS} tokens"
             yield Checked(Kernel.MODEL, case, _worst(errors), limit, "largest error of a logprob")
 
 
@@ -149,10 +141,3 @@ def _generate(engine: TorchEngine, seed: int) -> tuple[list[Sequence], list[list
         rows, launched = behind, following
     take(rows, launched.wait())
     return sequences, list(outputs.values())
-
-
-def _demo() -> Path | None:
-    from kvrelay.launcher.models import models_cache  # noqa: PLC0415 - brings what a machine of kernels may lack
-
-    found = sorted(models_cache().glob("demo-*/*/config.json"))
-    return found[-1].parent if found else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -87,7 +85,7 @@ def markdown(samples: Sequence[Sample], figures: Sequence[Figure], about: dict[s
             parts.append(_row(side, about[side], *cells, *_disturbance([item for item in mine if item.side == side])))
         problems = dict.fromkeys(f"{item.side}: {item.problem}" for item in mine if item.problem)
         parts += ["", *(f"- {' '.join(problem.split())[:300]}" for problem in problems)]
-        parts += [f"- doubtful, {text}" for text in _warnings(mine)]
+        parts += dict.fromkeys(f"- doubtful, {item.side}: {warning}" for item in mine for warning in item.warnings)
         parts += ["", _row("compared", "median (lowest to highest)", "to reach", "reached"), _row(*["---"] * 4)]
         parts += [_outcome_row(mine, figure, outcome) for outcome in outcomes(samples, figure)]
         parts.append("")
@@ -102,17 +100,6 @@ def _disturbance(samples: Sequence[Sample]) -> list[str]:
         *(f"{median(used):.2f} ({max(used):.2f})" for used in cores),
         f"{median(late_ms):.0f} ({max(late_ms):.0f}) ms",
     ]
-
-
-def _warnings(samples: Sequence[Sample]) -> list[str]:
-    """Each kind of warning of each side once: in how many rounds it came, and its first text. Numbers do not make another kind."""
-    first: dict[tuple[str, str], str] = {}
-    rounds: Counter[tuple[str, str]] = Counter()
-    for item in samples:
-        kinds = {(item.side, re.sub(r"[\d.,]+", "#", warning)): warning for warning in item.warnings}
-        rounds.update(kinds.keys())
-        first = {**kinds, **first}
-    return [f"{side} in {rounds[side, kind]} rounds, as: {text}" for (side, kind), text in first.items()]
 
 
 def _outcome_row(samples: Sequence[Sample], figure: Figure, outcome: Outcome) -> str:

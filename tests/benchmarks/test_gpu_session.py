@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from gpu_parts.floors import Limits
-from gpu_parts.plan import CHECKS, FIGURES, LIMITS, NAMES, chosen, refusal, time_for
+from gpu_parts.plan import CHECKS, FIGURES, LIMITS, chosen, refusal, time_for
 from gpu_parts.rows import Checked, Kernel, Row, Unit
 from gpu_parts.running import PRELOADED, Context, Fact, Failure, Finding, Note, Outcome, Section, load, run_section
 from gpu_parts.session import Session
@@ -91,14 +91,8 @@ def test_a_run_has_the_limits_and_the_checks_of_what_it_times() -> None:
     assert chosen(["checks"]) == [LIMITS, *CHECKS.values()]
 
 
-def test_every_section_can_be_loaded_and_is_told_in_the_help() -> None:
-    for section in chosen([]):
-        assert callable(load(section.entry))
-    script = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-    shown = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True).stdout
-    together = "".join(shown.split())  # the help breaks lines at hyphens, too
-    missing = [name for name in NAMES if name not in together]
-    assert not missing
+def test_every_section_can_be_loaded() -> None:
+    assert all(callable(load(section.entry)) for section in chosen([]))
 
 
 def test_every_kernel_has_a_check() -> None:

@@ -76,16 +76,11 @@ def test_tables_name_what_failed_and_what_was_reached() -> None:
     assert "Rounds: 3" in text
 
 
-def test_what_makes_samples_doubtful_stands_under_the_table_once_for_each_kind() -> None:
-    warned = [
-        replace(sample(0, "split", 200.0), warnings=("the hypervisor took 0.30 of 2 cores",)),
-        replace(sample(1, "split", 100.0), warnings=("the hypervisor took 0.40 of 2 cores",)),
-        replace(sample(1, "peer", 100.0), warnings=("the loop was late by 120 ms",)),
-    ]
+def test_what_makes_samples_doubtful_stands_under_the_table_once() -> None:
+    late = "the loop was late by 120 ms"
+    warned = [replace(sample(number, "split", 200.0), warnings=(late,)) for number in range(2)]
     text = markdown(warned, [FIGURE], {"split": "a", "local": "b", "peer": "c"})
-    assert "- doubtful, split in 2 rounds, as: the hypervisor took 0.30 of 2 cores\n" in text
-    assert "- doubtful, peer in 1 rounds, as: the loop was late by 120 ms\n" in text
-    assert text.count("doubtful") == 2
+    assert text.count(f"- doubtful, split: {late}\n") == text.count("doubtful") == 1
 
 
 def test_figures_without_samples_are_left_out() -> None:

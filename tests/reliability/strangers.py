@@ -227,13 +227,15 @@ async def visit(
     return "; ".join([*told, neighbour.told()])
 
 
-async def visit_workers(directory: Path, keys: Path | None, seed: int, num_connections: int) -> str:
+async def visit_workers(
+    directory: Path, keys: Path | None, seed: int, num_connections: int, num_too_many: int = 300
+) -> str:
     """Start workers and a neighbour, and send everybody to them."""
     async with small_fleet(directory, keys=keys) as up:
         doors = doors_of(up, keys)
         async with neighbour_of(up) as neighbour:
             figures = await visit(up, neighbour, seed, num_connections, doors, doors)
-            exhausted = [functools.partial(exhaust, door, 300) for door in doors[:2]]
+            exhausted = [functools.partial(exhaust, door, num_too_many) for door in doors[:2]]
             told = [f"{figure}; " for visiting in exhausted for figure in await neighbour.beside([visiting])]
         async with neighbour_of(up):  # whoever comes afterwards is let in
             return "".join(told) + figures

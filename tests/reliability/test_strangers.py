@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,9 @@ from kvrelay.wire.messages import Hello, Role, Welcome
 
 from ..relay.http_gateway import VOCAB
 from ..wire.shared_peer import SharedPeer
-from .doors import TURNED_AWAY_S, Door, doors_of, exhaust
+from .doors import TURNED_AWAY_S, Door, doors_of
 from .neighbour import neighbour_of, small_fleet
-from .strangers import visit
+from .strangers import visit, visit_workers
 
 pytestmark = pytest.mark.timeout(120)
 FAKE_TOKEN_NBYTES = 1024  # what small_fleet() leaves as it is
@@ -49,13 +48,7 @@ async def test_with_keys_nobody_else_comes_in(tmp_path: Path) -> None:
 
 
 async def test_without_keys_strangers_are_bounded(tmp_path: Path) -> None:
-    async with small_fleet(tmp_path) as up:
-        doors = doors_of(up, None)
-        async with neighbour_of(up) as neighbour:
-            await visit(up, neighbour, 2, NUM_CONNECTIONS, doors, [doors[1]])
-            await neighbour.beside([functools.partial(exhaust, doors[1], NUM_TOO_MANY)])
-        async with neighbour_of(up):  # whoever comes afterwards is let in
-            pass
+    assert await visit_workers(tmp_path, None, 2, NUM_CONNECTIONS, NUM_TOO_MANY)
 
 
 def _welcome_of(door: Door, role: Role) -> Welcome:
