@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from typing import Annotated, Any
 
@@ -87,17 +86,15 @@ class OpenAIRoutes:
         chat, spec, prompt = await aside(prepare, len(await request.body()))
         generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="messages")
 
-        def make_format() -> Format:
-            return ChatFormat(
-                self._head(request),
-                self._intake.tokenizer,
-                _shown(body, logprobs=bool(body.logprobs)),
-                num_choices=spec.num_choices,
-                make_parser=None if chat.has_plain_answers else chat.parser,
-                echoed=chat.echoed,
-            )
-
-        return await self._respond(request, body, spec, generations, make_format)
+        written = ChatFormat(
+            self._head(request),
+            self._intake.tokenizer,
+            _shown(body, logprobs=bool(body.logprobs)),
+            num_choices=spec.num_choices,
+            make_parser=None if chat.has_plain_answers else chat.parser,
+            echoed=chat.echoed,
+        )
+        return await self._respond(request, body, spec, generations, written)
 
     async def completions(self, body: CompletionBody, request: ApiRequest) -> Response:
         """Continue one text, or several."""
@@ -109,18 +106,16 @@ class OpenAIRoutes:
         prompts = await aside(lambda: self._prompts(body), len(await request.body()))
         generations = self._intake.generations(arrival_of(request), prompts, spec, prompt_param="prompt")
 
-        def make_format() -> Format:
-            used = [one.prompt_token_ids for one in generations if one.is_first]
-            return CompletionFormat(
-                self._head(request),
-                self._intake.tokenizer,
-                _shown(body, logprobs=body.logprobs is not None),
-                num_per_prompt=spec.num_choices,
-                echoed=[(self._intake.tokenizer.decode(ids), ids) for ids in used] if body.echo else [],
-                prompts=used,
-            )
-
-        return await self._respond(request, body, spec, generations, make_format)
+        used = [one.prompt_token_ids for one in generations if one.is_first]
+        written = CompletionFormat(
+            self._head(request),
+            self._intake.tokenizer,
+            _shown(body, logprobs=body.logprobs is not None),
+            num_per_prompt=spec.num_choices,
+            echoed=[(self._intake.tokenizer.decode(ids), ids) for ids in used] if body.echo else [],
+            prompts=used,
+        )
+        return await self._respond(request, body, spec, generations, written)
 
     def _prompts(self, body: CompletionBody) -> list[list[int]]:
         """The prompts as token ids, whichever of the four forms they came in."""
@@ -142,11 +137,11 @@ class OpenAIRoutes:
         body: SamplingBody,
         spec: GenerationSpec,
         generations: list[Generation],
-        make_format: Callable[[], Format],
+        written: Format,
     ) -> Response:
         job = Job(
             generations,
-            make_format,
+            written,
             is_stream=bool(body.stream),
             num_per_prompt=1 if spec.beam_search is not None else max(spec.best_of, spec.num_choices),
             num_returned=spec.num_choices,

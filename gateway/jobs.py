@@ -7,7 +7,7 @@ event in the stream, never a silent cut.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,6 @@ from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.errors import ApiError, ClientBehindError
 from kvrelay.gateway.generation import Generation, Generator, TextDelta, Usage
 from kvrelay.gateway.ignored import IgnoredFields
-from kvrelay.gateway.soon import Soon
 from kvrelay.gateway.sse import EventStream
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class Job(msgspec.Struct, frozen=True):
     """
 
     generations: list[Generation]
-    make_format: Callable[[], Format]  # called once, while workers compute
+    written: Format
     is_stream: bool
     num_per_prompt: int = 1
     num_returned: int = 1  # of each prompt
@@ -96,44 +95,35 @@ class Responder:
 
     async def respond(self, request: ApiRequest, job: Job) -> Response:
         """The response. What fails before its status line is raised, as ApiError, here or when it is sent."""
-        written = Soon(job.make_format)
         headers = self._ignored.headers(job.ignored)
-        usages = [
-            Usage(len(one.prompt_token_ids) if one.is_first else 0) for one in job.generations
-        ]  # a prompt counts once
+        # A prompt counts once.
+        usages = [Usage(len(one.prompt_token_ids) if one.is_first else 0) for one in job.generations]
         if job.is_stream:
-            return EventStream(
-                lambda stream: self._events(request, job, usages, written, stream),
-                lambda error: written.get().failed(error),
-                headers,
-            )
+            return EventStream(lambda stream: self._events(request, job, usages, stream), job.written.failed, headers)
         deltas: list[list[TextDelta]] = [[] for _ in job.generations]
         await self._generator.run_all(job.generations, usages, lambda index, delta: deltas[index].append(delta))
         choices = choose(job.generations, deltas, num_per_prompt=job.num_per_prompt, num_returned=job.num_returned)
-        body = written.get().whole(choices, _total(usages))
+        body = job.written.whole(choices, _total(usages))
         return JSONResponse({**body, **job.extras()} if isinstance(body, dict) else body, headers=headers)
 
-    async def _events(
-        self, request: ApiRequest, job: Job, usages: Sequence[Usage], written: Soon[Format], stream: EventStream
-    ) -> bytes:
+    async def _events(self, request: ApiRequest, job: Job, usages: Sequence[Usage], stream: EventStream) -> bytes:
         """Write the job's events, up to the last ones, which are returned."""
 
         def take(index: int, delta: TextDelta) -> None:
-            answer = written.get()
-            before = b"" if stream.has_begun else answer.opening()
-            stream.write(before + answer.chunk(index, delta))
+            before = b"" if stream.has_begun else job.written.opening()
+            stream.write(before + job.written.chunk(index, delta))
 
         try:
             await self._generator.run_all(job.generations, usages, take)
-            return written.get().closing(_total(usages), job.extras())
+            return job.written.closing(_total(usages), job.extras())
         except Exception as error:
             if not stream.has_begun:
                 raise
             request.cut = "client_behind" if isinstance(error, ClientBehindError) else "failed_mid_stream"
             if isinstance(error, ApiError):
-                return written.get().failed(error)
+                return job.written.failed(error)
             logger.exception("a stream failed", extra={"request_id": job.generations[0].request_id})
-            return written.get().failed(ApiError("the server failed while it was answering; try again"))
+            return job.written.failed(ApiError("the server failed while it was answering; try again"))
 
 
 def choose(

@@ -16,7 +16,7 @@ from kvrelay.gateway.chats import Chat, ChatReader
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import TextDelta, Usage
 from kvrelay.gateway.intake import Intake, arrival_of, aside
-from kvrelay.gateway.jobs import Choice, Format, Job, Responder
+from kvrelay.gateway.jobs import Choice, Job, Responder
 from kvrelay.gateway.logprob_bodies import chat_logprobs
 from kvrelay.gateway.response_items import ResponseItems
 from kvrelay.gateway.responses_schema import ResponseBody
@@ -128,13 +128,9 @@ class ResponsesRoutes:
 
         chat, spec, prompt = await aside(prepare, len(await request.body()))
         generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="input")
-
-        def make_format() -> Format:
-            return ResponseFormat(
-                self._head(body, request), self._intake.tokenizer, chat.parser(), shows_logprobs=body.shows_logprobs
-            )
-
-        job = Job(generations, make_format, is_stream=bool(body.stream), ignored=body.ignored())
+        head = self._head(body, request)
+        written = ResponseFormat(head, self._intake.tokenizer, chat.parser(), shows_logprobs=body.shows_logprobs)
+        job = Job(generations, written, is_stream=bool(body.stream), ignored=body.ignored())
         return await self._responder.respond(request, job)
 
     def _head(self, body: ResponseBody, request: ApiRequest) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""TGI's routes: bodies to jobs, what the endpoint says of itself, and SageMaker's names for both.
+"""TGI's routes: bodies to jobs, and what the endpoint says of itself.
 
 Where TGI answers a stream's error with status 200 and an event, the status says it here, as long as nothing was sent; its clients
 read both.
@@ -6,23 +6,16 @@ read both.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from enum import Enum
-from typing import Any
 
 from fastapi import FastAPI
-from pydantic import ConfigDict
 from starlette.responses import JSONResponse, Response
 
 from kvrelay import __version__
-from kvrelay.gateway.api import OpenAIRoutes
-from kvrelay.gateway.api_docs import REQUEST_HEADERS, ChatAnswer, TextAnswer
+from kvrelay.gateway.api_docs import REQUEST_HEADERS
 from kvrelay.gateway.api_request import ApiRequest
-from kvrelay.gateway.bodies import RequestBody
-from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.intake import Intake, arrival_of, aside
 from kvrelay.gateway.jobs import Job, Responder
-from kvrelay.gateway.openai_schema import ChatBody, CompletionBody
 from kvrelay.gateway.sampling_schema import MAX_CHOICES, MAX_STOPS
 from kvrelay.gateway.tgi.docs import HEALTHY, GenerateAnswer, Info, StreamEvent, tgi_answers
 from kvrelay.gateway.tgi.format import GenerateFormat, Wanted
@@ -31,45 +24,22 @@ from kvrelay.gateway.tgi.schema import CompatBody, GenerateBody
 _MAX_PROMPTS = 128  # of one body, which only /v1/completions takes several in
 
 
-class AnyBody(RequestBody):
-    """``POST /invocations``: what it is can be told by the field that it has."""
-
-    model_config = ConfigDict(extra="allow")
-
-    inputs: Any = None
-    """As of `/`."""
-    messages: Any = None
-    """As of `/v1/chat/completions`."""
-    prompt: Any = None
-    """As of `/v1/completions`."""
-
-
 class TgiRoutes:
     """Answers TGI's clients."""
 
-    def __init__(self, intake: Intake, responder: Responder, openai: OpenAIRoutes, max_queued: int) -> None:
-        """``openai`` answers the bodies of SageMaker that are meant for it.
-
-        ``max_queued``: what ``/info`` calls concurrent requests.
-        """
+    def __init__(self, intake: Intake, responder: Responder, max_queued: int) -> None:
+        """``max_queued``: what ``/info`` calls concurrent requests."""
         self._intake = intake
         self._responder = responder
         self._max_queued = max_queued
-        self._invocations: dict[str, tuple[type[RequestBody], Callable[[Any, ApiRequest], Awaitable[Response]]]] = {
-            "inputs": (CompatBody, self.compat_generate),
-            "messages": (ChatBody, openai.chat),
-            "prompt": (CompletionBody, openai.completions),
-        }
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""
         tags: list[str | Enum] = ["Text Generation Inference"]
-        any_answer = tgi_answers(list[GenerateAnswer], ChatAnswer, TextAnswer, events=StreamEvent)
         for path, endpoint, answers in (
             ("/generate", self.generate, tgi_answers(GenerateAnswer)),
             ("/generate_stream", self.generate_stream, tgi_answers(events=StreamEvent)),
             ("/", self.compat_generate, tgi_answers(list[GenerateAnswer], events=StreamEvent)),
-            ("/invocations", self.invocations, any_answer),
         ):
             app.post(path, tags=tags, responses=answers, openapi_extra=REQUEST_HEADERS)(endpoint)
         app.get("/info", tags=tags, responses=tgi_answers(Info))(self.info)
@@ -87,17 +57,6 @@ class TgiRoutes:
     async def compat_generate(self, body: CompatBody, request: ApiRequest) -> Response:
         """Continue a text, with ``stream`` in events. The answer begins with the prompt unless ``return_full_text`` is false."""
         return await self._respond(body, request, is_stream=bool(body.stream), is_compat=True)
-
-    async def invocations(self, body: AnyBody, request: ApiRequest) -> Response:
-        """SageMaker's route: whatever ``/``, ``/v1/chat/completions`` or ``/v1/completions`` would answer."""
-        given = [name for name in self._invocations if getattr(body, name) is not None]
-        if len(given) != 1:
-            raise InvalidRequestError(
-                f"the body has {' and '.join(given) or 'none of inputs, messages and prompt'}; it must have exactly one "
-                "of inputs, messages and prompt"
-            )
-        model, answer = self._invocations[given[0]]
-        return await answer(await request.read(model), request)
 
     async def info(self) -> Response:
         """What is served, and within which limits."""
@@ -151,7 +110,7 @@ class TgiRoutes:
         )
         job = Job(
             generations,
-            lambda: GenerateFormat(self._intake.tokenizer, generations[0], wanted),
+            GenerateFormat(self._intake.tokenizer, generations[0], wanted),
             is_stream=is_stream,
             num_per_prompt=spec.best_of,
             num_returned=spec.num_choices,

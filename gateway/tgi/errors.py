@@ -22,7 +22,6 @@ PATHS = frozenset(
         "/",
         "/generate",
         "/generate_stream",
-        "/invocations",
         "/info",
         "/health",
         "/ping",

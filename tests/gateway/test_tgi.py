@@ -66,20 +66,12 @@ async def test_without_details_there_is_the_text_alone(model_directory: Path) ->
 async def test_the_compatible_route_gives_a_list_with_the_prompt(model_directory: Path) -> None:
     async with app_for(model_directory, saying(SAID, has_eos=True)) as app:
         prompt, bare = {"inputs": "Say: "}, {"return_full_text": False}
-        for path in ("/", "/invocations"):
-            assert await app.post(path, **prompt) == [{"generated_text": f"Say: {SAID}"}]
-            assert await app.post(path, **prompt, parameters=bare) == [{"generated_text": SAID}]
+        assert await app.post("/", **prompt) == [{"generated_text": f"Say: {SAID}"}]
+        assert await app.post("/", **prompt, parameters=bare) == [{"generated_text": SAID}]
         streamed = await app.events("/", **prompt)
         assert streamed[-1]["generated_text"] == f"Say: {SAID}"
         full = await app.post("/generate", **prompt, parameters={"return_full_text": True})
         assert full == {"generated_text": f"Say: {SAID}"}
-        chat = await app.post("/invocations", messages=[{"role": "user", "content": "x"}])
-        assert chat["choices"][0]["message"]["content"] == SAID
-        text = await app.post("/invocations", prompt="x", stream=False)
-        assert text["choices"][0]["text"] == SAID
-        refused = await app.post("/invocations", 422, prompt="x", inputs="y")
-        assert refused["error_type"] == "validation"
-        assert "inputs and prompt" in refused["error"]
 
 
 async def test_a_stop_string_is_part_of_the_text(model_directory: Path) -> None:
