@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -180,28 +181,16 @@ async def _drained(component: Component) -> str:
     return ""
 
 
-def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T | None]:
+def _in_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
     """The result of ``call`` on a daemon thread of its own: an executor's thread would be waited for at the end."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T | None] = loop.create_future()
-
-    def settle(result: T | None, error: Exception | None) -> None:
-        if future.done():  # cancelled: nobody waits for it any more
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # who gives up waiting does not end the thread
 
     def run() -> None:
-        result: T | None = None
-        failure: Exception | None = None
         try:
-            result = call()
+            future.set_result(call())
         except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, failure)
+            future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return future
+    return asyncio.wrap_future(future)

@@ -15,13 +15,11 @@ from kvrelay.gateway.errors import ApiError, InvalidRequestError, UnavailableErr
 class Server:
     """Takes ``num_places`` requests at a time and refuses others. The last comer is served first, when all places are taken."""
 
-    def __init__(self, num_places: int, num_taken: int = 0, num_expected: int | None = None) -> None:
+    def __init__(self, num_places: int, num_taken: int = 0) -> None:
         self.num_places = num_places
         self.num_taken = num_taken  # by others
-        self.num_expected = num_expected  # when so many have come, all are served
         self.running: list[tuple[Request, Progress]] = []
         self.num_submits = 0
-        self.most = 0
         self.aborted: list[object] = []
 
     def submit(self, request: Request) -> GenerationResult:
@@ -38,11 +36,8 @@ class Server:
                 self.serve()
         else:
             self.running.append((request, progress))
-            self.most = max(self.most, len(self.running))
             if len(self.running) == self.num_places:
                 self.serve()
-        while self.num_submits == self.num_expected and self.running:
-            self.serve()
         return GenerationResult(progress, abort)
 
     def serve(self) -> None:
@@ -63,16 +58,6 @@ def test_outputs_come_in_order_however_few_places_there_are() -> None:
     )
     assert [output.outputs[0].text for output in outputs] == [str(index) for index in range(50)]
     assert heard == [(done, 50) for done in range(1, 51)]
-
-
-def test_so_many_at_a_time_and_no_more() -> None:
-    server = Server(num_places=3, num_expected=30)
-    outputs = run_batch(
-        [Request(str(n)) for n in range(30)], server.submit, max_at_a_time=3, on_progress=lambda *_: None
-    )
-    assert [output.outputs[0].text for output in outputs] == [str(n) for n in range(30)]
-    assert server.most == 3
-    assert server.num_submits == 30  # nobody was refused
 
 
 def test_without_any_room_the_refusal_is_raised() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 
 import pytest
 
@@ -33,34 +32,6 @@ def test_logprobs_add_up() -> None:
     assert output.prompt_logprobs == [None, {2: Logprob(-0.5)}]
 
 
-def test_every_iterator_sees_all_of_it() -> None:
-    progress, result = streaming(2)
-    pieces = [(index % 2, Piece(chr(97 + index), [index])) for index in range(26)]
-    seen: list[str] = []
-
-    def read() -> None:
-        texts = ["", ""]
-        for output in result:
-            for one in output.outputs:
-                texts[one.index] += one.text_diff
-                assert one.text == texts[one.index]
-        seen.append("".join(texts))
-
-    readers = [threading.Thread(target=read) for _ in range(4)]
-    for reader in readers:
-        reader.start()
-    for index, piece in pieces:
-        progress.add(index, piece)
-    for index in range(2):
-        progress.add(index, Piece("", [], None, "length"))
-    progress.finish()
-    for reader in readers:
-        reader.join(10)
-    assert seen == ["acegikmoqsuwybdfhjlnprtvxz"] * 4
-    late = [output.outputs[0].text_diff for output in result]
-    assert late == ["acegikmoqsuwy"]
-
-
 async def test_loops_and_threads_wait_together() -> None:
     progress, result = streaming()
     draws = random.Random(3)
@@ -80,9 +51,14 @@ async def test_loops_and_threads_wait_together() -> None:
             progress.add(0, Piece("x" * size, [1] * size, None, None if left else "length"))
         progress.finish()
 
-    readers = [asyncio.create_task(one) for one in (read(), read_elsewhere(), read())]
+    def read_blocking() -> str:
+        return "".join([output.outputs[0].text_diff for output in result])
+
+    blocking = asyncio.to_thread(read_blocking)
+    readers = [asyncio.create_task(one) for one in (read(), read_elsewhere(), read(), blocking)]
     await asyncio.to_thread(write)
-    assert await asyncio.gather(*readers) == ["x" * length] * 3
+    assert await asyncio.gather(*readers) == ["x" * length] * 4
+    assert read_blocking() == "x" * length, "who comes late sees all of it, too"
     assert (await result).outputs[0].token_ids == [1] * length
 
 
