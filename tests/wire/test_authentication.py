@@ -59,31 +59,40 @@ async def test_the_right_keys_talk(net: Net, directory: Path) -> None:
     assert await next_of(worker.heard) == ("p", Role.PREFILL, Cancel(request_id="r", attempt=1))
 
 
-async def test_a_key_from_elsewhere_gets_nothing(
-    net: Net, directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+NOT_LET_IN = "it does not let our key in"
+
+
+@pytest.mark.parametrize(
+    ("client", "worker", "detail"),
+    [
+        # A stranger knows the worker's public key, which is no secret.
+        ("stranger", "keys", NOT_LET_IN),
+        ("a prefill worker", "keys for gateways", NOT_LET_IN),
+        # Somebody listens in the worker's place: the client's first word is already encrypted for another.
+        ("a prefill worker", "other keys", "its key is not one of those that we know for its role"),
+        ("a prefill worker", "no keys", "it has no keys, and we have"),
+        ("no keys", "keys", "it asks for keys, and we have none"),
+    ],
+)
+async def test_who_cannot_prove_what_he_is_gets_nothing_and_is_told_why(
+    net: Net, directory: Path, tmp_path: Path, client: str, worker: str, detail: str
 ) -> None:
-    """It knows the worker's public key, which is no secret."""
-    make_keys(tmp_path / "stranger")
-    for role in Role:
-        if role is not Role.GATEWAY:
-            (tmp_path / "stranger" / f"{role.value}.pem").write_bytes((directory / f"{role.value}.pem").read_bytes())
-    worker, address = await guarded(net, directory)
+    make_keys(tmp_path / "other")
+    if client == "stranger":
+        (tmp_path / "other" / "decode.pem").write_bytes((directory / "decode.pem").read_bytes())
+        (tmp_path / "other" / "decode.key").write_bytes((directory / "decode.key").read_bytes())
+    of_worker, of_client = (
+        tmp_path / "other" if one in ("stranger", "other keys") else directory for one in (worker, client)
+    )
+    roles = GATEWAYS if worker == "keys for gateways" else BOTH
+    heard = Worker()
+    gate = None if worker == "no keys" else gate_of(net, of_worker, roles)
+    address = await net.server(heard, gate=gate).start()
     initiator = Initiator()
-    net.client(address, initiator, proof=proof_of(tmp_path / "stranger", Role.GATEWAY), role=Role.GATEWAY)
-    refused = await next_of(initiator.events)
-    assert refused == HelloRefused(code=FailureCode.PEER_LOST, detail="it does not let our key in")
-    assert net.counted("refused_keys") >= 1
-    assert worker.heard.empty()
-    assert "nobody here knows" in caplog.text
-
-
-async def test_a_role_that_has_no_business_here_gets_nothing(net: Net, directory: Path) -> None:
-    """A prefill worker's key at a worker that gateways talk to."""
-    _, address = await guarded(net, directory, GATEWAYS)
-    initiator = Initiator()
-    net.client(address, initiator, proof=proof_of(directory, Role.PREFILL))
-    assert (await next_of(initiator.events)).detail == "it does not let our key in"
-    assert net.counted("refused_keys") >= 1
+    net.client(address, initiator, proof=None if client == "no keys" else proof_of(of_client, Role.PREFILL))
+    assert await next_of(initiator.events) == HelloRefused(code=FailureCode.PEER_LOST, detail=detail)
+    assert (net.counted("refused_keys") >= 1) is (detail == NOT_LET_IN)
+    assert heard.heard.empty()
 
 
 async def test_without_a_key_there_is_no_word(net: Net, directory: Path) -> None:
@@ -98,27 +107,6 @@ async def test_without_a_key_there_is_no_word(net: Net, directory: Path) -> None
     assert not await stranger.poll(0)
     assert net.counted("refused_messages", cause="malformed") == 0
     stranger.close()
-
-
-async def test_a_worker_that_cannot_prove_itself_hears_nothing(net: Net, directory: Path, tmp_path: Path) -> None:
-    """Somebody listens in the worker's place: the client's first word is already encrypted for another."""
-    make_keys(tmp_path / "other")
-    worker = Worker()
-    gate = PeerGate(WireKeys.load(tmp_path / "other", Role.DECODE), BOTH, net.metrics, net.context)
-    address = await net.server(worker, gate=gate).start()
-    initiator = Initiator()
-    net.client(address, initiator, proof=proof_of(directory, Role.PREFILL))
-    assert (await next_of(initiator.events)).detail == "its key is not one of those that we know for its role"
-    assert worker.heard.empty()
-
-
-@pytest.mark.parametrize("has_keys", ["client", "worker"])
-async def test_keys_on_one_side_only_are_named(net: Net, directory: Path, has_keys: str) -> None:
-    address = await net.server(Worker(), gate=gate_of(net, directory) if has_keys == "worker" else None).start()
-    initiator = Initiator()
-    net.client(address, initiator, proof=proof_of(directory, Role.PREFILL) if has_keys == "client" else None)
-    expected = {"client": "it has no keys, and we have", "worker": "it asks for keys, and we have none"}[has_keys]
-    assert (await next_of(initiator.events)).detail == expected
 
 
 async def test_nobody_is_more_than_the_key_says(net: Net, directory: Path) -> None:

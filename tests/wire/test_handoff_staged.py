@@ -72,7 +72,7 @@ class Holder:
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "sealed"])
-def staged_rig(request: pytest.FixtureRequest, context: Any, way: dict[str, Any]) -> Iterator[Any]:
+def rig(request: pytest.FixtureRequest, context: Any, way: dict[str, Any]) -> Iterator[Any]:
     rig = StagedRig(context, num_blocks=80, seals_kv=request.param, **way)
     yield rig
     rig.close()
@@ -94,10 +94,9 @@ def hold_all(rig: Any) -> tuple[Holder, list[int]]:
     return holder, block_ids
 
 
-@pytest.mark.parametrize("staged_rig", [True], indirect=True, ids=["sealed"])
-def test_what_was_forged_is_overwritten_by_what_is_genuine(staged_rig: Any) -> None:
+@pytest.mark.parametrize("rig", [True], indirect=True, ids=["sealed"])
+def test_what_was_forged_is_overwritten_by_what_is_genuine(rig: Any) -> None:
     """A forged block is copied to its place; the genuine one is copied behind it."""
-    rig = staged_rig
     key, grant = rig.granted(NUM_TOKENS)
     lease = Granted(offer_of(list(range(NUM_TOKENS))), grant)
     for index in range(2 * NUM_SLOTS):
@@ -106,8 +105,7 @@ def test_what_was_forged_is_overwritten_by_what_is_genuine(staged_rig: Any) -> N
     assert_arrived(rig, rig.complete(key))
 
 
-def test_a_long_prompt_passes_through_few_slots(staged_rig: Any) -> None:
-    rig = staged_rig
+def test_a_long_prompt_passes_through_few_slots(rig: Any) -> None:
     told = rig.ends.on_lease_verified
 
     def verified(lease: Any) -> None:
@@ -123,8 +121,7 @@ def test_a_long_prompt_passes_through_few_slots(staged_rig: Any) -> None:
         assert rig.transfer_ends.released[-1] == key
 
 
-def test_a_sender_waits_for_a_slot_and_goes_on_when_one_is_free(staged_rig: Any) -> None:
-    rig = staged_rig
+def test_a_sender_waits_for_a_slot_and_goes_on_when_one_is_free(rig: Any) -> None:
     holder, block_ids = hold_all(rig)
     key, _ = rig.granted(NUM_TOKENS)
     rig.commit(key)
@@ -139,9 +136,8 @@ def test_a_sender_waits_for_a_slot_and_goes_on_when_one_is_free(staged_rig: Any)
 
 
 @pytest.mark.parametrize("way", ["tcp"], indirect=True)
-def test_links_that_take_nothing_leave_slots_for_the_others(staged_rig: Any) -> None:
+def test_links_that_take_nothing_leave_slots_for_the_others(rig: Any) -> None:
     """More links than there are slots, and more blocks for each; ZeroMQ keeps all of them."""
-    rig = staged_rig
     header, block_ids = BlockHeader(9, 1, 0, BLOCK_NBYTES, b"h" * 16), range(40, 70)
     tickets = []
     with sockets.create_server(("127.0.0.1", 0), backlog=100) as deaf:  # a connection's handshake is never over
@@ -160,8 +156,7 @@ def test_links_that_take_nothing_leave_slots_for_the_others(staged_rig: Any) -> 
     rig.settle()
 
 
-def test_a_link_that_is_lost_ends_a_sender_that_waits_for_a_slot(staged_rig: Any) -> None:
-    rig = staged_rig
+def test_a_link_that_is_lost_ends_a_sender_that_waits_for_a_slot(rig: Any) -> None:
     _, block_ids = hold_all(rig)
     key, _ = rig.granted(NUM_TOKENS)
     rig.commit(key)
@@ -174,8 +169,7 @@ def test_a_link_that_is_lost_ends_a_sender_that_waits_for_a_slot(staged_rig: Any
     rig.table.abort_peer("p")
 
 
-def test_an_aborted_transfer_gives_its_slots_back(staged_rig: Any) -> None:
-    rig = staged_rig
+def test_an_aborted_transfer_gives_its_slots_back(rig: Any) -> None:
     _, block_ids = hold_all(rig)
     key, _ = rig.granted(NUM_TOKENS, "aborted")
     rig.commit(key)
@@ -191,8 +185,7 @@ def test_an_aborted_transfer_gives_its_slots_back(staged_rig: Any) -> None:
     assert_arrived(rig, rig.complete(key))
 
 
-def test_a_block_that_cannot_be_copied_into_the_pool_is_not_received(staged_rig: Any) -> None:
-    rig = staged_rig
+def test_a_block_that_cannot_be_copied_into_the_pool_is_not_received(rig: Any) -> None:
     lease = rig.leased(3)
     frame, payload = lease.frames(0)
     header = parse_header(frame)
@@ -204,8 +197,7 @@ def test_a_block_that_cannot_be_copied_into_the_pool_is_not_received(staged_rig:
     assert rig.ends.verified.empty()
 
 
-def test_a_failed_copy_is_not_sent_and_ends_the_link(staged_rig: Any) -> None:
-    rig = staged_rig
+def test_a_failed_copy_is_not_sent_and_ends_the_link(rig: Any) -> None:
     rig.source.device._fails_at = 3
     key, _ = rig.granted(NUM_TOKENS)
     rig.commit(key)

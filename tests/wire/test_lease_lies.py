@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvrelay.wire.block_frames import parse_header
 from kvrelay.wire.messages import FailureCode
@@ -49,20 +49,8 @@ SEALED_LIES: dict[str, tuple[str, Lie]] = {
     "announced size": ("bad_size", lambda lease: lease.frames(1, payload_nbytes=8)),
     "truncated": ("bad_size", lambda lease: (lease.frames(1)[0], lease.frames(1)[1][:-1])),
     "no tag": ("bad_size", lambda lease: lease.frames(1, bytes(BLOCK_NBYTES))),
-    "plain": ("wrong_seal", lambda lease: Granted(lease.offer, replace_key(lease)).frames(1)),
+    "plain": ("wrong_seal", lambda lease: Granted(lease.offer, replace(lease.grant, seal_key=None)).frames(1)),
 }
-
-
-def replace_key(lease: Granted) -> Any:
-    """The grant, as if blocks were to travel plain."""
-    return type(lease.grant)(
-        request_id="r",
-        attempt=1,
-        lease_id=lease.grant.lease_id,
-        epoch=lease.grant.epoch,
-        num_cached_blocks=0,
-        ttl_s=TTL_S,
-    )
 
 
 @pytest.fixture
@@ -82,17 +70,13 @@ def sealed() -> LeaseBench:
 def test_a_plain_lie_ends_the_lease_and_its_blocks_go_back(plain: LeaseBench, lie: str) -> None:
     cause, frames = PLAIN_LIES[lie]
     lease = plain.leased()
-    before = {block_id: bytes(plain.store.block(block_id)) for block_id in range(16)}
     assert plain.receive(lease.frames(0)) == "ok"
-    own = set(range(16)) - {
-        block_id for block_id in range(16) if bytes(plain.store.block(block_id)) == before[block_id]
-    }
     assert plain.receive(frames(lease)) == cause
     assert plain.ends.rejected.get_nowait().code is FailureCode.INTEGRITY
     assert plain.refused(cause) == 1
     plain.assert_all_free()
-    spilt = [block_id for block_id in range(16) if bytes(plain.store.block(block_id)) != before[block_id]]
-    assert len({*spilt} - own) <= 1, "written beyond the block"
+    written = [block_id for block_id in range(16) if any(plain.store.block(block_id))]
+    assert len(written) <= 2, "written beyond the block"
 
 
 def test_an_announced_size_that_is_no_block_is_refused_before_the_write(plain: LeaseBench) -> None:

@@ -197,10 +197,10 @@ def test_a_line_without_room_takes_no_block_and_holds_none_back(stage: Callable[
     assert tickets[2].is_done
 
 
-@pytest.mark.parametrize("error", [PeerLostError("gone"), OSError("broken")])
+@pytest.mark.parametrize("error", [PeerLostError("gone"), OSError("broken"), None], ids=["lost", "died", "given up"])
 @pytest.mark.parametrize("broken", range(NUM_SOCKETS))
 def test_when_one_line_breaks_all_end_and_no_block_is_held(
-    stage: Callable[[int], Stage], broken: int, error: Exception
+    stage: Callable[[int], Stage], broken: int, error: Exception | None
 ) -> None:
     """Each is in the middle of a block; nothing stays behind half dead."""
     on = stage(NUM_SOCKETS)
@@ -209,23 +209,16 @@ def test_when_one_line_breaks_all_end_and_no_block_is_held(
     for number in range(NUM_SOCKETS):
         on.lines[number].room.release()
     until(lambda: sum(len(line.taken) for line in on.lines) == 2 + NUM_SOCKETS, "each line has a block")
-    on.lines[broken].error = error
-    on.lines[broken].takes.release()
+    if error is None:
+        on.sender.give_up()
+        on.sender.give_up()
+    else:
+        on.lines[broken].error = error
+        on.lines[broken].takes.release()
+    assert on.has_ended.wait(WAIT_S)
     assert_all_ends(on, tickets)
     with pytest.raises(WireError, match="closed"):
         on.send()
-
-
-def test_who_gives_up_ends_all_lines_and_says_so(stage: Callable[[int], Stage]) -> None:
-    on = stage(NUM_SOCKETS)
-    on.open_all()
-    tickets = on.send(3)
-    on.lines[0].room.release()
-    until(lambda: on.taken_by(0) == [0, 2], "a block that is on its way")
-    on.sender.give_up()
-    on.sender.give_up()
-    assert on.has_ended.wait(WAIT_S)
-    assert_all_ends(on, tickets)
 
 
 def test_closing_ends_lines_that_wait_for_room_for_a_block_and_for_the_wire(stage: Callable[[int], Stage]) -> None:

@@ -102,7 +102,7 @@ def test_a_greeting_brings_one_descriptor_of_sealed_memory(
     assert refused(one_rig, "bad_memory") == 1
 
 
-@pytest.mark.parametrize("packet", [b"junk", b"x" * 5000, Greeting(SHAPE, b"t" * 600).pack()])
+@pytest.mark.parametrize("packet", [b"junk", b"x" * 5000, Greeting(SHAPE, b"t" * 600).pack(), b"\x91" * 400])
 def test_what_is_no_greeting_is_refused(one_rig: Rig, receiver: SharedReceiver, packet: bytes) -> None:
     with SharedPeer(receiver.name) as peer:
         assert "refuses it" in str(peer.introduce(packet))

@@ -15,13 +15,14 @@ import pytest
 
 from kvrelay.wire.errors import GreetingRefusedError, NoSharedMemoryError
 from kvrelay.wire.seal import TAG_NBYTES
-from kvrelay.wire.shared_ring import MAX_SLOTS, Ring, RingShape, make_ring, map_ring
+from kvrelay.wire.shared_ring import MAX_SLOTS, RingShape, make_ring, map_ring
 
 from .shared_peer import num_mapped_rings, open_descriptors
 
 SHAPE = RingShape.of(512)
 F_SEAL_FUTURE_WRITE = 0x10
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+ALL_SEALS = (fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, F_SEAL_FUTURE_WRITE, fcntl.F_SEAL_SEAL)
+SEALS = sum(ALL_SEALS)
 
 
 @pytest.fixture(autouse=True)
@@ -51,26 +52,18 @@ def test_a_ring_has_few_slots_of_whole_pages(block_nbytes: int) -> None:
     assert shape.nbytes <= max(4 * 2**20, 4 * shape.slot_nbytes)
 
 
-def test_what_is_written_on_one_side_is_read_on_the_other() -> None:
+def test_what_is_written_on_one_side_is_read_on_the_other_and_not_written_there() -> None:
     written, descriptor = make_ring(SHAPE)
     read = map_ring(descriptor, SHAPE)
     os.close(descriptor)
     for index, slot in enumerate(written.slots):
         slot[:] = bytes([index + 1]) * SHAPE.slot_nbytes
     assert [(slot[0], slot[-1]) for slot in read.slots] == [(n + 1, n + 1) for n in range(SHAPE.num_slots)]
-    written.close()
-    assert read.slots[3][0] == 4, "the memory went with its maker"
-    read.close()
-
-
-def test_the_receiver_cannot_write() -> None:
-    written, descriptor = make_ring(SHAPE)
-    read = map_ring(descriptor, SHAPE)
     with pytest.raises(TypeError, match="read-only"):
         read.slots[0][0] = 1
     written.close()
+    assert read.slots[3][0] == 4, "the memory went with its maker"
     read.close()
-    os.close(descriptor)
 
 
 def test_nobody_changes_the_size_of_a_ring() -> None:
@@ -86,23 +79,22 @@ def test_nobody_changes_the_size_of_a_ring() -> None:
 
 
 @pytest.mark.parametrize(
-    "seals",
-    [0, *(SEALS & ~one for one in (fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, F_SEAL_FUTURE_WRITE, fcntl.F_SEAL_SEAL))],
+    ("nbytes", "seals", "has_pages", "says"),
+    [
+        *((SHAPE.nbytes, SEALS & ~seal, True, "must be sealed") for seal in (SEALS, *ALL_SEALS)),
+        (SHAPE.nbytes, SEALS, False, "memory with holes"),  # whoever maps it would have to fill them, at its own cost
+        *((nbytes, SEALS, True, f"{nbytes} bytes of memory") for nbytes in (0, SHAPE.nbytes - 1, SHAPE.nbytes + 1)),
+    ],
 )
-def test_memory_that_could_shrink_is_refused(seals: int) -> None:
-    descriptor = memory(SHAPE.nbytes, seals)
-    with pytest.raises(GreetingRefusedError, match="must be sealed") as refused:
+def test_memory_whose_access_could_fault_is_refused(nbytes: int, seals: int, has_pages: bool, says: str) -> None:
+    descriptor = memory(nbytes, seals, has_pages=has_pages)
+    with pytest.raises(GreetingRefusedError, match=says) as refused:
         map_ring(descriptor, SHAPE)
     assert refused.value.cause_name == "bad_memory"
     os.close(descriptor)
 
 
-def test_memory_with_holes_is_refused_and_nobody_makes_any() -> None:
-    """Whoever maps it would have to fill them, at its own cost."""
-    descriptor = memory(SHAPE.nbytes, SEALS, has_pages=False)
-    with pytest.raises(GreetingRefusedError, match="memory with holes"):
-        map_ring(descriptor, SHAPE)
-    os.close(descriptor)
+def test_nobody_makes_holes_in_a_ring() -> None:
     ring, descriptor = make_ring(SHAPE)
     libc = ctypes.CDLL(None, use_errno=True)
     punch_hole_keep_size = 3
@@ -110,14 +102,6 @@ def test_memory_with_holes_is_refused_and_nobody_makes_any() -> None:
     assert libc.fallocate(descriptor, punch_hole_keep_size, *of) == -1
     assert ctypes.get_errno() == errno.EPERM
     ring.close()
-    os.close(descriptor)
-
-
-@pytest.mark.parametrize("nbytes", [0, SHAPE.nbytes - mmap.PAGESIZE, SHAPE.nbytes - 1, SHAPE.nbytes + 1])
-def test_memory_of_another_size_is_refused(nbytes: int) -> None:
-    descriptor = memory(nbytes, SEALS)
-    with pytest.raises(GreetingRefusedError, match=f"{nbytes} bytes of memory"):
-        map_ring(descriptor, SHAPE)
     os.close(descriptor)
 
 
@@ -166,12 +150,4 @@ def test_memory_that_cannot_be_had_leaves_no_descriptor(monkeypatch: pytest.Monk
     descriptor = memory(SHAPE.nbytes, SEALS)
     with pytest.raises(GreetingRefusedError, match="cannot be mapped"):
         map_ring(descriptor, SHAPE)
-    os.close(descriptor)
-
-
-def test_a_ring_is_its_slots() -> None:
-    ring, descriptor = make_ring(SHAPE)
-    assert isinstance(ring, Ring)
-    assert [len(slot) for slot in ring.slots] == [SHAPE.slot_nbytes] * SHAPE.num_slots
-    ring.close()
     os.close(descriptor)

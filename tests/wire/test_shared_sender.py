@@ -97,12 +97,20 @@ def test_whatever_has_no_memory_in_common_goes_over_tcp(
     assert prefill.lines("shared_memory") == 0
 
 
-def test_a_refusal_is_logged_and_blocks_go_over_tcp(to: To, door: SharedDoor, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [(pack_answer("not today"), "refuses it: not today"), (b"?", "its answer is none"), (b"", "before the answer")],
+)
+def test_a_refusal_is_logged_and_blocks_go_over_tcp(
+    to: To, door: SharedDoor, caplog: pytest.LogCaptureFixture, answer: bytes, says: str
+) -> None:
     caplog.set_level(logging.INFO)
     prefill = to(door.name)
-    door.accept(pack_answer("not today"))
+    door.accept(answer or None)
+    if not answer:
+        door.hang_up()
     wait_for_line(prefill, "tcp")
-    assert "refuses it: not today" in caplog.text
+    assert says in caplog.text
 
 
 def test_who_does_not_answer_is_not_waited_for_longer_than_the_bound(
