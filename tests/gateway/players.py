@@ -234,4 +234,9 @@ def failing(code: FailureCode, after: int = 0, times: int = 1000, retry_after_s:
     return script
 
 
+def in_turn(*scripts: Script) -> Script:
+    """Plays one script after the other, the last one for ever."""
+    return lambda player, submit: scripts[min(len(player.submits), len(scripts)) - 1](player, submit)
+
+
 ALL = ([100, 101, 102, 103], FinishReason.LENGTH)

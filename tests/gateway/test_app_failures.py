@@ -22,10 +22,10 @@ from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool
-from kvrelay.wire.messages import FailureCode, Submit
+from kvrelay.wire.messages import FailureCode
 
 from .http_app import CHAT, TEXT, App, app_for, lifespan, saying
-from .players import Player, failing, good
+from .players import failing, good, in_turn
 
 USER = [{"role": "user", "content": "hand over"}]
 
@@ -215,10 +215,7 @@ async def test_the_lifespan_ends_with_workers_that_never_came(model_directory: P
 
 
 async def test_every_metric_of_the_gateway_moves(model_directory: Path) -> None:
-    def script(player: Player, submit: Submit) -> None:
-        say = saying("one relay", end=FinishReason.LENGTH)
-        (failing(FailureCode.INTERNAL) if len(player.submits) == 1 else say)(player, submit)
-
+    script = in_turn(failing(FailureCode.INTERNAL), saying("one relay", end=FinishReason.LENGTH))
     async with app_for(model_directory, script, relay={"max_attempts": 1}) as app:
         await app.post(TEXT, 502, prompt="x")
         await app.post(TEXT, prompt="x")

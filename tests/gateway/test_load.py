@@ -23,12 +23,6 @@ def status(running: int = 0, waiting: int = 0, tokens: int = 0, free: int = 100)
     )
 
 
-def test_what_is_sent_counts_at_once() -> None:
-    load = Load(BLOCK)
-    load.open(("r", 1), 160, 0.0, is_sent=True)
-    assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (1, 160, 90)
-
-
 def test_what_is_over_counts_no_more() -> None:
     """Without waiting for a report: in a second a worker may finish half of what it has."""
     load = Load(BLOCK)
@@ -69,13 +63,6 @@ def test_a_decode_worker_hears_of_a_request_from_a_prefill_worker() -> None:
     load.on_first_token(("r", 1), 1.5)
     load.on_status(status(running=1, free=90), 2.0)
     assert (load.num_requests, load.num_free_blocks(100)) == (1, 90)
-
-
-def test_what_is_unknown_is_no_trouble() -> None:
-    load = Load(BLOCK)
-    load.on_first_token(("r", 1), 0.0)
-    load.close(("r", 1), 5)
-    assert load.num_free_blocks(100) == 100
 
 
 def test_what_is_cached_need_not_be_computed_but_needs_its_blocks() -> None:

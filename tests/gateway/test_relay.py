@@ -26,7 +26,7 @@ from kvrelay.wire.messages import (
     WorkerState,
 )
 
-from .players import ALL, PROMPT, Player, asking, failing, good, stage, until
+from .players import ALL, PROMPT, Player, asking, failing, good, in_turn, stage, until
 
 
 async def test_another_attempt_goes_on_where_the_last_one_ended(caplog: pytest.LogCaptureFixture) -> None:
@@ -57,16 +57,11 @@ async def test_tokens_are_taken_by_position() -> None:
 
 
 async def test_a_gap_is_a_failure_not_a_hole() -> None:
-    calls = iter([True])
+    def with_a_gap(player: Player, submit: Submit) -> None:
+        player.tokens(submit, 0, [100])
+        player.tokens(submit, 2, [102])
 
-    def script(player: Player, submit: Submit) -> None:
-        if next(calls, False):
-            player.tokens(submit, 0, [100])
-            player.tokens(submit, 2, [102])
-        else:
-            good(player, submit)
-
-    async with stage(script) as s:
+    async with stage(in_turn(with_a_gap, good)) as s:
         assert await s.run() == ALL
         assert len(s.players[0].submits) == 2
 
@@ -235,14 +230,7 @@ async def test_a_worker_that_fails_everybody_costs_three_requests_an_attempt() -
 
 async def test_a_prefill_worker_is_not_blamed_for_a_full_decode_worker() -> None:
     """It speaks for the decode worker that refused; the next attempt goes to the other one, through the same prefill worker."""
-
-    def refused(player: Player, submit: Submit) -> None:
-        if len(player.submits) == 1:
-            player.fail(submit, FailureCode.NO_ROOM, retry_after_s=60.0)
-        else:
-            good(player, submit)
-
-    async with stage(good, good, prefill=refused) as s:
+    async with stage(good, good, prefill=failing(FailureCode.NO_ROOM, times=1, retry_after_s=60.0)) as s:
         assert await s.run() == ALL
         first, second = s.players[0].submits
         assert first.decode is not None
@@ -259,15 +247,10 @@ async def test_a_worker_out_of_time_is_a_timeout_not_the_clients_fault() -> None
 async def test_a_request_that_a_worker_gave_up_goes_on() -> None:
     """Cancelled, but not by us: once by a plain answer, once by a failure."""
 
-    def script(player: Player, submit: Submit) -> None:
-        if len(player.submits) == 1:
-            player.say(Cancelled(request_id=submit.request_id, attempt=submit.attempt))
-        elif len(player.submits) == 2:
-            player.fail(submit, FailureCode.CANCELLED, retry_after_s=0.0)
-        else:
-            good(player, submit)
+    def cancelled(player: Player, submit: Submit) -> None:
+        player.say(Cancelled(request_id=submit.request_id, attempt=submit.attempt))
 
-    async with stage(script) as s:
+    async with stage(in_turn(cancelled, failing(FailureCode.CANCELLED, retry_after_s=0.0), good)) as s:
         assert await s.run() == ALL
         assert [submit.attempt for submit in s.players[0].submits] == [1, 2, 3]
 
