@@ -34,7 +34,8 @@ from typing import Any
 
 import psutil
 from handoff_pools import Sizes
-from handoff_ways import Round, Way, receive, run_round, send
+from handoff_rounds import Round, Way, run_round
+from handoff_ways import receive, send
 from sides import Side
 
 from kvrelay.launcher.bench.cpu import CpuMeter

@@ -6,13 +6,12 @@ import queue
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import zmq
 from handoff_pools import Pool, Sizes, WholePool
+from handoff_rounds import Way, receive_rounds, send_rounds
 from prometheus_client import CollectorRegistry
-from sides import Side, heard
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.memory import keep_freed_memory
@@ -36,60 +35,6 @@ EPOCH = 1
 HEADER = bytes(64)  # what plain pyzmq sends in front of a block
 PLAIN = "frames"  # its processes keep glibc as it comes, the others set it as kvrelay's workers do
 ANSWER_S = 60.0  # a side that says nothing for so long has failed
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How blocks go: a name of :mod:`handoff`'s, and over how many data sockets or rings, each with a thread at either end."""
-
-    name: str
-    num_sockets: int = 1
-
-    @classmethod
-    def of(cls, text: str) -> Way:
-        """``verified@2`` has two sockets, ``verified`` one."""
-        name, _, number = text.partition("@")
-        return cls(name, int(number or 1))
-
-    @property
-    def is_plain(self) -> bool:
-        """Without kvrelay."""
-        return self.name.startswith("frames")
-
-    @property
-    def is_shared(self) -> bool:
-        """Through shared memory."""
-        return self.name.startswith("shared")
-
-    @property
-    def seals_kv(self) -> bool:
-        """With AES-256-GCM."""
-        return self.name.endswith("sealed")
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One way's figures in one round."""
-
-    seconds: float
-    sender_cpu_s: float
-    receiver_cpu_s: float
-
-
-def run_round(sender: Side, receiver: Side, digest: str | None = None) -> Round:
-    """One round of two processes that run ``receive_rounds`` and ``send_rounds``.
-
-    ``digest``: of what is sent. With it the receiver's pool is emptied before, and RuntimeError is raised if it has other bytes
-    afterwards.
-    """
-    receiver.tell(digest is not None)
-    receiver.hear()
-    sender.tell(True)
-    receiver_cpu_s, received = receiver.hear()
-    seconds, sender_cpu_s = sender.hear()
-    if received != digest:
-        raise RuntimeError(f"the receiver's pool does not hold what was sent ({received})")
-    return Round(seconds, sender_cpu_s, receiver_cpu_s)
 
 
 # -- the receiving process ---------------------------------------------------------------------------------------------
@@ -201,24 +146,6 @@ def receive(parent: Connection, sizes: Sizes, way: Way, peer: Connection) -> Non
     receiver = ZmqReceiver(sizes, peer) if way.is_plain else KvrelayReceiver(pool, sizes, peer, way)
     parent.send(receiver.address)
     receive_rounds(parent, receiver, pool.clear, pool.digest)
-
-
-def receive_rounds(
-    parent: Connection,
-    receiver: KvrelayReceiver | ZmqReceiver,
-    clear: Callable[[], None],
-    digest: Callable[[], str],
-) -> None:
-    """A round for every word of the parent, until None; on a true one of an empty pool, whose digest is told afterwards."""
-    for is_checked in heard(parent):
-        if is_checked:
-            clear()
-        parent.send(None)  # ready
-        cpu_s = time.process_time()
-        receiver.run()
-        cpu_s = time.process_time() - cpu_s
-        parent.send((cpu_s, digest() if is_checked else None))
-    receiver.close()
 
 
 # -- the sending process -----------------------------------------------------------------------------------------------
@@ -353,12 +280,3 @@ def send(parent: Connection, sizes: Sizes, way: Way, peer: Connection) -> None:
     sender = ZmqSender(pool, sizes, peer, address) if way.is_plain else KvrelaySender(pool, sizes, peer, address, way)
     parent.send(pool.digest())
     send_rounds(parent, sender)
-
-
-def send_rounds(parent: Connection, sender: KvrelaySender | ZmqSender) -> None:
-    """A round for every word of the parent, until None; tells its seconds, and those of this process's CPU time."""
-    for _ in heard(parent):
-        cpu_s = time.process_time()
-        seconds = sender.run()
-        parent.send((seconds, time.process_time() - cpu_s))
-    sender.close()

@@ -17,7 +17,8 @@ import torch
 import xxhash
 from handoff_pools import Pool
 from handoff_pools import Sizes as RoundSizes
-from handoff_ways import KvrelayReceiver, KvrelaySender, Way, receive_rounds, run_round, send_rounds
+from handoff_rounds import Way, receive_rounds, run_round, send_rounds
+from handoff_ways import KvrelayReceiver, KvrelaySender
 from sides import Side, heard
 
 from gpu_parts.rows import Against, Goal, Row, Unit

@@ -60,7 +60,7 @@ class ProcessTree:
                 cwd=log.parent,
                 start_new_session=True,  # Ctrl-C is for the benchmark, which stops everything in order
             )
-        self._seen: dict[int, psutil.Process] = {}
+        self._seen = {self.process.pid: psutil.Process(self.process.pid)}
 
     def check_alive(self) -> None:
         """Raises PeerError with the end of the log if the command has ended."""
@@ -75,7 +75,7 @@ class ProcessTree:
 
     def pids(self) -> list[int]:
         """All living processes of the tree. Each descendant is remembered: one whose parent has died belongs to it still."""
-        for root in [*self._seen.values(), *self._root()]:
+        for root in list(self._seen.values()):
             try:
                 for member in [root, *root.children(recursive=True)]:
                     self._seen.setdefault(member.pid, member)
@@ -132,12 +132,6 @@ class ProcessTree:
                 return False
             time.sleep(_POLL_S)
         return True
-
-    def _root(self) -> list[psutil.Process]:
-        try:
-            return [] if self.process.poll() is not None else [psutil.Process(self.process.pid)]
-        except psutil.NoSuchProcess:
-            return []
 
     def _signal_all(self, number: signal.Signals) -> None:
         for _ in range(2):  # once more for those that were started meanwhile

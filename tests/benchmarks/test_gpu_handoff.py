@@ -11,7 +11,8 @@ import torch
 from gpu_parts.handoff import settle
 from gpu_parts.sizes import BLOCK_SIZE, TINY
 from handoff_pools import Pool, Sizes
-from handoff_ways import KvrelayReceiver, KvrelaySender, Way
+from handoff_rounds import Way
+from handoff_ways import KvrelayReceiver, KvrelaySender
 
 from kvrelay.engine.copies import StagingPlan
 from kvrelay.engine.kv_pool import KvPool

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from handoff import show, summary
 from handoff_pools import Sizes
-from handoff_ways import Round
+from handoff_rounds import Round
 
 from kvrelay.launcher.bench.records import CpuUse
 
