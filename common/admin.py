@@ -66,28 +66,12 @@ def admin_app(probe: AdminProbe, registry: CollectorRegistry) -> Starlette:
     )
 
 
-class _QuietServer(uvicorn.Server):
-    """A uvicorn server that leaves the process's signals to the process, and sleeps until it is asked something.
-
-    uvicorn wakes up ten times a second to look at a clock and at a flag. A hundred idle workers would feel it.
-    """
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._ended = asyncio.Event()
+class _Server(uvicorn.Server):
+    """Leaves the process's signals to the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)  # sets the headers of all answers
-        await self._ended.wait()
-
-    def end(self) -> None:
-        """Let ``serve`` return soon."""
-        self.should_exit = True  # before it has begun, too
-        self._ended.set()
 
 
 class AdminServer:
@@ -104,7 +88,7 @@ class AdminServer:
             date_header=False,
             timeout_graceful_shutdown=1,
         )
-        self._server = _QuietServer(config)
+        self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
@@ -126,5 +110,5 @@ class AdminServer:
     async def stop(self) -> None:
         """Close the listener and all connections."""
         if self._task is not None:
-            self._server.end()
+            self._server.should_exit = True
             await self._task

@@ -6,6 +6,7 @@ KvrelayError
     ├── ComponentDiedError  a component died at start, or too often
     ├── NotReadyError       the components did not become ready in the time given
     ├── DownloadError       a model cannot be fetched
+    ├── BenchError          a benchmark, or the file of its result, cannot be made or read (a request that fails is part of it)
     └── VerifyError         a comparison could not be made at all (a difference is no error but a result)
 """
 
@@ -30,6 +31,10 @@ class NotReadyError(LauncherError):
 
 class DownloadError(LauncherError):
     """The text names the model and the way out."""
+
+
+class BenchError(LauncherError):
+    """The text names the server or the file, and the way out."""
 
 
 class VerifyError(LauncherError):

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvrelay.launcher.bench.records import ResultFileError, RunResult, read_result
+from kvrelay.launcher.bench.records import RunResult, read_result
 from kvrelay.launcher.bench.report import rate_text, time_text
 from kvrelay.launcher.bench.summary import Distribution, StreamSummary, Summary, summarize
+from kvrelay.launcher.errors import BenchError
 
 # Runs that differ only in these are the same measurement.
 _SAME_LOAD = ("url", "model", "name", "output", "plots", "slo", "prompt_seed", "server_pid", "start_timeout_s")
@@ -43,7 +44,7 @@ def compare(results: tuple[Path, ...], plots: Path | None) -> None:
       kvrelay bench compare colocated.json disaggregated.json --plots plots
     """
     if len(results) < 2:
-        raise ResultFileError(f"{len(results)} result file is given; a comparison needs two or more")
+        raise BenchError(f"{len(results)} result file is given; a comparison needs two or more")
     runs = with_distinct_names([read_result(path) for path in results], results)
     console = Console()
     for difference in differences(runs):
@@ -55,7 +56,7 @@ def compare(results: tuple[Path, ...], plots: Path | None) -> None:
         try:
             console.print(f"plot: {write_plot(runs, plots)}", highlight=False, markup=False)
         except OSError as error:
-            raise ResultFileError(f"cannot write plots to {plots}: {error.strerror or error}") from error
+            raise BenchError(f"cannot write plots to {plots}: {error.strerror or error}") from error
 
 
 def with_distinct_names(results: Sequence[RunResult], paths: Sequence[Path]) -> list[RunResult]:

@@ -11,14 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from kvrelay.common.errors import KvrelayError
+from kvrelay.launcher.errors import BenchError
 
 FORMAT = 1
 SHORT_ANSWER = "short answer"  # the one kind of failure in which the whole answer came
-
-
-class ResultFileError(KvrelayError):
-    """A file is not the result of a benchmark run that this version reads."""
 
 
 class TtftParts(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,13 +84,13 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_result(path: Path) -> RunResult:
-    """Read what ``report.write_result`` wrote; figures come from the records again. Raises ResultFileError."""
+    """Read what ``report.write_result`` wrote; figures come from the records again. Raises BenchError."""
     try:
         result = msgspec.json.decode(path.read_bytes(), type=RunResult)
     except OSError as error:
-        raise ResultFileError(f"{path}: {error.strerror or error}") from error
+        raise BenchError(f"{path}: {error.strerror or error}") from error
     except msgspec.DecodeError as error:
-        raise ResultFileError(f"{path} is not the result of a benchmark run: {error}") from error
+        raise BenchError(f"{path} is not the result of a benchmark run: {error}") from error
     if result.format != FORMAT:
-        raise ResultFileError(f"{path} has format {result.format}; this version reads format {FORMAT}")
+        raise BenchError(f"{path} has format {result.format}; this version reads format {FORMAT}")
     return result

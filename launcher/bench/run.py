@@ -29,7 +29,6 @@ from kvrelay.launcher.bench.bodies import BodyWriter
 from kvrelay.launcher.bench.client import TIMINGS_HEADER, StreamingClient
 from kvrelay.launcher.bench.cpu import CpuMeter
 from kvrelay.launcher.bench.environment import environment
-from kvrelay.launcher.bench.errors import BenchError
 from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.load import LoadRunner
 from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult
@@ -39,6 +38,7 @@ from kvrelay.launcher.bench.settings import BenchSettings
 from kvrelay.launcher.bench.summary import rate_window
 from kvrelay.launcher.bench.values import parse_id_range, parse_slo
 from kvrelay.launcher.bench.workload import Workload, plan_workload
+from kvrelay.launcher.errors import BenchError
 from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.progress import announce

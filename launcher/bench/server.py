@@ -9,10 +9,10 @@ from typing import Any
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import check
-from kvrelay.launcher.bench.errors import BenchError
 from kvrelay.launcher.bench.http_stream import ServerAddress
 from kvrelay.launcher.bench.settings import BenchSettings
 from kvrelay.launcher.bench.values import parse_pairs
+from kvrelay.launcher.errors import BenchError
 from kvrelay.launcher.settings import LocalSettings, local_infos
 
 DEFAULT_URL = "http://127.0.0.1:8000"

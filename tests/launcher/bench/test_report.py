@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvrelay.launcher.bench.records import ResultFileError, RunResult, read_result
+from kvrelay.launcher.bench.records import RunResult, read_result
 from kvrelay.launcher.bench.report import cpu_line, print_report, time_text, write_result
+from kvrelay.launcher.errors import BenchError
 from tests.launcher.bench.results import CPU, PARTS, result
 
 
@@ -119,14 +120,14 @@ def test_the_figures_in_a_file_are_not_believed(tmp_path: Path) -> None:
 def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(content)
-    with pytest.raises(ResultFileError, match=r"x\.json"):
+    with pytest.raises(BenchError, match=r"x\.json"):
         read_result(path)
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     write_result(path, msgspec.structs.replace(result(), format=2))
-    with pytest.raises(ResultFileError, match="format 2; this version reads format 1"):
+    with pytest.raises(BenchError, match="format 2; this version reads format 1"):
         read_result(path)
 
 
