@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from kvrelay.common.sampling import Guide
-from kvrelay.engine.guide_process import Answer, Request, read_frame, write_frame
+from kvrelay.engine.guide_process import Answer, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ class GuideProcess:
         assert process.stdin is not None
         request = Request(guide, self._limits.cpu_s)
         with contextlib.suppress(BrokenPipeError):  # what it died of is told below
-            write_frame(process.stdin, msgspec.msgpack.encode(request))
+            process.stdin.write(msgspec.json.encode(request) + b"\n")
+            process.stdin.flush()
         answer = _read_answer(process, self._limits.wall_s)
         if answer is not None:
             return answer
@@ -118,8 +119,8 @@ def _read_answer(process: subprocess.Popen[bytes], timeout_s: float) -> Answer |
     if not poller.poll(timeout_s * 1000):
         process.kill()
         return None
-    frame = read_frame(process.stdout)
-    if frame is None:
+    line = process.stdout.readline()
+    if not line.endswith(b"\n"):
         process.wait()
         return None
-    return msgspec.msgpack.decode(frame, type=Answer)
+    return msgspec.json.decode(line, type=Answer)

@@ -1,8 +1,8 @@
 """The process that compiles grammars for one worker: ``python -m kvrelay.engine.guide_process MODEL_DIR VOCAB_SIZE``.
 
 A grammar is a program from a stranger. Some take minutes or gigabytes to compile, or break the compiler; here that ends this
-process and not the worker. Requests come on standard input, answers leave on standard output, each a length (4 bytes,
-little-endian) and a msgpack struct. A process is ready once it has sent an empty :class:`Answer`. It ends when its input does.
+process and not the worker. Requests come on standard input, answers leave on standard output, each a line of
+JSON. A process is ready once it has sent an empty :class:`Answer`. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from kvrelay.engine.guide_vocabulary import load_vocabulary
 
 _MEMORY_BYTES = 2**31  # on top of what the process has when it is ready
 _PROBE_STEPS = 24  # tokens of one output, at random, that a new grammar is tried with
-_NUM_HEADER = 4
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): |\n +\d+ \|.*", re.DOTALL)  # in our text, which the client does not know
 
 
@@ -45,21 +44,6 @@ class Answer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def read_frame(stream: IO[bytes]) -> bytes | None:
-    """The next frame; None at the end of the stream."""
-    header = stream.read(_NUM_HEADER)
-    size = int.from_bytes(header, "little")
-    frame = stream.read(size)
-    return frame if len(header) == _NUM_HEADER and len(frame) == size else None
-
-
-def write_frame(stream: IO[bytes], frame: bytes) -> None:
-    """Send a frame."""
-    stream.write(len(frame).to_bytes(_NUM_HEADER, "little"))
-    stream.write(frame)
-    stream.flush()
-
-
 def main(model_dir: str, vocab_size: str) -> None:
     """Serve until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which closes the input
@@ -67,17 +51,21 @@ def main(model_dir: str, vocab_size: str) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whoever prints must not break the stream of answers
     vocabulary = load_vocabulary(Path(model_dir), int(vocab_size))
-    write_frame(answers, msgspec.msgpack.encode(Answer()))
+    _write(answers, Answer())
     limit = _data_bytes() + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    decoder = msgspec.msgpack.Decoder(Request)
-    while (frame := read_frame(sys.stdin.buffer)) is not None:
-        request = decoder.decode(frame)
+    for line in sys.stdin.buffer:
+        request = msgspec.json.decode(line, type=Request)
         signal.setitimer(signal.ITIMER_PROF, request.cpu_s)  # its signal ends the process, wherever it is
         answer = _compiled(request.guide, vocabulary)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        write_frame(answers, msgspec.msgpack.encode(answer))
+        _write(answers, answer)
+
+
+def _write(stream: IO[bytes], answer: Answer) -> None:
+    stream.write(msgspec.json.encode(answer) + b"\n")
+    stream.flush()
 
 
 def _compiled(guide: Guide, vocabulary: llguidance.LLTokenizer) -> Answer:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from kvrelay.common.sampling import Guide
 from kvrelay.gateway import reasoning as thoughts
 from kvrelay.gateway.errors import InvalidRequestError
-from kvrelay.gateway.reasoning import ReasoningFamily, ReasoningParser, after_reasoning, reasoning_for, reasoning_named
+from kvrelay.gateway.reasoning import ReasoningFamily, after_reasoning, read_thoughts, reasoning_for, reasoning_named
 from kvrelay.gateway.structural_tag import format_of, guide_of
 from kvrelay.gateway.token_formats import with_tokens
 from kvrelay.gateway.tools.calls import CallIds, OutputParser, PlainParser, random_call_id
@@ -22,7 +23,7 @@ from kvrelay.gateway.tools.families import FAMILIES
 from kvrelay.gateway.tools.functions import ToolChoice, ToolMode
 from kvrelay.gateway.tools.guides import tool_guide
 from kvrelay.gateway.tools.messages import Message, MessageStyle, template_messages
-from kvrelay.gateway.tools.parser import CallParser
+from kvrelay.gateway.tools.parser import NO_CALLS, CallParser
 from kvrelay.gateway.tools.support import ToolSupport
 
 # Values of --tool-parser and --reasoning-parser.
@@ -105,12 +106,14 @@ class Dialect:
 
     def parser(self, prompt: str, choice: ToolChoice, new_id: CallIds = random_call_id) -> OutputParser:
         """Reads one answer to ``prompt``, as rendered."""
-        answer: OutputParser = PlainParser()
+        if self.is_plain(choice):
+            return PlainParser()
+        syntax, read_first = NO_CALLS, None
         if self.tools is not None and self._reads_calls(choice):
-            answer = CallParser(self.tools.family.syntax, self.tools.choice_for(choice), new_id)
-        if self.reasoning is None:
-            return answer
-        return ReasoningParser(self.reasoning, answer, starts_inside=self.reasoning.starts_inside(prompt))
+            syntax, choice = self.tools.family.syntax, self.tools.choice_for(choice)
+        if (family := self.reasoning) is not None:
+            read_first = partial(read_thoughts, family=family, starts_inside=family.starts_inside(prompt))
+        return CallParser(syntax, choice, new_id, read_first)
 
     def is_plain(self, choice: ToolChoice) -> bool:
         """Whether all of an answer's text is content: there are neither tools nor thoughts."""

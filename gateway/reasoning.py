@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from kvrelay.common.sampling import Guide
 from kvrelay.gateway.structural_tag import format_of, free_text, guide_of, optional, regex, sequence, tag
-from kvrelay.gateway.tools.calls import OutputParser, ParsedDelta, Thought
-from kvrelay.gateway.tools.reader import Reader, Reading
+from kvrelay.gateway.tools.parser import Context
+from kvrelay.gateway.tools.reader import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,48 +67,15 @@ def after_reasoning(guide: Guide, family: ReasoningFamily, *, starts_inside: boo
     return guide_of(sequence(thoughts if starts_inside else optional(thoughts), regex(r"\s{0,4}"), format_of(guide)))
 
 
-class ReasoningParser:
-    """Keeps thoughts apart; ``answer`` reads what comes after them. Implements :class:`.tools.calls.OutputParser`."""
-
-    def __init__(self, family: ReasoningFamily, answer: OutputParser, *, starts_inside: bool) -> None:
-        self._family = family
-        self._answer = answer
-        self._starts_inside = starts_inside
-        self._reader = Reader()
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._steps = self._parse()
-
-    def push(self, text: str) -> ParsedDelta:
-        """Take new text in; returns all that is certain."""
-        self._reader.feed(text)
-        next(self._steps, None)
-        return self._take()
-
-    def finish(self) -> ParsedDelta:
-        """The text is over: what was held back."""
-        self._reader.finish()
-        next(self._steps, None)
-        return self._take() + self._answer.finish()
-
-    def _parse(self) -> Reading[None]:
-        reader, family = self._reader, self._family
-        yield from reader.spaces()
-        opening = yield from reader.next_is(family.begin)  # some models repeat what the prompt ended with
-        if self._starts_inside or opening:
-            yield from reader.spaces()
-            reader.settle()
-            end = yield from reader.free((family.end,), self._reasoning.append)
-            if end is None:
-                return
-            yield from reader.spaces()
-            reader.settle()
-        self._content.append(reader.settle())  # spaces at the beginning of an answer without thoughts
-        yield from reader.free((), self._content.append)
-
-    def _take(self) -> ParsedDelta:
-        reasoning, content = "".join(self._reasoning), "".join(self._content)
-        self._reasoning.clear()
-        self._content.clear()
-        thoughts = ParsedDelta((Thought(reasoning),)) if reasoning else ParsedDelta()
-        return thoughts + self._answer.push(content) if content else thoughts
+def read_thoughts(context: Context, family: ReasoningFamily, *, starts_inside: bool) -> Reading[None]:
+    """Read the thoughts that an answer may begin with, and the white space around them."""
+    reader = context.reader
+    yield from reader.spaces()
+    opening = yield from reader.next_is(family.begin)  # some models repeat what the prompt ended with
+    if not starts_inside and not opening:
+        return  # what was read stays unsettled: spaces are the answer's
+    yield from reader.spaces()
+    reader.settle()
+    yield from reader.free((family.end,), context.out.add_reasoning)
+    yield from reader.spaces()
+    reader.settle()

@@ -73,7 +73,7 @@ class OutputParser(Protocol):
 
 
 class PlainParser:
-    """All text is content. Implements :class:`OutputParser`, for models and requests without tools."""
+    """All text is content. Implements :class:`OutputParser`, for models and requests without tools and thoughts."""
 
     def push(self, text: str) -> ParsedDelta:
         """The text as it is."""

@@ -72,11 +72,29 @@ class Syntax:
     starts: str = ""
 
 
-class CallParser:
-    """Reads one answer of a model that may call functions. Implements :class:`kvrelay.gateway.tools.calls.OutputParser`."""
+def _read_no_calls(context: Context, marker: str) -> Reading[bool]:
+    raise AssertionError(f"{marker!r} is no marker")
 
-    def __init__(self, syntax: Syntax, choice: ToolChoice, new_id: CallIds) -> None:
+
+NO_CALLS = Syntax((), _read_no_calls)
+"""Of answers that are text, behind thoughts."""
+
+
+class CallParser:
+    """Reads one answer of a model that may think and call functions. Implements :class:`kvrelay.gateway.tools.calls.OutputParser`.
+
+    ``read_first``: reads what comes before the answer itself, such as thoughts.
+    """
+
+    def __init__(
+        self,
+        syntax: Syntax,
+        choice: ToolChoice,
+        new_id: CallIds,
+        read_first: Callable[[Context], Reading[None]] | None = None,
+    ) -> None:
         self._syntax = syntax
+        self._read_first = read_first
         functions = {function.name: function for function in choice.functions}
         self._context = Context(Reader(), Outbox(new_id), functions, choice.max_calls)
         self._steps = self._parse()
@@ -96,8 +114,10 @@ class CallParser:
 
     def _parse(self) -> Reading[None]:
         reader, out = self._context.reader, self._context.out
+        if self._read_first is not None:
+            yield from self._read_first(self._context)
         is_start = True
-        while not reader.is_over():
+        while is_start or not reader.is_over():
             # Spaces at the start and after a call belong to the call that follows, if one does.
             yield from reader.spaces()
             char = yield from reader.char()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -12,17 +13,17 @@ from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.reasoning import (
     FAMILIES,
     ReasoningFamily,
-    ReasoningParser,
     after_reasoning,
+    read_thoughts,
     reasoning_for,
     reasoning_named,
 )
-from kvrelay.gateway.tools.calls import PlainParser
 from kvrelay.gateway.tools.families import family_named
-from kvrelay.gateway.tools.functions import ToolMode
+from kvrelay.gateway.tools.functions import ToolChoice, ToolMode
 from kvrelay.gateway.tools.guides import tool_guide
+from kvrelay.gateway.tools.parser import NO_CALLS, CallParser, Syntax
 
-from .tools.cases import CUTS, Answer, names_choice, parser_of, pieces_of, read
+from .tools.cases import CUTS, Answer, names_choice, numbered_ids, pieces_of, read
 from .tools.grammars import Grammars
 
 QWEN = reasoning_named("qwen3")
@@ -50,8 +51,15 @@ def grammars() -> Grammars:
     return Grammars()
 
 
+def parser(
+    family: ReasoningFamily, *, starts_inside: bool = False, syntax: Syntax = NO_CALLS, choice: ToolChoice | None = None
+) -> CallParser:
+    thoughts = partial(read_thoughts, family=family, starts_inside=starts_inside)
+    return CallParser(syntax, choice or ToolChoice(), numbered_ids(), thoughts)
+
+
 def parsed(family: ReasoningFamily, text: str, *, starts_inside: bool = False) -> Answer:
-    return read(ReasoningParser(family, PlainParser(), starts_inside=starts_inside), text)
+    return read(parser(family, starts_inside=starts_inside), text)
 
 
 @every_family
@@ -76,21 +84,22 @@ def test_thoughts_that_do_not_end_stay_thoughts() -> None:
 
 
 def test_thoughts_and_content_stream() -> None:
-    parser = ReasoningParser(QWEN, PlainParser(), starts_inside=False)
-    assert not parser.push("<thi")
-    assert parser.push("nk>\nso").reasoning == "so"
-    assert parser.push(" be it").reasoning == " be it"
-    assert not parser.push("\n</think")
-    assert not parser.push(">\n")
-    assert parser.push("\nYes").content == "Yes"
-    assert parser.push(". ").content == ". "
+    streamed = parser(QWEN)
+    assert not streamed.push("<thi")
+    assert streamed.push("nk>\nso").reasoning == "so"
+    assert streamed.push(" be it").reasoning == " be it"
+    assert not streamed.push("\n</think")
+    assert not streamed.push(">\n")
+    assert streamed.push("\nYes").content == "Yes"
+    assert streamed.push(". ").content == ". "
 
 
 def test_calls_come_after_thoughts() -> None:
     hermes = family_named("hermes")
     text = f"<think>call f? <tool_call></think>\n\nWell.{hermes.spelling.write([('f', '{}')])}"
-    parser = ReasoningParser(QWEN, parser_of(hermes, names_choice("f")), starts_inside=False)
-    assert read(parser, text) == Answer(content="Well.", reasoning="call f? <tool_call>", calls=[("id0", "f", "{}")])
+    assert read(parser(QWEN, syntax=hermes.syntax, choice=names_choice("f")), text) == Answer(
+        content="Well.", reasoning="call f? <tool_call>", calls=[("id0", "f", "{}")]
+    )
 
 
 @every_family
@@ -100,8 +109,7 @@ def test_a_text_has_one_outcome_however_it_is_cut(
 ) -> None:
     text = "".join(parts)
     outcomes = [
-        read(ReasoningParser(family, PlainParser(), starts_inside=starts_inside), pieces)
-        for pieces in ([text], pieces_of(text, cuts), text)
+        read(parser(family, starts_inside=starts_inside), pieces) for pieces in ([text], pieces_of(text, cuts), text)
     ]
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
@@ -150,7 +158,7 @@ def test_required_calls_come_after_the_thoughts(grammars: Grammars) -> None:
     assert required is not None
     guide = after_reasoning(required, QWEN, starts_inside=True)
     for seed in range(5):
-        parser = ReasoningParser(QWEN, parser_of(hermes, choice), starts_inside=True)
-        answer = read(parser, [grammars.answer(guide, seed, start="hm</think>")])
+        text = grammars.answer(guide, seed, start="hm</think>")
+        answer = read(parser(QWEN, starts_inside=True, syntax=hermes.syntax, choice=choice), [text])
         assert answer.calls
         assert answer.content == ""
