@@ -111,6 +111,7 @@ class Edge:
             name = path if route is None else route.path
             outcome = request.cut or str(request.status or "client_left")
             self._metrics.requests.labels(name if name in self._paths else "other", outcome).inc()
+            del request.state.api_request  # else its body would be there until the garbage collector comes
 
 
 class _Client:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 from prometheus_client import CollectorRegistry
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from kvrelay.gateway.api_request import ApiRequest
 from kvrelay.gateway.edge import Edge
 from kvrelay.gateway.metrics import GatewayMetrics
 
@@ -84,6 +88,24 @@ async def test_a_gateway_that_cannot_wait_tells_clients_to_ask_again() -> None:
     assert client.sent[0]["status"] == 503
     assert b"shutting_down" in client.sent[1]["body"]
     assert counted(metrics)("503") == 1
+
+
+async def test_a_body_is_forgotten_with_its_request() -> None:
+    """Not when the garbage collector comes, which is seldom."""
+    requests: list[weakref.ref[ApiRequest]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        request = scope["state"]["api_request"]
+        assert await request.body() == b"x"
+        requests.append(weakref.ref(request))
+        await Response()(scope, receive, send)
+
+    gc.disable()
+    try:
+        await Client(WHOLE).ask(Edge(app, (), 100, 60.0, GatewayMetrics(CollectorRegistry())))
+        assert [reference() for reference in requests] == [None]
+    finally:
+        gc.enable()
 
 
 @asynccontextmanager
