@@ -14,6 +14,7 @@ from typing import Any
 from kvrelay.gateway.sse import sse
 from kvrelay.gateway.tools.calls import ParsedDelta, Said, Thought, ToolCallDelta
 
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
@@ -34,8 +35,8 @@ class _Item:
     def part(self) -> dict[str, Any]:
         """Of a message or of thoughts: the one piece of content."""
         if self.kind == "reasoning":
-            return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+            return {"type": _TEXTS[self.kind], "text": self.text}
+        return {"type": _TEXTS[self.kind], "text": self.text, "annotations": [], "logprobs": self.logprobs}
 
     def body(self, status: str) -> dict[str, Any]:
         head = {"id": self.item_id, "type": self.kind, "status": status}
@@ -86,21 +87,18 @@ class ResponseItems:
         item, self._open = self._open, None
         if item is None:
             return b""
-        where = {"item_id": item.item_id, "output_index": len(self._done)}
+        where: dict[str, Any] = {"item_id": item.item_id, "output_index": len(self._done)}
         events = b""
         match item.kind:
             case "function_call":
                 events += self.event(
                     "response.function_call_arguments.done", **where, name=item.name, arguments=item.text
                 )
-            case "reasoning":
-                events += self.event("response.reasoning_text.done", **where, content_index=0, text=item.text)
-                events += self.event("response.content_part.done", **where, content_index=0, part=item.part())
             case _:
-                events += self.event(
-                    "response.output_text.done", **where, content_index=0, text=item.text, logprobs=item.logprobs
-                )
-                events += self.event("response.content_part.done", **where, content_index=0, part=item.part())
+                kind, logprobs = _TEXTS[item.kind], {} if item.kind == "reasoning" else {"logprobs": item.logprobs}
+                where["content_index"] = 0
+                events += self.event(f"response.{kind}.done", **where, text=item.text, **logprobs)
+                events += self.event("response.content_part.done", **where, part=item.part())
         body = item.body(status)
         events += self.event("response.output_item.done", output_index=len(self._done), item=body)
         self._done.append(body)
@@ -115,9 +113,8 @@ class ResponseItems:
         item.pieces.append(text)
         item.logprobs += logprobs
         where = {"item_id": item.item_id, "output_index": len(self._done), "content_index": 0, "delta": text}
-        if kind == "reasoning":
-            return events + self.event("response.reasoning_text.delta", **where)
-        return events + self.event("response.output_text.delta", **where, logprobs=logprobs)
+        more = {} if kind == "reasoning" else {"logprobs": logprobs}
+        return events + self.event(f"response.{_TEXTS[kind]}.delta", **where, **more)
 
     def _call(self, call: ToolCallDelta) -> bytes:
         events = b""

@@ -15,7 +15,7 @@ from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.guides import format_guide, make_guide
 from kvrelay.gateway.ignored import BOOKKEEPING
 from kvrelay.gateway.openai_schema import Effort
-from kvrelay.gateway.sampling_schema import MAX_LOGPROBS, CacheSalt, Probability
+from kvrelay.gateway.sampling_schema import MAX_LOGPROBS, CacheSalt, Probability, refuse_unsupported
 from kvrelay.gateway.spec import GenerationSpec
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -94,13 +94,8 @@ class ResponseBody(RequestBody):
 
     def spec(self) -> GenerationSpec:
         """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused."""
-        for name, value in (self.model_extra or {}).items():
-            if name in _HARMLESS and value is not None and value not in _HARMLESS[name]:
-                raise InvalidRequestError(
-                    f"{name}={str(value)[:80]!r} is not supported: nothing is kept between requests; send the whole "
-                    "conversation as input",
-                    param=name,
-                )
+        hint = "nothing is kept between requests: send the whole conversation as input"
+        refuse_unsupported(self.model_extra or {}, _HARMLESS, hint)
         return GenerationSpec(
             **self.model_dump(include={"temperature", "top_p", "seed", "cache_salt"}, exclude_none=True),
             max_tokens=self.max_output_tokens,

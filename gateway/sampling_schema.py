@@ -169,7 +169,7 @@ class SamplingBody(RequestBody):
     ) -> GenerationSpec:
         """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused, or contradicted."""
         extra = self.model_extra or {}
-        _refuse_unsupported(extra)
+        refuse_unsupported(extra, _HARMLESS, "leave it out")
         self._check_bad_words()
         is_stream, num_choices = bool(self.stream), self.n or 1
         best_of = self.best_of if self.best_of is not None else num_choices
@@ -263,7 +263,8 @@ def _bias_entries(logit_bias: Mapping[str, float]) -> tuple[tuple[int, float], .
     return tuple(entries)
 
 
-def _refuse_unsupported(extra: Mapping[str, Any]) -> None:
+def refuse_unsupported(extra: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]], hint: str) -> None:
+    """Raises InvalidRequestError naming a field that asks for something beside what of it is ``harmless``."""
     for name, value in extra.items():
-        if name in _HARMLESS and value is not None and value not in _HARMLESS[name]:
-            raise InvalidRequestError(f"{name}={str(value)[:80]!r} is not supported; leave it out", param=name)
+        if name in harmless and value is not None and value not in harmless[name]:
+            raise InvalidRequestError(f"{name}={str(value)[:80]!r} is not supported; {hint}", param=name)
