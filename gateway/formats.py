@@ -80,7 +80,7 @@ class CompletionFormat:
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """One chunk of a stream."""
-        return self._template.event([self._choice(index, [delta])])
+        return self._template.event([self._choice(Choice(index, [delta]))])
 
     def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
         """Usage, if asked for, and the end."""
@@ -93,14 +93,11 @@ class CompletionFormat:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        bodies = [self._choice(choice.index, choice.deltas) for choice in choices]
-        return {**self._head, "choices": bodies, "usage": usage.body()}
+        return {**self._head, "choices": [self._choice(choice) for choice in choices], "usage": usage.body()}
 
-    def _choice(self, index: int, deltas: Sequence[TextDelta]) -> dict[str, Any]:
-        tokens = [token for delta in deltas for token in delta.tokens]
-        text = "".join(delta.text for delta in deltas)
+    def _choice(self, said: Choice) -> dict[str, Any]:
+        index, text, tokens, of_prompt = said.index, said.text, said.tokens, said.prompt_logprobs
         prompt = index // self._num_per_prompt
-        of_prompt = next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None)
         if of_prompt is not None:
             self._prompt_logprobs[prompt] = of_prompt
         if self._echoed and index not in self._offsets:
@@ -112,8 +109,8 @@ class CompletionFormat:
         choice: dict[str, Any] = {
             "index": index,
             "text": text,
-            "finish_reason": deltas[-1].finish_reason,
-            "stop_reason": deltas[-1].stop_reason,
+            "finish_reason": said.deltas[-1].finish_reason,
+            "stop_reason": said.deltas[-1].stop_reason,
             "logprobs": None,
         }
         if self._shown.token_ids and self._prompts and index not in self._offsets:
@@ -126,5 +123,5 @@ class CompletionFormat:
         if self._shown.prompt_logprobs and of_prompt is not None:
             choice["prompt_logprobs"] = prompt_logprobs(self._tokenizer, of_prompt)
         if self._shown.token_ids:
-            choice["token_ids"] = [token.token_id for delta in deltas for token in delta.tokens]
+            choice["token_ids"] = [token.token_id for token in said.tokens]
         return choice

@@ -42,6 +42,11 @@ class Choice:
         return [token for delta in self.deltas for token in delta.tokens]
 
     @property
+    def mean_logprob(self) -> float:
+        """Of its tokens; the best choice has the highest."""
+        return sum(token.logprob or 0.0 for token in self.tokens) / max(1, len(self.tokens))
+
+    @property
     def prompt_logprobs(self) -> list[SampledToken] | None:
         """Of the prompt that this choice continues, if it has them."""
         return next((delta.prompt_logprobs for delta in self.deltas if delta.prompt_logprobs is not None), None)
@@ -138,7 +143,7 @@ def choose(
             continue
         prompt_logprobs = group[0][0].prompt_logprobs
         if num_returned < len(group):
-            group.sort(key=_mean_logprob, reverse=True)
+            group.sort(key=lambda one: Choice(0, one).mean_logprob, reverse=True)
         for one in group[:num_returned]:
             one[0] = msgspec.structs.replace(one[0], prompt_logprobs=prompt_logprobs)
             chosen.append(one)
@@ -152,8 +157,3 @@ def _total(usages: Sequence[Usage]) -> Usage:
         num_output_tokens=sum(usage.num_output_tokens for usage in usages),
         num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
     )
-
-
-def _mean_logprob(deltas: Sequence[TextDelta]) -> float:
-    logprobs = [token.logprob or 0.0 for delta in deltas for token in delta.tokens]
-    return sum(logprobs) / max(1, len(logprobs))

@@ -87,7 +87,7 @@ class GenerateFormat:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any] | list[Any]:
         """The body of an answer that is not streamed: the likeliest choice, by log probability per token."""
-        best = max(choices, key=_mean_logprob)
+        best = max(choices, key=lambda choice: choice.mean_logprob)
         body: dict[str, Any] = {"generated_text": self._wanted.prefix + best.text}
         if self._wanted.details:
             details = self._details(best)
@@ -152,8 +152,3 @@ def _finish_reason(delta: TextDelta) -> str:
     if delta.finish_reason is FinishReason.LENGTH:
         return "length"
     return "stop_sequence" if delta.stop_reason is not None else "eos_token"
-
-
-def _mean_logprob(choice: Choice) -> float:
-    logprobs = [token.logprob or 0.0 for token in choice.tokens]
-    return sum(logprobs) / max(1, len(logprobs))
