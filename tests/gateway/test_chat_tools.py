@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -125,30 +124,3 @@ async def test_an_answer_that_is_begun_goes_on(model_directory: Path) -> None:
         assert echoed == "Begun and done"
         streamed = await app.events(CHAT, **fields, echo=True)
         assert "".join(event["choices"][0]["delta"].get("content", "") for event in streamed) == "Begun and done"
-
-
-async def test_a_model_whose_answers_are_messages_in_channels(model_directory: Path, tmp_path: Path) -> None:
-    """gpt-oss's way: with or without tools its channels are told apart, and its call ends the answer."""
-    directory = tmp_path / "channels"
-    shutil.copytree(model_directory, directory)
-    template = "{% for m in messages %}<|start|>user<|message|>{{ m['content'] }}<|end|>{% endfor %}{# <|channel|> #}"
-    (directory / "chat_template.jinja").write_text(
-        f"{template}{{% if tools and messages[0].tool_calls %}}{{% endif %}}"
-    )
-    thought = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant"
-    async with app_for(directory, saying(f"{thought}<|channel|>final<|message|>Yes, a < b.")) as app:
-        message = (await app.post(CHAT, messages=USER))["choices"][0]["message"]
-        assert (message["content"], message["reasoning_content"]) == ("Yes, a < b.", "Well.")
-        events = await app.events(CHAT, messages=USER)
-        deltas = [event["choices"][0]["delta"] for event in events]
-        assert "".join(delta.get("content", "") for delta in deltas) == "Yes, a < b."
-        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Well."
-    call = f"{thought}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{json.dumps(ARGUMENTS)}"
-    async with app_for(directory, saying(call)) as app:
-        choice = (await app.post(CHAT, messages=USER, tools=[WEATHER]))["choices"][0]
-        assert choice["finish_reason"] == "tool_calls"
-        (told,) = choice["message"]["tool_calls"]
-        assert json.loads(told["function"]["arguments"]) == ARGUMENTS
-        guide = app.player.submits[-1].sampling.guide
-        assert guide is not None
-        assert "<|channel|>commentary to=functions.weather" in guide.text

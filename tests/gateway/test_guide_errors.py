@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvrelay.gateway.tools.functions import Function, ToolChoice, ToolMode
 from kvrelay.gateway.tools.guides import guide_param
-from kvrelay.wire.messages import ABOUT_GUIDE, Failed, FailureCode, Submit
+from kvrelay.wire.messages import FailureCode, Submit
 from kvrelay.worker.submit import guide_failed
 
 from .http_app import CHAT, TEXT, app_for
@@ -85,15 +83,6 @@ async def test_a_guide_that_is_too_large_never_leaves_the_gateway(model_director
         assert error["param"] == "structured_outputs.regex"
         assert "the guide has 65537 bytes; it must have at most 65536" in error["message"]
         assert app.player.submits == []
-
-
-def test_a_peer_of_another_version() -> None:
-    failed = guide_failed(("r", 1), "odd", is_invalid=False)
-    assert (failed.code, failed.about) == (FailureCode.INTERNAL, ABOUT_GUIDE)
-    older = {"type": "Failed", "request_id": "r", "attempt": 1, "code": "invalid", "detail": "odd"}
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=Failed).about is None
-    newer = msgspec.json.decode(json.dumps({**older, "about": "something new"}), type=Failed)
-    assert newer.about == "something new"
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,12 @@ import pytest
 
 from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.dialect import Dialect
-from kvrelay.gateway.reasoning import after_reasoning, reasoning_named
 from kvrelay.gateway.structural_tag import (
     Format,
     const,
     dispatch,
     either,
-    format_of,
     free_text,
-    guide_of,
     json_schema,
     optional,
     regex,
@@ -107,12 +104,3 @@ def test_a_guide_of_the_client_alone_is_its_own() -> None:
     dialect = Dialect.of("<tool_call>", special_id={"<tool_call>": 5}.get)
     assert dialect.special_ids
     assert dialect.guide("", ToolChoice(), content) is content
-
-
-def test_thoughts_end_with_the_token() -> None:
-    family = reasoning_named("mistral")
-    model = Grammars(["[THINK]", "[/THINK]"])
-    content = Guide(kind=GuideKind.REGEX, text="[a-z]+")
-    guide = guide_of(with_tokens(format_of(after_reasoning(content, family, starts_inside=True)), model.special_ids))
-    assert model.allows(guide, "Why? Because.[/THINK]yes")
-    assert not model.allows(guide, "Why? Because.[/THINK]No")

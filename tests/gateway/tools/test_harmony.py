@@ -6,16 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.dialect import Dialect
 from kvrelay.gateway.tools.families import family_named
-from kvrelay.gateway.tools.functions import ToolChoice, ToolMode, parse_tool_choice, parse_tools
+from kvrelay.gateway.tools.functions import ToolChoice, parse_tool_choice, parse_tools
 from kvrelay.gateway.tools.harmony import TOKENS
 
-from .cases import CUTS, Answer, names_choice, numbered_ids, parser_of, pieces_of, put_together, read
+from .cases import Answer, names_choice, numbered_ids, parser_of, read
 from .grammars import Grammars
 
 TEMPLATE = (
@@ -122,22 +120,6 @@ def test_all_of_it_streams() -> None:
     assert parser.push("Yes").content == "Yes"
 
 
-@given(
-    parts=st.lists(
-        st.sampled_from((*TOKENS, "assistant", "analysis", "commentary", "final", " to=functions.f", "json", "{}", " ", "t", "a")),
-        max_size=16,
-    ),
-    cuts=CUTS,
-)  # fmt: skip
-def test_an_answer_has_one_outcome_however_it_is_cut(parts: list[str], cuts: list[int]) -> None:
-    text = "".join(parts)
-    choice = names_choice("f")
-    whole = read(parser_of(GPT_OSS, choice), [text])
-    for pieces in (list(text), pieces_of(text, cuts)):
-        parser = parser_of(GPT_OSS, choice)
-        assert put_together([*(parser.push(piece) for piece in pieces), parser.finish()]) == whole
-
-
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FUNCTIONS = parse_tools(
     [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("f", "g")]
@@ -188,14 +170,6 @@ def test_a_response_format_binds_the_final_message(model: Grammars) -> None:
             assert not model.allows(guide, f"{head}text")
         answer = parsed(model.answer(guide, 1, start="<|channel|>final"))
         assert json.loads(answer.content) == {"x": 1}
-
-
-def test_one_call_of_an_answer_since_the_template_tells_of_no_more() -> None:
-    tools = dialect().tools
-    assert tools is not None
-    assert not tools.takes_parallel
-    assert tools.choice_for(parse_tool_choice("required", FUNCTIONS)).max_calls == 1
-    assert parse_tool_choice("required", FUNCTIONS).mode is ToolMode.REQUIRED
 
 
 def test_thoughts_of_earlier_turns_go_where_the_template_has_them() -> None:
