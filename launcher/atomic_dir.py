@@ -37,7 +37,8 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
             temporary.chmod(0o755)  # mkdtemp's 0700 would hide a shared cache from other users
             for path in temporary.iterdir():
                 path.chmod(0o644)  # safetensors writes 0600
-            os.sync()  # the name must not outlive a power cut that the bytes do not
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())  # the name must not outlive a power cut that the bytes do not
             temporary.rename(directory)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Asks a deployment for greedy tokens, as ids, and for its counters."""
+"""Asks a server for its models, for greedy tokens, as ids, and for its counters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrelay.launcher.errors import VerifyError
+from kvrelay.launcher.errors import AnswerError
 
 
 def http_client(url: str, timeout_s: float, api_key: str | None = None) -> httpx.Client:
@@ -20,38 +20,41 @@ def http_client(url: str, timeout_s: float, api_key: str | None = None) -> httpx
     return httpx.Client(base_url=url, timeout=timeout_s, trust_env=not is_here, limits=limits, headers=headers)
 
 
-def served_model(client: httpx.Client) -> str:
-    """The name of the (first) model that is served. Raises VerifyError."""
-    answer = _json(client, "GET", "/v1/models", None)
+def served_model(client: httpx.Client, model: str | None = None) -> str:
+    """The name of the (first) model that is served, or ``model`` if it is one of them. Raises AnswerError."""
+    answer = _json(client, "GET", "v1/models", None)
     try:
-        name: str = answer["data"][0]["id"]
-    except (KeyError, IndexError, TypeError) as error:
-        raise VerifyError(f"{client.base_url}v1/models names no model: {answer}") from error
-    return name
+        names = [str(entry["id"]) for entry in answer["data"]]
+    except (KeyError, TypeError) as error:
+        raise AnswerError(f"{client.base_url} names no models at v1/models: {answer}") from error
+    if not names or (model is not None and model not in names):
+        asked = "a model" if model is None else repr(model)
+        raise AnswerError(f"{client.base_url} does not serve {asked}; it serves {', '.join(names) or 'none'}")
+    return model or names[0]
 
 
 def greedy(client: httpx.Client, model: str, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-    """``max_tokens`` token ids after ``prompt``. Raises VerifyError."""
+    """``max_tokens`` token ids after ``prompt``. Raises AnswerError."""
     body = {
         "model": model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True,
     }  # fmt: skip
-    answer = _json(client, "POST", "/v1/completions", body)
+    answer = _json(client, "POST", "v1/completions", body)
     try:
         return tuple(answer["choices"][0]["token_ids"])
     except (KeyError, IndexError, TypeError) as error:
-        raise VerifyError(
+        raise AnswerError(
             f"{client.base_url} sends no choices[].token_ids (asked for with return_token_ids); it answered {answer}"
         ) from error
 
 
 def counter_values(url: str, name: str, labels: Mapping[str, str]) -> list[float]:
-    """The samples ``name`` with these labels (among others) that ``url``/metrics shows. Raises VerifyError."""
+    """The samples ``name`` with these labels (among others) that ``url``/metrics shows. Raises AnswerError."""
     try:
         answer = httpx.get(f"{url}/metrics", trust_env=False, timeout=10.0)
         answer.raise_for_status()
     except httpx.HTTPError as error:
-        raise VerifyError(f"{url}/metrics does not answer: {error or type(error).__name__}") from error
+        raise AnswerError(f"{url}/metrics does not answer: {error or type(error).__name__}") from error
     return [
         sample.value
         for family in text_string_to_metric_families(answer.text)
@@ -64,7 +67,13 @@ def _json(client: httpx.Client, method: str, path: str, body: dict[str, Any] | N
     try:
         answer = client.request(method, path, json=body)
     except httpx.HTTPError as error:
-        raise VerifyError(f"{client.base_url} does not answer: {error or type(error).__name__}") from error
+        raise AnswerError(
+            f"{client.base_url} does not answer ({error or type(error).__name__}); start a server there (`kvrelay local`), "
+            "or name another one with --url"
+        ) from error
     if answer.status_code != 200:
-        raise VerifyError(f"{answer.url} answered {answer.status_code}: {answer.text[:500]}")
-    return answer.json()
+        raise AnswerError(f"{answer.url} answered {answer.status_code}: {answer.text[:500]}")
+    try:
+        return answer.json()
+    except ValueError as error:
+        raise AnswerError(f"{answer.url} answered no JSON; is --url right?") from error

@@ -6,6 +6,7 @@ KvrelayError
     ├── ComponentDiedError  a component died at start, or too often
     ├── NotReadyError       the components did not become ready in the time given
     ├── DownloadError       a model cannot be fetched
+    ├── AnswerError         a server does not answer, or not as an OpenAI-compatible one does
     ├── BenchError          a benchmark, or the file of its result, cannot be made or read (a request that fails is part of it)
     └── VerifyError         a comparison could not be made at all (a difference is no error but a result)
 """
@@ -33,9 +34,13 @@ class DownloadError(LauncherError):
     """The text names the model and the way out."""
 
 
+class AnswerError(LauncherError):
+    """The text names the server and the way out."""
+
+
 class BenchError(LauncherError):
-    """The text names the server or the file, and the way out."""
+    """The text names the file, or the option that is to change."""
 
 
 class VerifyError(LauncherError):
-    """The text names the server or the prompt that gave no answer."""
+    """The text says what is missing."""

@@ -61,8 +61,6 @@ class LocalDeployment(Supervisor):
     def from_settings(cls, settings: LocalSettings, model_directory: Path) -> Self:
         """Choose the ports. Raises PortTakenError."""
         front = settings.gateway
-        if front.port:
-            check_free(front.host, front.port)
         http_port, *ports = free_ports(1 + num_ports(settings), without=front.port)
         return cls(
             plan_deployment(

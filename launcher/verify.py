@@ -19,7 +19,7 @@ from rich.table import Table
 from kvrelay.common.cores import available_cores
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.launcher.client import counter_values, greedy, http_client, served_model
-from kvrelay.launcher.errors import VerifyError
+from kvrelay.launcher.errors import LauncherError, VerifyError
 from kvrelay.launcher.local import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.prompts import Prompt, built_in_prompts, prompts_from_file, tokenizer_of
@@ -122,7 +122,7 @@ def _deployed(
                 columns.append(_pass(settings, deployment.url, path, prompts, bars, concurrency))
                 if num_prefill:
                     _check_handed_over(deployment.admin_urls["decode-0"], len(prompts))
-            except VerifyError as error:
+            except LauncherError as error:
                 last = "\n".join(deployment.log.lines[-30:])
                 raise VerifyError(f"{error}\nthe deployment's last lines:\n{last}") from error
     return columns

@@ -33,7 +33,7 @@ from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.load import LoadRunner
 from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult
 from kvrelay.launcher.bench.report import print_report, write_result
-from kvrelay.launcher.bench.server import DEFAULT_URL, local_settings, served_model
+from kvrelay.launcher.bench.server import DEFAULT_URL, local_settings, model_of
 from kvrelay.launcher.bench.settings import BenchSettings
 from kvrelay.launcher.bench.summary import rate_window
 from kvrelay.launcher.bench.values import parse_id_range, parse_slo
@@ -135,7 +135,7 @@ def _target(settings: BenchSettings) -> Iterator[Target]:
         url = settings.target.url or DEFAULT_URL
         if missing := [str(pid) for pid in pids if not psutil.pid_exists(pid)]:
             raise SettingsError(f"--server-pid is {', '.join(missing)}: there is no such process on this machine")
-        model = served_model(url, settings.target.model, settings.target.api_key)
+        model = model_of(url, settings.target.model, settings.target.api_key)
         yield Target(url, model, (lambda: pids) if pids else None)
         return
     if pids:
@@ -144,7 +144,7 @@ def _target(settings: BenchSettings) -> Iterator[Target]:
     with LocalDeployment.from_settings(local, resolve_model(local.gateway.model)) as deployment:
         with announce(f"starting {', '.join(deployment.plan.admin_urls)}"):
             deployment.wait_ready(settings.target.start_timeout_s)
-        model = served_model(deployment.url, None, None)
+        model = model_of(deployment.url, None, None)
         yield Target(deployment.url, model, lambda: list(deployment.pids.values()), deployment)
 
 

@@ -15,7 +15,7 @@ import pytest
 from kvrelay.common.errors import SettingsError
 from kvrelay.launcher import cli, verify
 from kvrelay.launcher.client import http_client, served_model
-from kvrelay.launcher.errors import VerifyError
+from kvrelay.launcher.errors import AnswerError
 from kvrelay.launcher.local import LogRecorder
 from kvrelay.launcher.prompts import built_in_prompts, prompts_from_file, tokenizer_of
 from kvrelay.launcher.reference import Reference
@@ -149,7 +149,7 @@ def test_a_server_that_sends_no_token_ids(
 
 
 def test_a_server_that_is_not_there() -> None:
-    with http_client("http://127.0.0.1:9", 1.0) as client, pytest.raises(VerifyError, match="does not answer"):
+    with http_client("http://127.0.0.1:9", 1.0) as client, pytest.raises(AnswerError, match="does not answer"):
         served_model(client)
 
 

@@ -170,7 +170,7 @@ def test_ctrl_c_ends_the_run_and_shows_what_there_is(server: StubServer, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "other"], "does not serve 'other'; --model must be one of stub"),
+        (["--model", "other"], "does not serve 'other'; it serves stub"),
         (["--rate", "1", "--concurrency", "1"], "--rate and --concurrency are given"),
         (["--slo", "tpot=1"], "--slo: unknown key 'tpot'; known are: e2e, itl, ttft"),
         (["--token-ids", "9"], "--token-ids is '9'; write LOW-HIGH"),
@@ -195,7 +195,7 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["bench", "--url", url]) == 1
     text = capsys.readouterr().err
     assert f"{url} does not answer" in text
-    assert "or let bench start one with --self-serve" in text
+    assert "start a server there" in text
 
 
 def test_what_self_serve_starts() -> None:
