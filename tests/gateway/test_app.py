@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import openai
 import pytest
 
 from kvrelay import __version__
+from kvrelay.gateway.settings import HttpLimits
 from kvrelay.wire.messages import Submit
 
 from .http_app import CHAT, TEXT, App, app_for, saying
@@ -124,7 +126,14 @@ async def test_bodies(model_directory: Path) -> None:
         for _ in range(size // 500):
             yield b" " * 500
 
-    async with app_for(model_directory, saying("x"), max_body_bytes=2000) as app:
+    async def unfinished() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    limits = HttpLimits(client_timeout_s=0.2)
+    async with app_for(model_directory, saying("x"), max_body_bytes=2000, http=limits) as app:
+        response = await app.client.post(TEXT, content=unfinished())
+        assert (response.status_code, response.json()["error"]["code"]) == (408, "request_too_slow")
         for content in (b" " * 2001, chunked(3000)):
             response = await app.client.post(TEXT, content=content)
             assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")

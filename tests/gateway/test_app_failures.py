@@ -14,11 +14,14 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Message
 
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.common.settings import build
+from kvrelay.gateway.app import create_app
 from kvrelay.gateway.attempt import Take
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import Generation, Generator, Usage
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
+from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool
@@ -82,21 +85,16 @@ async def test_a_failure_before_the_first_token_is_a_status(model_directory: Pat
             assert (error["type"], error["code"]) == ("server_error", "attempts_failed")
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"prompt": ["x"] * 3, "n": 3}, "n"),
-        ({"prompt": ["x"] * 3, "n": 1, "best_of": 3}, "best_of"),
-        ({"prompt": ["x"] * 3, "use_beam_search": True, "n": 3}, "beam_width"),
-    ],
-)
-async def test_one_body_asks_for_a_bounded_number_of_sequences(
-    model_directory: Path, body: dict[str, Any], param: str
-) -> None:
+async def test_one_body_asks_for_a_bounded_number_of_sequences(model_directory: Path) -> None:
     async with app_for(model_directory, good, relay={"max_sequences": 8}) as app:
-        error = (await app.post(TEXT, 400, max_tokens=1, **body))["error"]
-        assert error["param"] == param
-        assert "are 9 sequences; one request may ask for 8" in error["message"]
+        for param, fields in (
+            ("n", {"n": 3}),
+            ("best_of", {"n": 1, "best_of": 3}),
+            ("beam_width", {"use_beam_search": True, "n": 3}),
+        ):
+            error = (await app.post(TEXT, 400, prompt=["x"] * 3, max_tokens=1, **fields))["error"]
+            assert error["param"] == param
+            assert "are 9 sequences; one request may ask for 8" in error["message"]
         assert len((await app.post(TEXT, prompt=["x"] * 2, n=4, max_tokens=1))["choices"]) == 8
 
 
@@ -200,15 +198,7 @@ async def test_the_first_error_of_several_choices_ends_all(model_directory: Path
 
 
 async def test_the_lifespan_ends_with_workers_that_never_came(model_directory: Path) -> None:
-    from kvrelay.gateway.app import create_app  # noqa: PLC0415
-    from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings  # noqa: PLC0415
-
-    settings = GatewaySettings(
-        relay=RelaySettings(),
-        model=str(model_directory),
-        workers=DiscoverySettings(decode_workers=("inproc://nobody",)),
-    )
-    app = create_app(settings)
+    app = create_app(build(GatewaySettings, {"model": str(model_directory), "decode_workers": "inproc://nobody"}))
     async with lifespan(app), httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         assert (await client.get("/health/ready")).status_code == 503
         assert (await client.get("/v1/models")).json()["data"][0]["id"] == model_directory.name

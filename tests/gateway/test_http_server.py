@@ -34,17 +34,6 @@ async def test_one_connection_too_many_is_told_to_come_again() -> None:
     assert len(app.paths) == 3
 
 
-async def test_many_connections_that_say_nothing_hinder_nobody() -> None:
-    async with serving(Recorder(), max_connections=1000) as port:
-        silent = [await port.connect() for _ in range(200)]
-        reader, writer = await port.connect()
-        writer.write(GET)
-        assert b"200 OK" in await answer(reader)
-        for _, one in [*silent, (reader, writer)]:
-            await close(one)
-        await until(lambda: not port.server.server_state.connections)
-
-
 def test_a_flood_of_refusals_is_a_line_a_second(caplog: pytest.LogCaptureFixture) -> None:
     now_s = 0.0
     registry = CollectorRegistry()

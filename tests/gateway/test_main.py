@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.gateway.main import serve
-from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings, TlsSettings
+from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings
 
 from .certificates import trusting, write_pair
 
@@ -29,73 +33,76 @@ sys.exit(serve(build(GatewaySettings, {"model": model, "port": 0} | dict(one.spl
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_a_good_end(model_directory: Path, number: signal.Signals) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", PROGRAM, str(model_directory), ""], stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        try:
-            port = int(process.stderr.readline().rsplit(":", 1)[1])
-            with _connected(port) as connection:  # then the signals are taken over
-                connection.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-                assert b"200 OK" in connection.recv(1000)
-            process.send_signal(number)
-            code = process.wait(timeout=20)
-        finally:
-            process.kill()
-        log = process.stderr.read()
+GET = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+@dataclass
+class Gateway:
+    """A process, and the lines that it logged before it listened."""
+
+    process: subprocess.Popen[str]
+    began: str
+    port: int
+
+    def ends_well(self, number: signal.Signals = signal.SIGTERM) -> str:
+        """All that it logged, once the signal has ended it."""
+        assert self.process.stderr is not None
+        self.process.send_signal(number)
+        code = self.process.wait(timeout=20)
+        log = self.began + self.process.stderr.read()
         assert code == 0, log
         assert "gateway: stopped" in log
         assert "Traceback" not in log
+        return log
+
+
+@contextmanager
+def gateway(model: Path, *options: str, num_files: str = "") -> Iterator[Gateway]:
+    command = [sys.executable, "-P", "-c", PROGRAM, str(model), num_files, *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        began = ""
+        try:
+            while (match := re.search(r"gateway: https?://\S+:(\d+)", began)) is None:
+                line = process.stderr.readline()
+                assert line, began
+                began += line
+            yield Gateway(process, began, int(match[1]))
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_a_good_end(model_directory: Path, number: signal.Signals) -> None:
+    with gateway(model_directory) as running:
+        with _connected(running.port) as connection:  # then the signals are taken over
+            connection.sendall(GET)
+            assert b"200 OK" in connection.recv(1000)
+        running.ends_well(number)
 
 
 def test_over_tls_it_starts_answers_probes_and_stops(model_directory: Path, tmp_path: Path) -> None:
     cert, key = write_pair(tmp_path, "gateway")
-    command = [sys.executable, "-P", "-c", PROGRAM, str(model_directory), "", f"tls-cert={cert}", f"tls-key={key}"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            first = process.stderr.readline()
-            port = int(first.rsplit(":", 1)[1])
-            with _connected(port) as plain:
-                plain.sendall(b"GET /health/live HTTP/1.1\r\n\r\n")
-                assert b"HTTP" not in plain.recv(1000)
-            with trusting(cert).wrap_socket(_connected(port), server_hostname="localhost") as connection:
-                connection.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-                assert b"200 OK" in connection.recv(1000)
-            process.send_signal(signal.SIGTERM)
-            code = process.wait(timeout=20)
-        finally:
-            process.kill()
-        log = first + process.stderr.read()
-        assert code == 0, log
-        assert "gateway: https://127.0.0.1:" in log
-        assert "Traceback" not in log
+    with gateway(model_directory, f"tls-cert={cert}", f"tls-key={key}") as running:
+        with _connected(running.port) as plain:
+            plain.sendall(GET)
+            assert b"HTTP" not in plain.recv(1000)
+        with trusting(cert).wrap_socket(_connected(running.port), server_hostname="localhost") as connection:
+            connection.sendall(GET)
+            assert b"200 OK" in connection.recv(1000)
+        assert "gateway: https://127.0.0.1:" in running.ends_well()
 
 
 def test_connections_that_do_not_fit_the_descriptors_are_not_promised(model_directory: Path) -> None:
     """With 400 files, 144 of them clients; the 145th is told so, and the process goes on."""
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", PROGRAM, str(model_directory), "400"], stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        connections: list[socket.socket] = []
-        try:
-            warning = process.stderr.readline()
-            assert "--max-connections is 10000" in warning
-            assert "may open 400 files; 144 connections are served" in warning
-            port = int(process.stderr.readline().rsplit(":", 1)[1])
-            connections = [_connected(port) for _ in range(145)]
-            assert connections[-1].recv(1000).startswith(b"HTTP/1.1 503 ")
-            connections[0].sendall(b"GET /health/live HTTP/1.1\r\n\r\n")
-            assert connections[0].recv(1000).startswith(b"HTTP/1.1 200 ")
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=20) == 0
-        finally:
-            process.kill()
-            for connection in connections:
-                connection.close()
+    with gateway(model_directory, num_files="400") as running, ExitStack() as held:
+        assert "--max-connections is 10000" in running.began
+        assert "may open 400 files; 144 connections are served" in running.began
+        connections = [held.enter_context(_connected(running.port)) for _ in range(145)]
+        assert connections[-1].recv(1000).startswith(b"HTTP/1.1 503 ")
+        connections[0].sendall(GET)
+        assert connections[0].recv(1000).startswith(b"HTTP/1.1 200 ")
+        running.ends_well()
 
 
 def _connected(port: int) -> socket.socket:
@@ -127,17 +134,6 @@ def test_a_taken_port_is_named(model_directory: Path) -> None:
                     relay=RelaySettings(), workers=DiscoverySettings(), model=str(model_directory), port=port
                 )
             )
-
-
-@pytest.mark.usefixtures("_own_logs")
-def test_a_key_that_is_not_the_certificates_is_named(model_directory: Path, tmp_path: Path) -> None:
-    tls = TlsSettings(str(write_pair(tmp_path, "one")[0]), str(write_pair(tmp_path, "other")[1]))
-    with pytest.raises(SettingsError, match=r"--tls-key: .*other\.key is not the key of the certificate in .*one\.crt"):
-        serve(
-            GatewaySettings(
-                relay=RelaySettings(), workers=DiscoverySettings(), tls=tls, model=str(model_directory), port=0
-            )
-        )
 
 
 @pytest.mark.usefixtures("_own_logs")
