@@ -55,10 +55,11 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What happened on the model thread: after a step, or on a removal."""
+    """What happened on the model thread: before a step, after it, or on a removal."""
 
     tokens: tuple[NewToken, ...] = ()
     started: tuple[Key, ...] = ()
+    preempted: tuple[Key, ...] = ()
     removed: tuple[Key, ...] = ()
     failed: tuple[Key, ...] = ()  # sequences that a failed step took down; their blocks are back
     detail: str = ""
@@ -109,7 +110,9 @@ class DecodeModelWorker:
         """One step of the batch; False if no sequence could get room."""
         if not self._launched:
             plan = self._scheduler.schedule()
-            self._metrics.preemptions.inc(len(plan.preempted))
+            if plan.preempted:
+                self._metrics.preemptions.inc(len(plan.preempted))
+                self._emit(Report(preempted=tuple(sequence.key for sequence in plan.preempted)))
             if not plan.rows and not plan.admitted:
                 # A preemption without a row changed the books: look again at once.
                 return bool(plan.preempted)

@@ -41,6 +41,7 @@ from kvrelay.wire.messages import (
     HelloRefused,
     Message,
     Offer,
+    Preempted,
     Refuse,
     Reject,
     Renew,
@@ -314,6 +315,8 @@ class DecodeService:
         for key in report.started:
             if (entry := self._entries.get(key)) is not None and entry.started_s is None:
                 entry.started_s = now_s
+        for key in report.preempted:
+            self._tell_preempted(self._entries[key])
         by_gateway: dict[str, list[TokenDelta]] = {}
         for new in report.tokens:
             entry = self._entries[new.key]
@@ -334,6 +337,11 @@ class DecodeService:
             entry = self._entries[key]
             if entry.phase is Phase.RUNNING:
                 self._end_failed(entry, _failed(entry.key, FailureCode.INTERNAL, report.detail))
+
+    def _tell_preempted(self, entry: Entry) -> None:
+        if entry.phase is Phase.RUNNING and entry.sampling.beam_search is None:  # a search would begin anew elsewhere
+            preempted = Preempted(request_id=entry.key[0], attempt=entry.key[1])
+            self.ports.send(Role.GATEWAY, entry.gateway_id, preempted)
 
     def _end_failed(self, entry: Entry, outcome: Failed) -> None:
         """The model thread has ended it and released its blocks."""

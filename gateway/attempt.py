@@ -18,7 +18,17 @@ from kvrelay.gateway.placement import Pair, views
 from kvrelay.gateway.progress import OutputDelta, Progress
 from kvrelay.gateway.worker import AttemptEvent, DeadlinePassed, GaveUp, Worker, WorkerLost
 from kvrelay.gateway.workers import WorkerPool
-from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode, HandedOver, Role, Submit, TokenDelta
+from kvrelay.wire.messages import (
+    Cancel,
+    Cancelled,
+    Failed,
+    FailureCode,
+    HandedOver,
+    Preempted,
+    Role,
+    Submit,
+    TokenDelta,
+)
 
 _RETRY_AFTER_S = 1.0
 _PROVED_TOKENS = 8
@@ -45,6 +55,10 @@ class AttemptFailedError(Exception):
         self.retry_after_s = retry_after_s
 
 
+class AttemptMovedError(Exception):
+    """The attempt is given up for a place on another decode worker, which the request has now."""
+
+
 class Attempt:
     """``run`` once; lives on the gateway's asyncio loop."""
 
@@ -68,12 +82,16 @@ class Attempt:
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._error: Exception | None = None  # why it ended
         self.is_finished = False  # all of the output has been taken
+        self._find_room: Callable[[], Pair | None]
 
-    async def run(self, submit: Submit, now_s: float) -> None:
+    async def run(self, submit: Submit, now_s: float, find_room: Callable[[], Pair | None]) -> None:
         """Submit it; returns when all of its output was taken, or as much as was wanted. Cancel to give it up.
 
-        Raises AttemptFailedError, ApiError if no other attempt can help, and what ``take`` raises.
+        ``find_room`` is asked for another decode worker when this one has no room any more, until the request has moved once.
+
+        Raises AttemptFailedError, AttemptMovedError, ApiError if no other attempt can help, and what ``take`` raises.
         """
+        self._find_room = find_room
         progress, involved, first = self._progress, self._involved, self._involved[0]
         key = (submit.request_id, submit.attempt)
         accept_s = progress.request.timings.on_submit(now_s)
@@ -130,6 +148,8 @@ class Attempt:
             case HandedOver():
                 self._is_handed_over = True
                 self._on_verified(self._progress.output)
+            case Preempted():
+                self._move()
             case DeadlinePassed():
                 raise self._progress.timed_out()
             case WorkerLost() | GaveUp() if self._last is not None:
@@ -141,6 +161,12 @@ class Attempt:
             case _:
                 raise _failure(event, self._involved)
         return False
+
+    def _move(self) -> None:
+        """Go on elsewhere if there is room; else the decode worker goes on when it has some."""
+        if not self._progress.has_moved and (place := self._find_room()) is not None:
+            self._progress.has_moved, self._progress.place = True, place
+            raise AttemptMovedError
 
     @property
     def _needs_no_prefill_worker(self) -> bool:

@@ -54,6 +54,11 @@ class Placement:
         backlog_s = self._settings.prefill_backlog_s
         return self.route(progress, backlog_s=backlog_s, num_tokens_to_hold=math.ceil(num_tokens_to_hold))
 
+    def elsewhere(self, progress: Progress, decode: Worker) -> Pair | None:
+        """A pair of workers with room for the request now, as long as it is by now, and another decode worker than ``decode``."""
+        backlog_s, num_tokens = self._settings.prefill_backlog_s, progress.num_tokens + 1
+        return self.route(progress, backlog_s=backlog_s, num_tokens_to_hold=num_tokens, without=decode.address)
+
     def supply(self) -> Supply:
         """What workers have for requests that wait."""
         now_s = self._clock()
@@ -69,8 +74,13 @@ class Placement:
         is_local = self._is_local(progress.num_tokens) or progress.request.follows
         return 0 if is_local else progress.num_tokens - max(progress.prefix.cached.values(), default=0)
 
-    def route(self, progress: Progress, *, backlog_s: float = math.inf, num_tokens_to_hold: int = 0) -> Pair | None:
-        """A pair of workers; with a bound on what waits there, or blocks to be free, only such as keep it."""
+    def route(
+        self, progress: Progress, *, backlog_s: float = math.inf, num_tokens_to_hold: int = 0, without: str = ""
+    ) -> Pair | None:
+        """A pair of workers; with a bound on what waits there, or blocks to be free, only such as keep it.
+
+        ``without``: address of a decode worker that is not asked.
+        """
         num_tokens = progress.num_tokens
         if (shared := self._shared_route(progress, num_tokens_to_hold)) is not None:
             return shared
@@ -79,7 +89,7 @@ class Placement:
         decodes = views(self._pool.decodes.values(), progress.request.max_len)
         if not math.isinf(backlog_s):
             prefills = [view for view in prefills if view.takes_prompt(backlog_s)]
-            decodes = [view for view in decodes if view.takes_sequence(num_tokens_to_hold)]
+            decodes = [view for view in decodes if view.takes_sequence(num_tokens_to_hold) and view.address != without]
         local_max = self._settings.local_prefill_max_tokens
         num_cached = progress.prefix.cached_tokens(progress.output, [*prefills, *decodes])
         if progress.sampling.num_prompt_logprobs is not None:

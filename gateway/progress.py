@@ -93,6 +93,7 @@ class Progress:
     output: list[int] = field(default_factory=list)
     attempt: int = 0
     num_failures: int = 0
+    has_moved: bool = False  # from a decode worker that had no room for it any more; once is enough
     avoidance: Avoidance = field(default_factory=Avoidance)
     has_prompt_logprobs: bool = False
     num_cached_tokens: int | None = None  # of the prompt, that nobody computed for this request

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from functools import partial
 
 from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import FinishReason
 from kvrelay.gateway.admission import Admission, Asked
-from kvrelay.gateway.attempt import Attempt, AttemptFailedError, Take
+from kvrelay.gateway.attempt import Attempt, AttemptFailedError, AttemptMovedError, Take
 from kvrelay.gateway.breaker import CircuitBreakers, Part
 from kvrelay.gateway.errors import (
     AttemptsFailedError,
@@ -191,11 +192,15 @@ class Relay:
         attempt = Attempt(self._pool, progress, pair, take, self._metrics, trial)
         outcome = "given_up"  # by its client, or by us, its time being up
         try:
-            await attempt.run(self._submit(progress, *pair), self._clock())
+            elsewhere = partial(self._placement.elsewhere, progress, pair[1])
+            await attempt.run(self._submit(progress, *pair), self._clock(), elsewhere)
             outcome = "finished" if attempt.is_finished else "stopped"
             if progress.num_failures:
                 text = "the request went on after %d failed attempts; its client got all of it"
                 logger.info(text, progress.num_failures, extra={"request_id": request.request_id})
+        except AttemptMovedError:
+            outcome = "moved"
+            return False
         except AttemptFailedError as failure:
             outcome = failure.code.value
             if failure.blamed and failure.code.is_fault:

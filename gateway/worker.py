@@ -19,6 +19,7 @@ from kvrelay.wire.messages import (
     Hello,
     HelloRefused,
     Message,
+    Preempted,
     Role,
     Status,
     TokenDelta,
@@ -58,7 +59,7 @@ class DeadlinePassed:
     """What an attempt hears when the request's time is up."""
 
 
-AttemptEvent = TokenDelta | HandedOver | GaveUp | WorkerLost | DeadlinePassed
+AttemptEvent = TokenDelta | HandedOver | Preempted | GaveUp | WorkerLost | DeadlinePassed
 Listener = Callable[[AttemptEvent], None]  # an attempt; raises nothing, and does not wait
 
 
@@ -119,7 +120,7 @@ class Worker:
             case Tokens(items=items):
                 for item in first_tokens_first(items):
                     self._owner.deliver((item.request_id, item.attempt), item)
-            case HandedOver():
+            case HandedOver() | Preempted():
                 self._owner.deliver((message.request_id, message.attempt), message)
             case Failed() | Cancelled():
                 self._owner.deliver((message.request_id, message.attempt), GaveUp(self.role, message))

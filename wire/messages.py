@@ -5,7 +5,7 @@ and a newer build talk to each other; what both must understand is the protocol 
 Times are durations in seconds; no message carries a clock reading, since the clocks of two hosts differ.
 
     gateway  → worker    Hello, Ping, Bye, Submit, Cancel
-    worker   → gateway   Welcome | HelloRefused, Status, Tokens, HandedOver, Failed, Cancelled
+    worker   → gateway   Welcome | HelloRefused, Status, Tokens, HandedOver, Preempted, Failed, Cancelled
     prefill  → decode    Hello, Ping, Bye, Offer, Commit, Renew, Abort
     decode   → prefill   Welcome | HelloRefused, Status, Grant | Refuse, Verified | Reject
 
@@ -215,6 +215,13 @@ class HandedOver(_Message, tag=True, frozen=True, kw_only=True):
     attempt: int
 
 
+class Preempted(_Message, tag=True, frozen=True, kw_only=True):
+    """A decode worker had no room for the attempt any more; it goes on when there is, if nobody cancels it before."""
+
+    request_id: str
+    attempt: int
+
+
 class Failed(_Message, tag=True, frozen=True, kw_only=True):
     """The attempt is over and left nothing behind."""
 
@@ -318,6 +325,6 @@ class Abort(_Message, tag=True, frozen=True, kw_only=True):
 
 Message = (
     Hello | Welcome | HelloRefused | Ping | Bye | Status
-    | Submit | Cancel | Tokens | HandedOver | Failed | Cancelled
+    | Submit | Cancel | Tokens | HandedOver | Preempted | Failed | Cancelled
     | Offer | Grant | Refuse | Commit | Verified | Reject | Renew | Abort
 )  # fmt: skip

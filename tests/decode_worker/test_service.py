@@ -16,7 +16,7 @@ from kvrelay.decode_worker.service import DecodeService, Ports
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.welcome import DataPorts
 from kvrelay.decode_worker.worker import LeasedBlocks
-from kvrelay.engine.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
 from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.engine.metrics import EngineMetrics
@@ -32,6 +32,7 @@ from kvrelay.wire.messages import (
     Grant,
     Message,
     Offer,
+    Preempted,
     Refuse,
     Reject,
     Role,
@@ -177,6 +178,23 @@ def test_a_cancel_that_crosses_a_failed_step_is_answered_once() -> None:
     rig.finish()
     assert rig.told(Cancelled) == [Cancelled(request_id="a", attempt=1)]
     assert not rig.told(Failed)
+    rig.assert_nothing_left()
+
+
+def test_a_preemption_is_told_and_the_sequence_goes_on_when_there_is_room() -> None:
+    rig = Rig()
+    thief = Owner(OwnerKind.LEASE, "thief")
+    rig.ask(submit("a", max_tokens=9))
+    rig.handle()
+    rig.model.step()
+    rig.blocks.allocate(thief, rig.blocks.num_allocatable)
+    for _ in range(BLOCK):
+        rig.model.step()
+    rig.hear()
+    assert rig.told(Preempted) == [Preempted(request_id="a", attempt=1)]
+    rig.blocks.release(thief)
+    rig.finish()
+    assert rig.output("a") == expected_output(list(range(6)), 9, CARD.vocab_size)
     rig.assert_nothing_left()
 
 

@@ -62,6 +62,8 @@ class Player:
         self.role = role
         self.card = card or fake_card()
         self.num_waiting_tokens = 0
+        self.num_running = 0
+        self.num_free_blocks = 64
         self.script = script
         self.submits: list[Submit] = []
         self.cancelled: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
@@ -77,10 +79,10 @@ class Player:
     def status(self) -> Status:
         return Status(
             state=self.state,
-            num_running=0,
+            num_running=self.num_running,
             num_waiting=0,
             num_waiting_tokens=self.num_waiting_tokens,
-            num_free_blocks=64,
+            num_free_blocks=self.num_free_blocks,
             num_blocks=64,
         )
 

@@ -19,6 +19,7 @@ from kvrelay.wire.messages import (
     Cancelled,
     FailureCode,
     HandedOver,
+    Preempted,
     Submit,
     Timings,
     TokenDelta,
@@ -40,6 +41,45 @@ async def test_another_attempt_goes_on_where_the_last_one_ended(caplog: pytest.L
         assert second.sampling == first.sampling
         assert [record.levelname for record in caplog.records if "went on after 1 failed" in record.message] == ["INFO"]
         assert (s.attempts("internal"), s.attempts("finished")) == (1, 1)
+
+
+def preempted(player: Player, submit: Submit) -> None:
+    """Has no room any more behind a token, and goes on only if it is a request's second worker."""
+    done = len(submit.token_ids) - submit.num_prompt_tokens
+    player.tokens(submit, done, [100 + done])
+    player.say(Preempted(request_id=submit.request_id, attempt=submit.attempt))
+    if submit.attempt == 2:
+        good(player, submit)
+
+
+async def test_a_preempted_request_moves_once_and_that_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    async with stage(preempted, preempted, max_attempts=1) as s:
+        assert await s.run() == ALL
+        first, second = sorted(
+            (submit for player in s.players for submit in player.submits), key=lambda one: one.attempt
+        )
+        assert [len(player.submits) for player in s.players] == [1, 1]
+        assert (second.token_ids, second.sampling) == ([*first.token_ids, 100], first.sampling)
+        assert (s.attempts("moved"), s.attempts("finished")) == (1, 1)
+        assert s.relay.breakers.states() == {}
+        left = next(player for player in s.players if player.submits == [first])
+        assert await left.cancelled.get() == ("r", 1)
+    assert not [record for record in caplog.records if "attempt" in record.message]
+
+
+async def test_a_preempted_request_stays_where_it_is_if_nobody_else_has_room() -> None:
+    def waits(player: Player, submit: Submit) -> None:
+        player.say(Preempted(request_id=submit.request_id, attempt=submit.attempt))
+        good(player, submit)
+
+    async with stage(waits, waits) as s:
+        roomy, full = s.players
+        full.num_running, full.num_free_blocks = 1, 0
+        while (status := s.pool.decodes[full.address].status) is None or not status.num_running:
+            s.pool.changed.clear()
+            await s.pool.changed.wait()
+        assert await s.run() == ALL
+        assert (len(roomy.submits), len(full.submits)) == (1, 0)
 
 
 async def test_tokens_are_taken_by_position() -> None:

@@ -26,6 +26,7 @@ from kvrelay.wire.messages import (
     Hello,
     HelloRefused,
     Message,
+    Preempted,
     Role,
     Status,
     Submit,
@@ -149,7 +150,7 @@ class Relay:
             case Failed(request_id=request_id) | Cancelled(request_id=request_id):
                 if request_id in outputs:
                     ended[request_id] = message
-            case HandedOver():
+            case HandedOver() | Preempted():
                 pass
             case _:
                 raise AssertionError(f"unexpected {message}")

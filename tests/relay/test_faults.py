@@ -14,7 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.worker import DecodeWorker
+from kvrelay.engine.block_manager import Owner, OwnerKind
 from kvrelay.engine.fake import expected_output, fake_card
+from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.progress import GenerationRequest, OutputDelta
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.wire.block_frames import BlockHeader
@@ -28,6 +30,7 @@ from .gate import Gate
 from .workers import decode_worker, gateway, generate, prefill_worker
 
 VOCAB = 1000
+THIEF = Owner(OwnerKind.LEASE, "thief")
 Sealer = BlockSealer | None
 
 
@@ -131,6 +134,30 @@ async def test_a_worker_of_another_layout_is_not_used() -> None:
         for name in "abcd":
             await generate(relay, name, prompt, 6)
     assert registries[0].get_sample_value("kvrelay_sampled_tokens_total") == 0
+
+
+async def test_a_request_that_a_worker_has_no_blocks_for_moves_to_one_that_has() -> None:
+    prompt = random.Random(4).choices(range(VOCAB), k=20)
+    metrics = GatewayMetrics(CollectorRegistry())
+    gate = Gate(num_tokens=10)
+    decodes = [decode_worker(on_step=gate), decode_worker(on_step=gate)]
+    async with gateway([prefill_worker()], decodes, metrics=metrics) as relay:
+        output: list[int] = []
+        crowded: list[DecodeWorker] = []
+
+        def take(delta: OutputDelta) -> bool:
+            output.extend(token.token_id for token in delta.tokens)
+            if len(output) >= 5 and not crowded:
+                crowded.extend(worker for worker in decodes if worker.service.num_entries)
+                crowded[0].blocks.allocate(THIEF, crowded[0].blocks.num_allocatable)
+                gate.open()
+            return True
+
+        sampling = SamplingParams(max_tokens=60, temperature=0.0)
+        await relay.run(GenerationRequest("a", prompt, sampling, RequestTimings(0.0)), take)
+        crowded[0].blocks.release(THIEF)
+    assert output == expected_output(prompt, 60, VOCAB)
+    assert metrics.registry.get_sample_value("kvrelay_attempts_total", {"outcome": "moved"}) == 1
 
 
 async def test_a_decode_worker_that_dies_is_replaced_without_a_seam() -> None:
