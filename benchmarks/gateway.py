@@ -40,7 +40,6 @@ from gateway_ends import FIRST_MARK, PacedWorker, ask_directly, prompt_of
 from gateway_load import cpu_s, throughput
 
 from kvrelay.launcher.bench.client import StreamingClient
-from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.summary import percentile
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.ports import free_ports
@@ -137,8 +136,7 @@ async def measure_gateway(directory: Path, load: Load) -> dict[str, list[float]]
     async with playing(worker) as worker_address:
         with gateway_process(worker_address, directory) as (url, process):
             await _ready(url)
-            http = HttpStreams(ServerAddress(url), {})
-            client = StreamingClient(http, "completions", timeout_s=60.0, clock=time.monotonic)
+            client = StreamingClient(url, "completions", timeout_s=60.0, clock=time.monotonic)
 
             async def ask(mark: int, tokens: int) -> tuple[float, list[float]]:
                 answer = await client.ask(_body(mark, tokens))
@@ -150,7 +148,7 @@ async def measure_gateway(directory: Path, load: Load) -> dict[str, list[float]]
             try:
                 times = await measure_times(worker, load, ask)
             finally:
-                await http.close()
+                await client.close()
             took_s = time.monotonic() - began_s
             cores = (cpu_s(process) - used_before_s) / took_s
             stolen = (psutil.cpu_times().steal - stolen_before_s) / took_s

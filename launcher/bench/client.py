@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from kvrelay.launcher.bench.http_stream import Connection, HttpStreams
+from kvrelay.launcher.bench.http_stream import Connection, ServerAddress
 from kvrelay.launcher.bench.records import SHORT_ANSWER, TtftParts
 
 TIMINGS_HEADER = "x-kvrelay-timings"  # asks a kvrelay gateway where the time went; others ignore it
+_FRESH_S = 2.0  # servers close idle connections, uvicorn after 5 s; a younger one is not about to be closed
 _MAX_ERROR_BYTES = 100_000
 _MAX_ERROR_TEXT = 200  # characters, as records say
 
@@ -78,14 +82,32 @@ class Answer:
 
 
 class StreamingClient:
-    """Sends bodies to one route of one server."""
+    """Sends bodies to one route of one server. Belongs to the running loop; ``close`` it."""
 
-    def __init__(self, streams: HttpStreams, api: str, *, timeout_s: float, clock: Callable[[], float]) -> None:
-        """``clock`` gives the seconds that answers are noted in."""
-        self._streams = streams
-        self._path = ROUTES[api]
+    def __init__(
+        self,
+        url: str,
+        api: str,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float],
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """``clock`` gives the seconds that answers are noted in. Raises SettingsError on a URL that is none."""
+        self._address = ServerAddress(url)
+        fixed = {"host": self._address.authority, "user-agent": "kvrelay-bench", "content-type": "application/json"}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in {**fixed, **headers}.items())
+        self._head = f"POST {self._address.base_path}{ROUTES[api]} HTTP/1.1\r\n{lines}".encode()
+        self._tls = ssl.create_default_context() if self._address.is_tls else None
+        self._idle: list[Connection] = []
         self._timeout_s = timeout_s
         self._clock = clock
+
+    async def close(self) -> None:
+        """Close the idle connections; others were closed by who used them."""
+        while self._idle:
+            self._idle.pop().close()
+        await asyncio.sleep(0)  # transports close at the loop's next turn
 
     async def ask(self, body: bytes, *, exact_tokens: int | None = None) -> Answer:
         """Send ``body`` and read all of the answer; never raises for what the server does.
@@ -96,7 +118,8 @@ class StreamingClient:
         connection: Connection | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
-                connection = await self._streams.post(self._path, body, exchange)
+                connection = self._fresh() or await self._connect()
+                connection.send(b"%scontent-length: %d\r\n\r\n%s" % (self._head, len(body), body), exchange)
                 await exchange.done
         except TimeoutError:
             exchange.fail("timeout", f"no complete answer after {self._timeout_s:g} s")
@@ -109,6 +132,22 @@ class StreamingClient:
         if answer.error is None and exact_tokens is not None:
             _check_length(answer, exact_tokens)
         return answer
+
+    def _fresh(self) -> Connection | None:
+        oldest_s = time.monotonic() - _FRESH_S
+        while self._idle:
+            connection = self._idle.pop()  # the one used last
+            if connection.is_open and connection.idle_since_s >= oldest_s:
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: Connection(self._idle.append), self._address.host, self._address.port, ssl=self._tls
+        )
+        return connection
 
 
 class EventSplitter:

@@ -8,7 +8,6 @@ used again while they are fresh.
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -17,8 +16,6 @@ from urllib.parse import urlsplit
 import httptools
 
 from kvrelay.common.errors import SettingsError
-
-_FRESH_S = 2.0  # servers close idle connections, uvicorn after 5 s; a younger one is not about to be closed
 
 
 class StreamHandler(Protocol):
@@ -144,47 +141,3 @@ class Connection(asyncio.Protocol):
         self.close()
         if handler is not None:
             handler.on_lost(reason)
-
-
-class HttpStreams:
-    """POSTs to one server. Belongs to the running loop; ``close`` it."""
-
-    def __init__(self, address: ServerAddress, headers: dict[str, str]) -> None:
-        self._address = address
-        fixed = {"host": address.authority, "user-agent": "kvrelay-bench", **headers}
-        self._head = "".join(f"{name}: {value}\r\n" for name, value in fixed.items()).encode()
-        self._tls = ssl.create_default_context() if address.is_tls else None
-        self._idle: list[Connection] = []
-
-    async def post(self, path: str, body: bytes, handler: StreamHandler) -> Connection:
-        """Send ``body`` (JSON); returns when it is under way. ``abandon`` what is returned to cancel. Raises OSError."""
-        request = b"POST %s HTTP/1.1\r\n%scontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (
-            (self._address.base_path + path).encode(),
-            self._head,
-            len(body),
-        )
-        connection = self._fresh() or await self._connect()
-        connection.send(request + body, handler)
-        return connection
-
-    async def close(self) -> None:
-        """Close the idle connections; others were closed by who used them."""
-        while self._idle:
-            self._idle.pop().close()
-        await asyncio.sleep(0)  # transports close at the loop's next turn
-
-    def _fresh(self) -> Connection | None:
-        oldest_s = time.monotonic() - _FRESH_S
-        while self._idle:
-            connection = self._idle.pop()  # the one used last
-            if connection.is_open and connection.idle_since_s >= oldest_s:
-                return connection
-            connection.close()
-        return None
-
-    async def _connect(self) -> Connection:
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: Connection(self._idle.append), self._address.host, self._address.port, ssl=self._tls
-        )
-        return connection

@@ -29,7 +29,6 @@ from kvrelay.launcher.bench.bodies import BodyWriter
 from kvrelay.launcher.bench.client import TIMINGS_HEADER, StreamingClient
 from kvrelay.launcher.bench.cpu import CpuMeter
 from kvrelay.launcher.bench.environment import environment
-from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.load import LoadRunner
 from kvrelay.launcher.bench.records import CpuUse, RequestRecord, RunResult
 from kvrelay.launcher.bench.report import print_report, write_result
@@ -153,7 +152,6 @@ async def _measure(settings: BenchSettings, workload: Workload, target: Target) 
     headers = {TIMINGS_HEADER: "1", "accept": "text/event-stream"}
     if settings.target.api_key is not None:
         headers["authorization"] = f"Bearer {settings.target.api_key}"
-    streams = HttpStreams(ServerAddress(target.url), headers)
     writer = BodyWriter(settings, target.model)
     meter = CpuMeter(target.server_pids)
     started_at = datetime.now(UTC)
@@ -162,7 +160,8 @@ async def _measure(settings: BenchSettings, workload: Workload, target: Target) 
     def clock() -> float:
         return time.monotonic() - start_s
 
-    client = StreamingClient(streams, settings.target.api, timeout_s=settings.load.timeout_s, clock=clock)
+    timeout_s = settings.load.timeout_s
+    client = StreamingClient(target.url, settings.target.api, timeout_s=timeout_s, clock=clock, headers=headers)
     runner = LoadRunner(client, writer, workload, clock=clock, exact_output=settings.prompt.ignore_eos)
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
@@ -182,7 +181,7 @@ async def _measure(settings: BenchSettings, workload: Workload, target: Target) 
                 loop.remove_signal_handler(number)
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-            await streams.close()
+            await client.close()
     records = sorted(runner.records, key=lambda record: (record.due_s, record.stream, record.index))
     records = [msgspec.structs.replace(record, index=index) for index, record in enumerate(records)]
     counted = [record for record in records if not record.is_warmup]

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.launcher.bench.client import Answer, StreamingClient
-from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 
 from .fleet import Fleet, fleet
 
@@ -61,8 +60,10 @@ async def offer(up: Fleet, factor: float, seconds: float, seed: int) -> Outcome:
     """Poisson arrivals at ``factor`` times the capacity for ``seconds``."""
     chance = random.Random(seed)
     gateway = up.members["gateway-0"]
-    streams = HttpStreams(ServerAddress(gateway.url), {"x-request-timeout": str(CLIENT_WAITS_S)})
-    client = StreamingClient(streams, "completions", timeout_s=CLIENT_WAITS_S + 10, clock=time.monotonic)
+    headers = {"x-request-timeout": str(CLIENT_WAITS_S)}
+    client = StreamingClient(
+        gateway.url, "completions", timeout_s=CLIENT_WAITS_S + 10, clock=time.monotonic, headers=headers
+    )
     tasks: list[asyncio.Task[Answer]] = []
     next_s = begun_s = time.monotonic()
     while (next_s := next_s + chance.expovariate(factor * CAPACITY)) < begun_s + seconds:
@@ -73,7 +74,7 @@ async def offer(up: Fleet, factor: float, seconds: float, seed: int) -> Outcome:
         ask = client.ask(json.dumps(body | usage).encode(), exact_tokens=OUTPUT_TOKENS)
         tasks.append(asyncio.create_task(ask))
     answers = await asyncio.gather(*tasks)
-    await streams.close()
+    await client.close()
     kinds = Counter(_kind(answer) for answer in answers)
     refusals = sorted(one.finished_s - one.sent_s for one in answers if _kind(one) == "refused")
     # In a steady state: what the first clients find empty, and the last leave behind, is not goodput of this load.

@@ -12,7 +12,7 @@ import pytest
 from kvrelay.common.errors import SettingsError
 from kvrelay.launcher.bench.client import Answer as ClientAnswer
 from kvrelay.launcher.bench.client import EventSplitter, StreamingClient
-from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
+from kvrelay.launcher.bench.http_stream import ServerAddress
 from kvrelay.launcher.bench.records import TtftParts
 from tests.launcher.bench.stub_server import Answer, Request, StubServer, as_asked, completion, event
 
@@ -32,14 +32,13 @@ async def ask(
     def clock() -> float:
         return float(next(ticks))
 
-    streams = HttpStreams(ServerAddress(server.url), {})
-    client = StreamingClient(streams, api, timeout_s=timeout_s, clock=clock)
+    client = StreamingClient(server.url, api, timeout_s=timeout_s, clock=clock)
     prompts = {"completions": {"prompt": [1, 2]}, "text": {"prompt": "x y"}, "chat": {"messages": [{"content": "x"}]}}
     body = {"max_tokens": 3, **prompts[api]}
     try:
         return [await client.ask(json.dumps(body).encode(), exact_tokens=exact) for _ in range(num)]
     finally:
-        await streams.close()
+        await client.close()
 
 
 @pytest.mark.parametrize("api", ["completions", "text", "chat"])

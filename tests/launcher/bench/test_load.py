@@ -14,7 +14,6 @@ from kvrelay.common.settings import build
 from kvrelay.launcher.bench.bodies import BodyWriter
 from kvrelay.launcher.bench.client import Answer as ClientAnswer
 from kvrelay.launcher.bench.client import StreamingClient
-from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.load import LoadRunner
 from kvrelay.launcher.bench.records import RequestRecord
 from kvrelay.launcher.bench.settings import BenchSettings
@@ -28,20 +27,26 @@ async def server() -> AsyncIterator[StubServer]:
         yield stub
 
 
-def runner_for(streams: HttpStreams, client: type[StreamingClient] = StreamingClient, **values: Any) -> LoadRunner:
+async def run(server: StubServer, client: type[StreamingClient] = StreamingClient, **values: Any) -> LoadRunner:
+    """What has run."""
+    runner, made = runner_for(server, client, **values)
+    await runner.run()
+    await made.close()
+    return runner
+
+
+def runner_for(
+    server: StubServer, client: type[StreamingClient] = StreamingClient, **values: Any
+) -> tuple[LoadRunner, StreamingClient]:
     started_s = time.monotonic()
 
     def clock() -> float:
         return time.monotonic() - started_s
 
     settings = build(BenchSettings, {"output_len": "2", "input_len": "4", "warmup": "0", "prompt_seed": 1, **values})
-    return LoadRunner(
-        client(streams, "completions", timeout_s=20, clock=clock),
-        BodyWriter(settings, "stub"),
-        plan_workload(settings),
-        clock=clock,
-        exact_output=True,
-    )
+    made = client(server.url, "completions", timeout_s=20, clock=clock)
+    writer = BodyWriter(settings, "stub")
+    return LoadRunner(made, writer, plan_workload(settings), clock=clock, exact_output=True), made
 
 
 class Holding:
@@ -69,10 +74,7 @@ class Holding:
 
 async def test_the_open_loop_does_not_wait_for_answers(server: StubServer) -> None:
     server.answer = holding = Holding(12)  # nothing is answered before all have come
-    streams = HttpStreams(ServerAddress(server.url), {})
-    runner = runner_for(streams, rate=100, requests=12)
-    await runner.run()
-    await streams.close()
+    runner = await run(server, rate=100, requests=12)
     records = runner.records
     assert holding.most == 12
     assert sorted(record.index for record in records) == list(range(12))
@@ -91,11 +93,7 @@ async def test_the_closed_loop_keeps_its_concurrency(server: StubServer) -> None
             return answer
 
     server.answer = holding = Holding(3)
-    streams = HttpStreams(ServerAddress(server.url), {})
-    runner = runner_for(streams, Client, concurrency=3, requests=20)
-    await runner.run()
-    await streams.close()
-    records = runner.records
+    records = (await run(server, Client, concurrency=3, requests=20)).records
     assert holding.most == 3
     assert len(records) == 20
     assert server.num_connections == 3
@@ -129,13 +127,12 @@ async def test_stop_gives_up_what_is_under_way_and_keeps_what_ended(server: Stub
         return given
 
     server.answer = answer
-    streams = HttpStreams(ServerAddress(server.url), {})
-    runner = runner_for(streams, concurrency=1, duration_s=600)
+    runner, client = runner_for(server, concurrency=1, duration_s=600)
     task = asyncio.create_task(runner.run())
     await arrived.wait()
     runner.stop()
     await task
-    await streams.close()
+    await client.close()
     assert [record.error for record in runner.records] == [None, None]
     assert runner.is_stopped
 

@@ -11,7 +11,6 @@ import pytest
 
 from kvrelay.engine.interface import StepRow
 from kvrelay.launcher.bench.client import TIMINGS_HEADER, StreamingClient
-from kvrelay.launcher.bench.http_stream import HttpStreams, ServerAddress
 from kvrelay.launcher.bench.records import RequestRecord, TtftParts
 from kvrelay.launcher.bench.summary import PartsSummary, summarize
 from tests.launcher.bench.results import record, result
@@ -87,14 +86,14 @@ async def test_what_a_gateway_says_of_the_first_two_tokens_leaves_no_more_than_w
     """The bound holds however slow the machine is: parts cover what we know to be theirs, by a clock that they do not see."""
     prefill, decode = Held(0), Held(1)
     async with deployment(write_model(tmp_path), prefill_gate=prefill, gate=decode) as up:
-        streams = HttpStreams(ServerAddress(up.url), {TIMINGS_HEADER: "1"})
-        client = StreamingClient(streams, "completions", timeout_s=60, clock=time.monotonic)
+        asked = {TIMINGS_HEADER: "1"}
+        client = StreamingClient(up.url, "completions", timeout_s=60, clock=time.monotonic, headers=asked)
         body = {
             "model": "tiny", "prompt": list(range(3, 40)), "max_tokens": 5, "temperature": 0, "stream": True,
             "ignore_eos": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
         answer = await client.ask(json.dumps(body).encode(), exact_tokens=5)
-        await streams.close()
+        await client.close()
     assert answer.error is None, answer.error_text
     assert min(prefill.held_s, decode.held_s) >= Held.HELD_S
     found = parts_of(
