@@ -160,7 +160,7 @@ class OpenAIRoutes:
             "created": 0,
             "owned_by": "kvrelay",
         }
-        if (limits := self._intake.known_limits()) is not None:
+        if (limits := self._intake.pool.limits) is not None:
             entry["max_model_len"] = limits.max_model_len
         return entry
 

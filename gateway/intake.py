@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvrelay.common.model_card import ModelCard, SharedLimits
+from kvrelay.common.model_card import SharedLimits
 from kvrelay.gateway.admission import Admission
 from kvrelay.gateway.api_docs import SECONDS, TIMEOUT_HEADER
 from kvrelay.gateway.api_request import ApiRequest
@@ -51,7 +51,7 @@ class Intake:
         self._max_sequences = max_sequences
         self.model_name = model_name
         self.tokenizer = tokenizer
-        self._pool = pool
+        self.pool = pool
         self._admission = admission
 
     def check(self, model: str | None) -> None:
@@ -70,30 +70,21 @@ class Intake:
                 f"model {model[:200]!r} is not served here; this deployment serves {self.model_name!r}", param="model"
             )
 
-    def known_limits(self) -> SharedLimits | None:
-        """What all workers that are up can do; None while none is."""
-        return self._pool.limits
-
-    def cards(self) -> list[ModelCard]:
-        """The cards of the workers that are up. Raises UnavailableError as :meth:`limits` does."""
-        self.limits()
-        return self._pool.cards()
-
     def limits(self) -> SharedLimits:
         """What all workers that are up can do.
 
         Raises UnavailableError if none is, or if nobody is there who could serve: to wait for room then, as for a worker that
         is busy or lost, might be to wait for ever. So it may be after every await.
         """
-        limits, absent = self._pool.limits, self._pool.absent
+        limits, absent = self.pool.limits, self.pool.absent
         if absent or limits is None:
-            reasons = absent or [reason.split(" (")[0] for reason in self._pool.not_ready()]
+            reasons = absent or [reason.split(" (")[0] for reason in self.pool.not_ready()]
             raise UnavailableError(f"{'; '.join(reasons)}; try again later", retry_after_s=1.0)
         return limits
 
     def system_fingerprint(self) -> str | None:
         """Equal as long as model, weights and number format are; None while no worker is up."""
-        fingerprint = self._pool.fingerprint
+        fingerprint = self.pool.fingerprint
         return None if fingerprint is None else f"fp_{fingerprint.hex()[:12]}"
 
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:

@@ -63,7 +63,7 @@ class TokenizeRoutes:
                 f"the body has {' and '.join(given) or 'none of inputs, prompt and messages'}; it must have exactly one "
                 "of inputs, prompt and messages"
             )
-        size, limits = len(await request.body()), self._intake.known_limits()
+        size, limits = len(await request.body()), self._intake.pool.limits
         if body.inputs is not None:
             text, adds_special_tokens = body.inputs, body.add_special_tokens is not False
             return _json(await aside(lambda: self._spans(text, "inputs", adds_special_tokens), size))
@@ -87,7 +87,7 @@ class TokenizeRoutes:
         """The text of tokens, special ones included."""
         self._intake.check_name(body.model)
         tokenizer = self._intake.tokenizer
-        limits = self._intake.known_limits()
+        limits = self._intake.pool.limits
         check_token_ids(body.tokens, tokenizer.vocab_size if limits is None else limits.vocab_size, "tokens")
 
         def work() -> bytes:

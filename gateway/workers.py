@@ -65,7 +65,7 @@ class WorkerPool:
         self.decodes: dict[str, Worker] = {}
         self._fingerprint: bytes | None = None  # of the KV of all workers that are used
         self._is_told = False  # who is there
-        self._cards: list[ModelCard] = []
+        self.cards: list[ModelCard] = []  # of the workers that are up
         self.limits: SharedLimits | None = None  # what all workers that are up can do; None while none is
         self.absent = self._missing_roles()  # why no gateway can serve; empty if somebody has each role
         self._had_prefill_worker = False  # up; before that those that are listed are starting, and worth waiting for
@@ -107,14 +107,10 @@ class WorkerPool:
         await asyncio.gather(*self._stopping, *(worker.client.stop() for worker in self.workers))
         await asyncio.to_thread(self._network.close)
 
-    def cards(self) -> list[ModelCard]:
-        """The cards of the workers that are up."""
-        return self._cards
-
     @property
     def fingerprint(self) -> bytes | None:
         """Of the KV of the workers that are used; None while none is up."""
-        return self._fingerprint if self._cards else None
+        return self._fingerprint if self.cards else None
 
     def open_attempt(
         self,
@@ -221,8 +217,8 @@ class WorkerPool:
             worker.misfit = misfit
         self._metrics.workers_refused.set(sum(1 for worker in up if worker.misfit))
         # Each request looks at these several times.
-        self._cards = [worker.welcome.card for worker in up if worker.welcome is not None and not worker.misfit]
-        self.limits = SharedLimits.of(self._cards) if self._cards else None
+        self.cards = [worker.welcome.card for worker in up if worker.welcome is not None and not worker.misfit]
+        self.limits = SharedLimits.of(self.cards) if self.cards else None
         self.absent = self._missing_roles()
         self._had_prefill_worker = self._had_prefill_worker or any(worker.role is Role.PREFILL for worker in up)
         self.changed.set()

@@ -60,7 +60,7 @@ class TgiRoutes:
 
     async def info(self) -> Response:
         """What is served, and within which limits."""
-        card, limit = self._intake.cards()[0], self._intake.limits().max_model_len
+        limit, card = self._intake.limits().max_model_len, self._intake.pool.cards[0]
         layout = card.layout
         body = {
             "model_id": self._intake.model_name,
