@@ -42,17 +42,12 @@ class Asked:
     num_prompt_tokens: int
     max_tokens: int
     num_to_compute: int = 0  # of the prompt, by a prefill worker, as whoever looks for a place last knew
+    priority: int = 0  # among those that wait; the smallest come first
     kind: Kind = field(init=False)
+    is_first: asyncio.Event = field(init=False, default_factory=asyncio.Event)  # of the line, while it waits
 
     def __post_init__(self) -> None:
         self.kind = kind_of(self.num_prompt_tokens, self.max_tokens)
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    asked: Asked
-    priority: int
-    is_first: asyncio.Event = field(default_factory=asyncio.Event)  # cleared when somebody of a better priority comes
 
 
 class Admission:
@@ -75,7 +70,7 @@ class Admission:
         self._metrics = metrics
         self._supply = supply
         self._clock = clock
-        self._line: list[_Waiting] = []
+        self._line: list[Asked] = []
         self._running: dict[Asked, float] = {}  # since when they have their places
         self._forecast: tuple[float, Forecast] | None = None  # of the whole line, and when it was made
         metrics.queued.set_function(lambda: self.num_queued)
@@ -99,18 +94,14 @@ class Admission:
         """The tokens of prompt and output that a request will hold, as far as one can know."""
         return asked.num_prompt_tokens + self._pace.output_tokens(asked.kind, asked.max_tokens)
 
-    def expected_wait_s(self, asked: Asked, priority: int = 0) -> float | None:
+    def expected_wait_s(self, asked: Asked) -> float | None:
         """When a request that stood in line from now on would get its place; None if that cannot be known."""
         now_s = self._clock()
-        place_s = self._forecast_to(self._index(priority), now_s).copy().place(self._need(asked))
+        place_s = self._forecast_to(self._index(asked.priority), now_s).copy().place(self._need(asked))
         return None if place_s is None else place_s - now_s
 
-    async def place(
-        self, find: Callable[[], T | None], asked: Asked, timeout_s: float, why: Callable[[], str], priority: int = 0
-    ) -> T:
+    async def place(self, find: Callable[[], T | None], asked: Asked, timeout_s: float, why: Callable[[], str]) -> T:
         """What ``find`` gives, at once or when its turn has come; ``timeout_s`` of the whole request. ``on_end`` must follow.
-
-        Of those that wait the ones with the smallest ``priority`` come first.
 
         Raises OverloadedError, with what ``why`` says if there was no place for too long, and RequestTimeoutError.
         """
@@ -119,51 +110,49 @@ class Admission:
             return found
         self.check_not_full()
         begun_s = self._clock()
-        index = self._index(priority)
-        self._check_in_time(asked, priority, timeout_s, begun_s)
+        index = self._index(asked.priority)
+        self._check_in_time(asked, timeout_s, begun_s)
         if self._forecast is not None and index == len(self._line):
             self._forecast[1].place(self._need(asked))
         else:
             self._forecast = None
-        me = _Waiting(asked, priority)
         if index == 0:
             if self._line:
                 self._line[0].is_first.clear()
-            me.is_first.set()
-        self._line.insert(index, me)
+            asked.is_first.set()
+        self._line.insert(index, asked)
         try:
-            found = await self._turn(me, find, timeout_s, why)
+            found = await self._turn(asked, find, timeout_s, why)
             now_s = self._clock()
             self._running[asked] = now_s
             self._metrics.queued_s.observe(now_s - begun_s)
             return found
         finally:
-            self._line.remove(me)
+            self._line.remove(asked)
             if self._line:
                 self._line[0].is_first.set()
 
     def on_end(self, asked: Asked, num_output_tokens: int, first_token_s: float | None) -> None:
         """A request that had its place is over. ``first_token_s``: when its first token came, on the clock; None: none did."""
         now_s, placed_s = self._clock(), self._running.pop(asked)
-        if (
-            num_output_tokens and first_token_s is not None
-        ):  # also if a stop string, or its client, ended it: so much it cost
+        # Also if a stop string, or its client, ended it: so much it cost.
+        if num_output_tokens and first_token_s is not None:
             served = Served(asked.num_prompt_tokens, num_output_tokens, first_token_s - placed_s, now_s - placed_s)
             self._pace.on_served(asked.kind, served, now_s)
 
-    async def _turn(self, me: _Waiting, find: Callable[[], T | None], timeout_s: float, why: Callable[[], str]) -> T:
+    async def _turn(self, asked: Asked, find: Callable[[], T | None], timeout_s: float, why: Callable[[], str]) -> T:
         begun_s = self._clock()
         until_s = begun_s + min(timeout_s, self._room_timeout_s)
         while (now_s := self._clock()) < until_s:
-            if not me.is_first.is_set():
+            if not asked.is_first.is_set():
                 # Not wait_for: up to Python 3.11 it swallows a cancellation that comes with the event.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(until_s - now_s):
-                        await me.is_first.wait()
+                        await asked.is_first.wait()
                 continue
             if (found := find()) is not None:
                 left_s = timeout_s - (now_s - begun_s)
-                if (needed_s := _MARGIN * (self._service_s(me.asked, now_s) or 0.0)) > left_s:
+                if (needed_s := _MARGIN * (self._service_s(asked, now_s) or 0.0)) > left_s:
                     detail = f"{left_s:.1f} s are left of the request's time, and an answer takes {needed_s:.1f} s"
                     raise self._refusal("too_late", detail)
                 return found
@@ -176,9 +165,9 @@ class Admission:
             raise RequestTimeoutError(f"no worker had a place within the request's {timeout_s:g} s; give it more time")
         raise self._refusal("no_place", why())
 
-    def _check_in_time(self, asked: Asked, priority: int, timeout_s: float, now_s: float) -> None:
+    def _check_in_time(self, asked: Asked, timeout_s: float, now_s: float) -> None:
         service_s = self._service_s(asked, now_s)
-        if service_s is None or (wait_s := self.expected_wait_s(asked, priority)) is None:
+        if service_s is None or (wait_s := self.expected_wait_s(asked)) is None:
             return
         if wait_s > self._room_timeout_s:
             detail = f"a place would come free in some {wait_s:.0f} s; the limit is {self._room_timeout_s:g} s"
@@ -196,7 +185,7 @@ class Admission:
 
     def _index(self, priority: int) -> int:
         """Where in line a request of that priority comes."""
-        return bisect.bisect_right(self._line, priority, key=lambda waiting: waiting.priority)
+        return bisect.bisect_right(self._line, priority, key=lambda asked: asked.priority)
 
     def _service_s(self, asked: Asked, now_s: float) -> float | None:
         return self._pace.service_s(asked.kind, asked.num_prompt_tokens, asked.max_tokens, now_s)
@@ -211,8 +200,8 @@ class Admission:
             return self._forecast[1]
         running = [(self._need(asked), since_s) for asked, since_s in self._running.items()]
         forecast = Forecast(self._supply(), running, now_s)
-        for waiting in self._line[:index]:
-            forecast.place(self._need(waiting.asked))
+        for asked in self._line[:index]:
+            forecast.place(self._need(asked))
         if is_whole:
             self._forecast = (now_s, forecast)
         return forecast

@@ -65,7 +65,7 @@ class Relay:
 
         Raises ApiError if the output cannot be had, and what ``take`` raises.
         """
-        asked = Asked(len(request.prompt_token_ids), request.sampling.max_tokens)
+        asked = Asked(len(request.prompt_token_ids), request.sampling.max_tokens, priority=request.priority)
         try:
             progress = await self._admitted(request, asked)
         except BaseException:
@@ -98,7 +98,6 @@ class Relay:
             asked,
             timeout_left_s,
             lambda: self._placement.no_room(request.max_len),
-            request.priority,
         )
         return progress
 

@@ -49,8 +49,8 @@ class Office:
         self.admission.on_end(asked, 10, begun_s + service_s / 2)
 
     async def ask(self, name: str, num_tokens: int = 100, timeout_s: float = 600.0, priority: int = 0) -> str:
-        asked = Asked(num_tokens, 10, num_to_compute=num_tokens)
-        await self.admission.place(self.find, asked, timeout_s, lambda: "no worker has room", priority)
+        asked = Asked(num_tokens, 10, num_to_compute=num_tokens, priority=priority)
+        await self.admission.place(self.find, asked, timeout_s, lambda: "no worker has room")
         self.served.append(name)
         return name
 
@@ -190,8 +190,8 @@ async def test_whose_time_is_nearly_up_when_its_turn_comes_is_not_computed() -> 
     office = Office(0)
     late = asyncio.ensure_future(office.ask("late", timeout_s=10.0))
     await asyncio.sleep(7)
-    other = Asked(100, 10)
-    early = asyncio.ensure_future(office.admission.place(lambda: "place", other, 600.0, str, priority=-1))
+    other = Asked(100, 10, priority=-1)
+    early = asyncio.ensure_future(office.admission.place(lambda: "place", other, 600.0, str))
     await early
     await asyncio.sleep(2)
     office.admission.on_end(other, 10, office.loop.time() - 1)
