@@ -61,7 +61,7 @@ class CircuitBreakers:
         return bool(self._breakers)
 
     def begin(self, cause: Hashable, part: Part, now_s: float) -> Trial:
-        """An attempt begins; its ``end`` must follow. ``part``: all its workers. ``cause``: equal for what one client asked for."""
+        """An attempt begins; ``on_end`` must follow. ``part``: all its workers. ``cause``: equal for what one client asked for."""
         parts: list[Part] = [part] if len(part) == 1 else [(part[0],), (part[1],), part]
         trial = Trial(self, cause, parts, now_s)
         for one in parts:
@@ -113,11 +113,12 @@ class CircuitBreakers:
         if not breaker.failed_s:
             del self._breakers[part]
 
-    def on_end(self, trial: Trial, part: Part) -> None:
-        """An attempt is over. If it was a probe that showed nothing, the next one may follow at once."""
-        breaker = self._breakers.get(part)
-        if breaker is not None and breaker.probe is trial:
-            breaker.state, breaker.probe = BreakerState.OPEN, None
+    def on_end(self, trial: Trial) -> None:
+        """An attempt is over, however it ended. If it was a probe that showed nothing, the next one may follow at once."""
+        for part in trial.parts:
+            breaker = self._breakers.get(part)
+            if breaker is not None and breaker.probe is trial:
+                breaker.state, breaker.probe = BreakerState.OPEN, None
 
     def _close(self, part: Part) -> None:
         if self._breakers.pop(part).state is not BreakerState.CLOSED:
@@ -131,22 +132,13 @@ class Trial:
         self.cause = cause
         self.begun_s = begun_s
         self._breakers = breakers
-        self._parts = parts
+        self.parts = parts
 
     def hand_over_succeeded(self) -> None:
         """The decode worker has the K/V that the prefill worker computed."""
-        for part in (self._parts[0], self._parts[-1]) if len(self._parts) > 1 else ():
+        for part in (self.parts[0], self.parts[-1]) if len(self.parts) > 1 else ():
             self._breakers.on_success(self, part)
 
     def decode_succeeded(self) -> None:
         """The decode worker generates."""
-        self._breakers.on_success(self, self._parts[min(1, len(self._parts) - 1)])
-
-    def failed(self, part: Part, now_s: float) -> None:
-        """The attempt failed; ``part`` is to blame, a worker or the pair."""
-        self._breakers.on_failure(self, part, now_s)
-
-    def end(self) -> None:
-        """The attempt is over, however it ended."""
-        for part in self._parts:
-            self._breakers.on_end(self, part)
+        self._breakers.on_success(self, self.parts[min(1, len(self.parts) - 1)])

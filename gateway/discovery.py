@@ -206,9 +206,5 @@ def workers_of(pods: Iterable[dict[str, Any]]) -> list[FoundWorker]:
 
 
 def _control_port(pod: dict[str, Any]) -> int | None:
-    for container in pod.get("spec", {}).get("containers", []):
-        for port in container.get("ports", []):
-            if port.get("name") == CONTROL_PORT:
-                number: int = port["containerPort"]
-                return number
-    return None
+    ports = [port for container in pod.get("spec", {}).get("containers", []) for port in container.get("ports", [])]
+    return next((port["containerPort"] for port in ports if port.get("name") == CONTROL_PORT), None)

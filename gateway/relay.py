@@ -203,7 +203,7 @@ class Relay:
         except AttemptFailedError as failure:
             outcome = failure.code.value
             if failure.blamed and failure.code.is_fault:
-                trial.failed(tuple(failure.blamed), self._clock())
+                self.breakers.on_failure(trial, tuple(failure.blamed), self._clock())
             if not progress.is_complete:
                 self._on_failure(progress, failure)
                 return False
@@ -212,7 +212,7 @@ class Relay:
             take(OutputDelta([], FinishReason.STOP if is_stopped else FinishReason.LENGTH, None, None))
             outcome = "finished"
         finally:
-            trial.end()
+            self.breakers.on_end(trial)
             self._metrics.attempts.labels(outcome).inc()
         return True
 

@@ -19,8 +19,8 @@ class Breakers(CircuitBreakers):
 
     def fail(self, cause: str, blamed: Part, now_s: float, part: Part = PAIR) -> None:
         trial = self.begin(cause, part, now_s)
-        trial.failed(blamed, now_s)
-        trial.end()
+        self.on_failure(trial, blamed, now_s)
+        self.on_end(trial)
 
 
 @pytest.mark.parametrize("blamed", [P, D, PAIR])
@@ -37,7 +37,7 @@ def test_three_different_requests_open_it_and_one_may_probe(blamed: Part) -> Non
     assert breakers.states() == {blamed: BreakerState.PROBING}
     probe.hand_over_succeeded()
     probe.decode_succeeded()
-    probe.end()
+    breakers.on_end(probe)
     assert not breakers.is_any
     assert breakers.told == [(blamed, True), (blamed, False)]
 
@@ -54,8 +54,8 @@ def test_after_a_failed_probe_the_pause_is_longer_up_to_a_bound() -> None:
     breakers, probe = opened()
     now_s = 10.0
     for pause_s in (2, 4, 8, 16, 30, 30):
-        probe.failed(D, now_s)
-        probe.end()
+        breakers.on_failure(probe, D, now_s)
+        breakers.on_end(probe)
         assert (breakers.shut(now_s + pause_s - 0.01), breakers.shut(now_s + pause_s)) == ({D}, set())
         now_s += pause_s
         probe = breakers.begin("next", PAIR, now_s)
@@ -65,7 +65,7 @@ def test_after_a_failed_probe_the_pause_is_longer_up_to_a_bound() -> None:
 def test_a_probe_that_showed_nothing_makes_room_for_the_next() -> None:
     """Its client left, or there was no room."""
     breakers, probe = opened()
-    probe.end()
+    breakers.on_end(probe)
     assert not breakers.shut(10.0)
     breakers.begin("next", PAIR, 10.0)
     assert breakers.shut(10.0) == {D}
@@ -75,8 +75,8 @@ def test_others_than_the_probe_neither_close_it_nor_prolong_its_pause() -> None:
     breakers, probe = opened()
     late = breakers.begin("late", PAIR, 10.5)
     late.decode_succeeded()
-    late.failed(D, 11.0)
-    late.end()
+    breakers.on_failure(late, D, 11.0)
+    breakers.on_end(late)
     assert breakers.states() == {D: BreakerState.PROBING}
     probe.decode_succeeded()
     assert not breakers.is_any
