@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvrelay.gateway.http_server import make_http_server
 from kvrelay.gateway.metrics import GatewayMetrics
@@ -40,9 +40,6 @@ class Recorder:
         self.held.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await lifespan(receive, send)
-            return
         self.paths.append(scope["path"])
         body = b""
         while (message := await receive())["type"] == "http.request":
@@ -74,9 +71,6 @@ class Talker:
         self.num_disconnects = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await lifespan(receive, send)
-            return
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         talking = asyncio.create_task(self._talk(send))
@@ -119,14 +113,6 @@ class Connection:
 
     def abort(self) -> None:
         self.closing = True
-
-
-async def lifespan(receive: Receive, send: Send) -> None:
-    """Start and end of an application that needs neither."""
-    for step in ("startup", "shutdown"):
-        message: Message = await receive()
-        assert message["type"] == f"lifespan.{step}"
-        await send({"type": f"lifespan.{step}.complete"})
 
 
 @dataclass
@@ -212,7 +198,7 @@ async def serving(
     send_buffer_bytes: int | None = None,
     **limits: Any,
 ) -> AsyncIterator[Port]:
-    """``app`` on a port of its own; stopped, and its end checked, afterwards."""
+    """``app``, which need not know of lifespans, on a port of its own; stopped, and its end checked, afterwards."""
     registry = CollectorRegistry()
     refusals = Refusals(GatewayMetrics(registry).refused_connections, time.monotonic)
     server = make_http_server(app, HttpLimits(**limits), refusals, certificate=certificate, drain_s=5)

@@ -13,7 +13,7 @@ from kvrelay.gateway.api_keys import line_of
 from kvrelay.gateway.settings import GatewaySettings
 
 from .http_app import TEXT, app_for
-from .http_port import lifespan, serving
+from .http_port import serving
 from .players import good
 
 ORIGIN = "https://chat.example.com"
@@ -55,7 +55,8 @@ def without_lifespan(app: ASGIApp) -> ASGIApp:
     """``app``, which runs already, for a server that would start it."""
 
     async def requests(scope: Scope, receive: Receive, send: Send) -> None:
-        await (lifespan(receive, send) if scope["type"] == "lifespan" else app(scope, receive, send))
+        assert scope["type"] == "http"
+        await app(scope, receive, send)
 
     return requests
 

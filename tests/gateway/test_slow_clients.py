@@ -19,7 +19,7 @@ from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.refusals import Refusals
 from kvrelay.gateway.settings import HttpLimits
 
-from .http_port import GET, Recorder, Talker, all_of, answer, close, error_of, lifespan, serving, until
+from .http_port import GET, Recorder, Talker, all_of, answer, close, error_of, serving, until
 
 
 @pytest.fixture
@@ -111,9 +111,6 @@ class Whole:
     """An application whose answer is written at once, and ends its connection."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await lifespan(receive, send)
-            return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
         await send({"type": "http.response.body", "body": b"x" * 60_000, "more_body": False})
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from kvrelay.gateway.http_protocol import EXTENSION, Exchange
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.sse import ChunkTemplate, EventStream, sse
 
-from .http_port import GET, Connection, close, lifespan, serving
+from .http_port import GET, Connection, close, serving
 
 Produce = Callable[[EventStream], Awaitable[bytes]]
 
@@ -140,17 +141,14 @@ async def test_what_was_written_arrives_in_front_of_what_ends_the_stream(fails: 
     assert written.endswith(b"5\r\nfirst\r\n6\r\nsecond\r\n" + (b"" if fails else b"last"))
 
 
-class Streamer:
-    """An application that answers everything with the events of ``produce``."""
+def answering(produces: Iterator[Produce]) -> Edge:
+    """An application that answers each request with the next stream."""
 
-    def __init__(self, produce: Produce) -> None:
-        self.produce = produce
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        await EventStream(next(produces), lambda error: b"")(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await lifespan(receive, send)
-            return
-        await EventStream(self.produce, lambda error: b"")(scope, receive, send)
+    return behind_edge(app)
 
 
 async def two_events(stream: EventStream) -> bytes:
@@ -166,7 +164,7 @@ CHUNKS = b"3\r\none\r\n3\r\ntwo\r\n4\r\nlast\r\n0\r\n\r\n"
 @pytest.mark.parametrize("closes", [False, True])
 async def test_a_stream_is_one_answer_in_chunks(closes: bool) -> None:
     request = GET[:-2] + b"x-request-id: r1\r\n" + (b"connection: close\r\n\r\n" if closes else b"\r\n")
-    async with serving(behind_edge(Streamer(two_events))) as port:
+    async with serving(answering(repeat(two_events))) as port:
         reader, writer = await port.connect()
         for _ in range(1 if closes else 2):  # else the connection can be used again
             writer.write(request)
@@ -198,14 +196,12 @@ async def test_a_slow_reader_gets_all_that_was_kept_and_holds_nobody_up() -> Non
             written.append(event)
         raise AssertionError("everything was kept")
 
-    app = Streamer(long)
-    async with serving(behind_edge(app)) as port:
+    async with serving(answering(iter((long, two_events)))) as port:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", port.number))
             client.sendall(GET)
             await is_written.wait()  # though nothing has been read
-            app.produce = two_events
             assert (await port.talk(GET[:-2] + b"connection: close\r\n\r\n")).endswith(CHUNKS)
             client.setblocking(False)
             loop = asyncio.get_running_loop()
