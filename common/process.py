@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.admin import AdminServer
+from kvrelay.common.admin import AdminProbe, AdminServer
 from kvrelay.common.descriptors import raise_descriptor_limit
 from kvrelay.common.memory import keep_freed_memory
 
@@ -32,20 +32,11 @@ T = TypeVar("T")
 _WATCH_S = 1.0  # how often a running component is asked whether it is live
 
 
-class Component(Protocol):
+class Component(AdminProbe, Protocol):
     """A loaded worker. Built off the asyncio loop, then used on it."""
 
     async def start(self) -> None:
         """Open the sockets and start the model loop."""
-
-    def not_live(self) -> list[str]:
-        """Reasons to restart the process."""
-
-    def not_ready(self) -> list[str]:
-        """Reasons to send no traffic."""
-
-    def debug_kv(self) -> dict[str, Any]:
-        """Every block's place and owner."""
 
     async def drain(self) -> None:
         """Take nothing new; return when nothing is left."""

@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -105,13 +105,11 @@ class Supervisor:
         specs: Sequence[ComponentSpec],
         *,
         policy: RestartPolicy | None = None,
-        probe: Callable[[str], bool] | None = None,
         tick_s: float = 0.1,
     ) -> None:
         self._components = [_Component(spec) for spec in specs]
         self._observer: Observer | None = None
         self._policy = policy or RestartPolicy()
-        self._probe = probe or answers_200
         self._tick_s = tick_s
         self._changed = threading.Condition()
         self._wake = threading.Event()  # the thread need not finish its tick
@@ -210,7 +208,7 @@ class Supervisor:
             self._on_death(component, component.child, code)
         elif time.monotonic() < component.probe_at_s:
             pass
-        elif self._probe(component.spec.ready_url):
+        elif own_answer(component.spec.ready_url) is not None:
             component.probe_at_s = time.monotonic() + _READY_PROBE_S
             if component.state is not State.READY:
                 if component.load_s is None:
@@ -294,11 +292,6 @@ def own_answer(url: str) -> str | None:
     with contextlib.suppress(OSError, ValueError), _OPENER.open(url, timeout=2.0) as answer:
         return str(answer.read(), "utf-8") if answer.status == 200 else None
     return None
-
-
-def answers_200(url: str) -> bool:
-    """Whether GET ``url`` (a process of ours) answers 200 within two seconds."""
-    return own_answer(url) is not None
 
 
 def _is_ready(component: _Component) -> bool:
