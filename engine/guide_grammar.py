@@ -7,7 +7,8 @@ name. Free text in a tag ends before the tag's first end, free text that waits f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,13 +21,16 @@ from kvrelay.engine.guide_schema import followable, parse_json
 _MAX_DEPTH = 64  # of formats in formats
 
 
-def lark_of(guide: Guide) -> str:
-    """The grammar, for llguidance. Raises UnsupportedGuideError, or ValueError if llguidance's converter does not take it."""
+def lark_of(guide: Guide, special_ids: Mapping[str, int]) -> str:
+    """The grammar, for llguidance. ``special_ids``: the ids of the model's special tokens by their names.
+
+    Raises UnsupportedGuideError, or ValueError if llguidance's converter does not take it.
+    """
     lark = Lark()
-    return lark.grammar(_root(lark, guide))
+    return lark.grammar(_root(lark, guide, special_ids))
 
 
-def _root(lark: Lark, guide: Guide) -> Part:
+def _root(lark: Lark, guide: Guide, special_ids: Mapping[str, int]) -> Part:
     match guide.kind:
         case GuideKind.JSON_OBJECT:
             return lark.json(followable({"type": "object"}))
@@ -46,16 +50,24 @@ def _root(lark: Lark, guide: Guide) -> Part:
             if not isinstance(tag, dict) or "format" not in tag:
                 raise UnsupportedGuideError('a structural tag is {"type": "structural_tag", "format": {…}}')
             try:
-                return _Formats(lark).part(tag["format"], (), 0)
+                names = [_text(name) for name in tag.get("special_tokens", ()) if name in special_ids]
+                return _Formats(lark, {name: special_ids[name] for name in names}).part(tag["format"], (), 0)
             except (KeyError, TypeError, AttributeError) as error:
                 raise UnsupportedGuideError(f"the structural tag is malformed: {error!r}") from error
 
 
 class _Formats:
-    """``stops``: texts at which free text ends, since they end a tag around it."""
+    """``stops``: texts at which free text ends, since they end a tag around it.
 
-    def __init__(self, lark: Lark) -> None:
+    A special token is no text: no grammar of text takes it, lest it stands in a JSON string, say. So a marker that is one
+    (``[TOOL_CALLS]``, ``<|channel|>``) is asked for by its id wherever a format has its name; it ends all free text.
+    """
+
+    def __init__(self, lark: Lark, special_ids: Mapping[str, int]) -> None:
         self._lark = lark
+        self._special_ids = special_ids
+        longest_first = sorted(special_ids, key=len, reverse=True)
+        self._names = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
     def part(self, format_: Any, stops: tuple[str, ...], depth: int) -> Part:  # noqa: PLR0912, PLR0915 - one for each kind
         if depth > _MAX_DEPTH:
@@ -65,7 +77,7 @@ class _Formats:
         taken: tuple[str, ...] = ()
         match kind:
             case "const_string":
-                taken, part = ("value",), constant(_text(given["value"]))
+                taken, part = ("value",), self._literal(given["value"])
             case "json_schema":
                 taken, part = ("json_schema", "style", "max_whitespace_cnt"), self._json(given)
             case "qwen_xml_parameter":
@@ -130,21 +142,32 @@ class _Formats:
     def _tag(self, given: dict[str, Any], depth: int, without: str = "") -> Part:
         """``without``: what of the beginning was there before."""
         begin, end = given["begin"], given["end"]
-        first = self._edge(begin) if isinstance(begin, dict) else constant(_text(begin).removeprefix(without))
+        first = self._edge(begin if isinstance(begin, dict) else _text(begin).removeprefix(without))
         ends = end if isinstance(end, list) else [end]
         last = self._lark.either([self._edge(one) for one in ends])
-        stops = tuple(one for one in ends if isinstance(one, str) and one)
+        stops = tuple(one for one in ends if isinstance(one, str) and one and not self._has_token(one))
         return self._lark.sequence([first, self.part(given["content"], stops, depth + 1), last])
 
     def _edge(self, edge: Any) -> Part:
-        return tokens(_ids([edge["token"]])) if isinstance(edge, dict) else constant(_text(edge))
+        return tokens(_ids([edge["token"]])) if isinstance(edge, dict) else self._literal(edge)
+
+    def _literal(self, text: Any) -> Part:
+        """Exactly this text, in which names of special tokens are the tokens."""
+        if not self._has_token(_text(text)):
+            return constant(text)
+        pieces = [piece for piece in self._names.split(text) if piece]
+        ids = self._special_ids
+        return self._lark.sequence([tokens(str(ids[piece])) if piece in ids else constant(piece) for piece in pieces])
+
+    def _has_token(self, text: str) -> bool:
+        return bool(self._special_ids) and self._names.search(text) is not None
 
     def _separated(self, given: dict[str, Any], items: list[Part]) -> Part:
         one = self._lark.either(items)
         if given.get("stop_after_first"):
             found = one
         else:
-            more = self._lark.sequence([constant(_text(given["separator"])), one])
+            more = self._lark.sequence([self._literal(given["separator"]), one])
             found = self._lark.sequence([one, self._lark.repeat(more, 0, None)])
         return found if given.get("at_least_one") else self._lark.repeat(found, 0, 1)
 
@@ -161,13 +184,13 @@ class _Formats:
     ) -> Part:
         """Free text in which each trigger is followed by its content."""
         triggers = [trigger for trigger, _ in rules]
-        words = [trigger for trigger in triggers if isinstance(trigger, str)]
+        words = [trigger for trigger in triggers if isinstance(trigger, str) and not self._has_token(trigger)]
         ids = [trigger for trigger in triggers if not isinstance(trigger, str)]
         excluded = [*ids, *given.get("exclude_tokens", ())]
         text = text_without([*words, *stops, *map(_text, given.get("excludes", ()))])
         if excluded:
             text = self._lark.repeat(tokens("^" + _ids(excluded)), 0, None) if not words and not stops else text
-        begin = {one: constant(one) if isinstance(one, str) else tokens(_ids([one])) for one in triggers}
+        begin = {one: self._literal(one) if isinstance(one, str) else tokens(_ids([one])) for one in triggers}
         taken = [self._lark.sequence([text, begin[trigger], content]) for trigger, content in rules]
         if not taken:
             return text

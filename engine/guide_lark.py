@@ -25,12 +25,13 @@ _JSON_LEXEMES = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]|, |: |[^\[\]{}",:]+|.', 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An expression. ``is_regular``: it may stand in a terminal."""
+    """An expression, or a sequence of ``pieces``. ``is_regular``: it may stand in a terminal."""
 
     text: str
     is_regular: bool = True
     constant: str | None = None  # the only text that it matches
     repeated: tuple[Part, str] | None = None  # of a repeated part: once, and how often
+    pieces: tuple[Part, ...] = ()  # of a sequence that is not regular, whose ends merge with its neighbours
 
 
 def constant(text: str) -> Part:
@@ -77,7 +78,7 @@ class Lark:
 
     def sequence(self, parts: Iterable[Part]) -> Part:
         """One after the other."""
-        given, pieces = list(parts), list[Part]()
+        given, pieces = [piece for part in parts for piece in part.pieces or (part,)], list[Part]()
         for place, part in enumerate(given[:-1]):
             if part.repeated is not None and not given[place + 1].is_regular:
                 # As one lexeme it would take what follows for its own.
@@ -87,7 +88,9 @@ class Lark:
             pieces += [_joined(neighbours)] if is_regular else neighbours
         if len(pieces) == 1:
             return pieces[0]
-        return Part("(" + " ".join(map(self._in_rule, pieces)) + ")" if pieces else '""', is_regular=not pieces)
+        if not pieces:
+            return constant("")
+        return Part("", is_regular=False, pieces=tuple(pieces))
 
     def either(self, parts: Iterable[Part]) -> Part:
         """One of them."""
@@ -115,6 +118,8 @@ class Lark:
         return Part(f"{name}{count}", is_regular=False)
 
     def _in_rule(self, part: Part) -> str:
+        if part.pieces:
+            return "(" + " ".join(map(self._in_rule, part.pieces)) + ")"
         if not part.is_regular:
             return part.text
         if part.constant and part.constant[0] in "{[":

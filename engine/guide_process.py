@@ -23,7 +23,7 @@ from kvrelay.common.sampling import Guide
 from kvrelay.engine.guide_errors import UnsupportedGuideError
 from kvrelay.engine.guide_grammar import lark_of
 from kvrelay.engine.guide_state import GrammarState
-from kvrelay.engine.guide_vocabulary import load_vocabulary
+from kvrelay.engine.guide_vocabulary import load_vocabulary, special_ids
 
 _MEMORY_BYTES = 2**31  # on top of what the process has when it is ready
 _PROBE_STEPS = 24  # tokens of one output, at random, that a new grammar is tried with
@@ -51,6 +51,7 @@ def main(model_dir: str, vocab_size: str) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whoever prints must not break the stream of answers
     vocabulary = load_vocabulary(Path(model_dir), int(vocab_size))
+    specials = special_ids(vocabulary)
     _write(answers, Answer())
     limit = _data_bytes() + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -58,7 +59,7 @@ def main(model_dir: str, vocab_size: str) -> None:
     for line in sys.stdin.buffer:
         request = msgspec.json.decode(line, type=Request)
         signal.setitimer(signal.ITIMER_PROF, request.cpu_s)  # its signal ends the process, wherever it is
-        answer = _compiled(request.guide, vocabulary)
+        answer = _compiled(request.guide, vocabulary, specials)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(answers, answer)
 
@@ -68,9 +69,9 @@ def _write(stream: IO[bytes], answer: Answer) -> None:
     stream.flush()
 
 
-def _compiled(guide: Guide, vocabulary: llguidance.LLTokenizer) -> Answer:
+def _compiled(guide: Guide, vocabulary: llguidance.LLTokenizer, specials: dict[str, int]) -> Answer:
     try:
-        grammar = lark_of(guide)
+        grammar = lark_of(guide, specials)
         trouble = _probe(GrammarState(vocabulary, grammar, ()))
     except MemoryError:
         return Answer(error=f"it takes more than {_MEMORY_BYTES >> 20} MiB to compile: make it simpler")

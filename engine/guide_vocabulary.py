@@ -35,6 +35,12 @@ def load_vocabulary(directory: Path, vocab_size: int) -> llguidance.LLTokenizer:
         raise ModelError(f"{path} does not tell the tokens' text: {error}") from error
 
 
+def special_ids(vocabulary: llguidance.LLTokenizer) -> dict[str, int]:
+    """The ids of special tokens by their names."""
+    ids = [token_id for token_id in range(vocabulary.vocab_size) if vocabulary.is_special_token(token_id)]
+    return {vocabulary.decode_bytes([token_id]).decode(errors="replace"): token_id for token_id in ids}
+
+
 def _end_tokens(directory: Path) -> list[int]:
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):

@@ -94,7 +94,7 @@ class LocalBackend:
         self._settings = settings
         self._tokenizer = Tokenizer.load(directory)
         template = ChatTemplate.load(directory, self._tokenizer.special_tokens)
-        self._chats = ChatReader(template, Dialect.of(template.source, special_id=self._tokenizer.special_id))
+        self._chats = ChatReader(template, Dialect.of(template.source))
         self._model_name = directory.name
         self._engine: Engine | None = engine  # until a worker has it
         self._guides = guides

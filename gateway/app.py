@@ -92,7 +92,7 @@ def create_app(
     app.router.route_class = ApiRoute
     install_error_handlers(app)
     model_name = settings.served_model_name or directory.name
-    dialect = Dialect.of(template.source, settings.tool_parser, settings.reasoning_parser, tokenizer.special_id)
+    dialect = Dialect.of(template.source, settings.tool_parser, settings.reasoning_parser)
     intake = Intake(model_name, tokenizer, pool, relay.admission, settings.relay.max_sequences)
     chats = ChatReader(template, dialect)
     OpenAIRoutes(intake, chats, responder).add_to(app)

@@ -7,8 +7,8 @@ One :class:`Dialect` per model, made from its chat template and two settings. Fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from kvrelay.gateway import reasoning as thoughts
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.reasoning import ReasoningFamily, after_reasoning, read_thoughts, reasoning_for, reasoning_named
 from kvrelay.gateway.structural_tag import format_of, guide_of
-from kvrelay.gateway.token_formats import with_tokens
 from kvrelay.gateway.tools.calls import CallIds, OutputParser, PlainParser, random_call_id
 from kvrelay.gateway.tools.families import FAMILIES
 from kvrelay.gateway.tools.functions import ToolChoice, ToolMode
@@ -38,7 +37,6 @@ class Dialect:
     tools: ToolSupport | None
     reasoning: ReasoningFamily | None
     style: MessageStyle
-    special_ids: Mapping[str, int] = field(default_factory=dict)  # of ``kept_tokens``, those that are special tokens
 
     @classmethod
     def of(
@@ -46,21 +44,15 @@ class Dialect:
         chat_template: str | None,
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
-        special_id: Callable[[str], int | None] = lambda token: None,
     ) -> Dialect:
-        """From the source of a chat template (None: the model has none) and the settings of these names.
-
-        ``special_id``: the id of a special token of the model's by its name, None if it is none.
-        """
+        """From the source of a chat template (None: the model has none) and the settings of these names."""
         template = chat_template or ""
         named = None if reasoning_parser in ("auto", "none") else reasoning_named(reasoning_parser)
-        dialect = cls(
+        return cls(
             tools=ToolSupport.of(template, tool_parser),
             reasoning=reasoning_for(template) if reasoning_parser == "auto" else named,
             style=MessageStyle.of(template),
         )
-        ids = {token: token_id for token in dialect.kept_tokens if (token_id := special_id(token)) is not None}
-        return replace(dialect, special_ids=ids)
 
     @property
     def kept_tokens(self) -> tuple[str, ...]:
@@ -97,9 +89,7 @@ class Dialect:
             # Otherwise nobody asked, nobody thinks, or the template has ended the thoughts.
             if guide is not None and reasoning is not None and not prompt.rstrip().endswith(reasoning.end):
                 guide = after_reasoning(guide, reasoning, starts_inside=reasoning.starts_inside(prompt))
-            if guide is None or guide is content or not self.special_ids:
-                return guide
-            return guide_of(with_tokens(format_of(guide), self.special_ids))
+            return guide if guide is None or guide is content else guide_of(format_of(guide), self.kept_tokens)
         except (ValueError, RecursionError) as error:
             param = param or "response_format"
             raise InvalidRequestError(f"{param} cannot be used: {error}", param=param.partition(".")[0]) from error

@@ -82,9 +82,10 @@ def dispatch(trigger: str, content: Format, *, is_one: bool) -> Format:
     return {"type": "dispatch", "rules": [[trigger, content]], "loop": not is_one}
 
 
-def guide_of(part: Format) -> Guide:
-    """The whole output is this."""
-    text = json.dumps({"type": "structural_tag", "format": part}, ensure_ascii=False, separators=(",", ":"))
+def guide_of(part: Format, special_tokens: Sequence[str] = ()) -> Guide:
+    """The whole output is this. Names of ``special_tokens`` in its texts are those tokens, if the model has them as such."""
+    tag = {"type": "structural_tag", "format": part, "special_tokens": special_tokens}
+    text = json.dumps(tag, ensure_ascii=False, separators=(",", ":"))
     return Guide(kind=GuideKind.STRUCTURAL_TAG, text=text)
 
 

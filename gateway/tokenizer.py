@@ -94,11 +94,6 @@ class Tokenizer:
         """The id of a token by its name in the vocabulary, such as ``<tool_call>``; None if there is none."""
         return self._backend.token_to_id(token)
 
-    def special_id(self, token: str) -> int | None:
-        """The id of a special token by its name; None if there is none of that name, or it is an ordinary token."""
-        token_id = self._backend.token_to_id(token)
-        return token_id if token_id in self.skipped_ids else None
-
     def token_name(self, token_id: int) -> str:
         """How the vocabulary writes a token, such as ``Ġthe``; empty if it has none of this id."""
         return self._backend.id_to_token(token_id) or ""

@@ -13,6 +13,7 @@ from kvrelay.gateway.tools.calls import PlainParser, random_call_id
 from kvrelay.gateway.tools.functions import ToolChoice, ToolMode
 
 from .tools.cases import Answer, names_choice, numbered_ids, read
+from .tools.grammars import Grammars
 
 QWEN3 = "{% if tools %}…<tool_call>…{% endif %}{{ message.tool_calls }}<think>…</think>"
 CHOICE, REQUIRED = names_choice("f"), names_choice("f", mode=ToolMode.REQUIRED)
@@ -62,6 +63,15 @@ def test_guides() -> None:
     parts = json.loads(wrapped.text)["format"]["elements"]
     assert (parts[0]["end"], parts[-1]["json_schema"]) == ("</think>", {"type": "object"})
     assert json.loads(required.text)["format"]["elements"][0]["type"] == "optional"
+
+
+def test_a_model_whose_marks_are_special_tokens() -> None:
+    model = Grammars(["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"])
+    guide = Dialect.of("[THINK]…[/THINK] tool_calls [TOOL_CALLS][ARGS]").guide("", CHOICE)
+    assert guide is not None
+    assert model.allows(guide, "[THINK]Should I? I should.[/THINK]\n[TOOL_CALLS]f[ARGS]{}")
+    assert model.allows(guide, "An answer.")
+    assert not model.allows(guide, "[TOOL_CALLS]no call")
 
 
 @pytest.mark.parametrize("text", ["{", '"x"'])

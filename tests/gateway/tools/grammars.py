@@ -77,7 +77,7 @@ class Grammars:
         return bool(self._allowed(state)[_END])
 
     def _state(self, guide: Guide) -> GrammarState:
-        return GrammarState(self._vocabulary, lark_of(guide), (_END,))
+        return GrammarState(self._vocabulary, lark_of(guide, self.special_ids), (_END,))
 
     def _allowed(self, state: GrammarState) -> np.ndarray:
         mask = np.zeros(-(-len(self._texts) // 32), dtype=np.int32)

@@ -12,7 +12,6 @@ from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.engine.guide_errors import UnsupportedGuideError
 from kvrelay.gateway import structural_tag
 from kvrelay.gateway.structural_tag import format_of
-from kvrelay.gateway.token_formats import with_tokens
 from kvrelay.gateway.tools.families import FAMILIES, ToolFamily, family_named
 from kvrelay.gateway.tools.functions import Function, ToolChoice, ToolMode, parse_tool_choice, parse_tools
 from kvrelay.gateway.tools.guides import arguments_schema, tool_guide
@@ -76,8 +75,7 @@ def guide_of(family: ToolFamily, choice: ToolChoice, model: Grammars | None = No
     assert guide.kind is GuideKind.STRUCTURAL_TAG
     if model is None or not model.special_ids:
         return guide
-    ids = {name: token_id for name, token_id in model.special_ids.items() if name in family.kept_tokens}
-    return structural_tag.guide_of(with_tokens(format_of(guide), ids))
+    return structural_tag.guide_of(format_of(guide), family.kept_tokens)
 
 
 @every_family

@@ -28,9 +28,8 @@ GPT_OSS = family_named("gpt_oss")
 NAMES = [name for name in TOKENS if name not in ("<|call|>", "<|return|>")]
 
 
-def dialect(model: Grammars | None = None) -> Dialect:
-    ids = {} if model is None else model.special_ids
-    return Dialect.of(TEMPLATE, special_id=ids.get)
+def dialect() -> Dialect:
+    return Dialect.of(TEMPLATE)
 
 
 def parsed(text: str, choice: ToolChoice | None = None) -> Answer:
@@ -134,14 +133,14 @@ def model(request: pytest.FixtureRequest) -> Grammars:
     return Grammars(request.param)
 
 
-def guide_of(model: Grammars, choice: ToolChoice, content: Guide | None = None) -> Guide:
-    guide = dialect(model).guide("<|start|>assistant", choice, content)
+def guide_of(choice: ToolChoice, content: Guide | None = None) -> Guide:
+    guide = dialect().guide("<|start|>assistant", choice, content)
     assert guide is not None
     return guide
 
 
 def test_a_call_that_is_required_comes_after_thoughts(model: Grammars) -> None:
-    guide = guide_of(model, parse_tool_choice("required", FUNCTIONS))
+    guide = guide_of(parse_tool_choice("required", FUNCTIONS))
     for start in (f"{THOUGHT}<|start|>assistant", "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant"):
         for seed in range(4):
             answer = parsed(model.answer(guide, seed, start=f"{start}<|channel|>commentary to=functions.g"))
@@ -153,7 +152,7 @@ def test_a_call_that_is_required_comes_after_thoughts(model: Grammars) -> None:
 
 
 def test_an_answer_or_a_call(model: Grammars) -> None:
-    guide = guide_of(model, parse_tool_choice("auto", FUNCTIONS))
+    guide = guide_of(parse_tool_choice("auto", FUNCTIONS))
     assert model.allows(guide, f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>It is so.")
     assert model.allows(guide, f"{THOUGHT}{CALL.removesuffix('<|call|>')}")
     assert not model.allows(guide, "<|channel|>commentary to=functions.h json<|message|>{}")
@@ -161,7 +160,7 @@ def test_an_answer_or_a_call(model: Grammars) -> None:
 
 def test_a_response_format_binds_the_final_message(model: Grammars) -> None:
     for choice in (ToolChoice(), parse_tool_choice("auto", FUNCTIONS)):
-        guide = guide_of(model, choice, SCHEMA)
+        guide = guide_of(choice, SCHEMA)
         for head in (
             "<|channel|>final<|message|>",
             f"{THOUGHT}<|start|>assistant<|channel|>final <|constrain|>json<|message|>",
