@@ -131,17 +131,15 @@ def _download(name: str, needs_weights: bool) -> Path:
     advice = "check the name, the network (HTTPS_PROXY, HF_ENDPOINT), and HF_TOKEN for gated models, or name a local directory"
     try:  # what is there needs no network, and must not wait for one
         cached = Path(snapshot_download(name, local_files_only=True))
+        if (cached / "tokenizer.json").is_file() and not _missing(cached, needs_weights):
+            return cached
     except (LocalEntryNotFoundError, OSError, ValueError):
-        cached = None
-    if cached is not None and (cached / "tokenizer.json").is_file() and not _missing(cached, needs_weights):
-        return cached
+        pass
     with announce(f"downloading {name} from Hugging Face"):
         try:
             patterns = [*_REST, *(_WEIGHTS if needs_weights else ())]
             directory = Path(snapshot_download(name, allow_patterns=patterns))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-            if cached is not None and not _missing(cached, needs_weights):
-                return cached
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise DownloadError(f"cannot download the model {name!r}: {reason}; {advice}") from error
     # Without a network, the hub's client returns what an interrupted download left, and does not say so.

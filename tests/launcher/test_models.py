@@ -180,6 +180,7 @@ def test_a_local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     [
         ([], "has no config.json"),
         (["config.json"], r"has no \*\.safetensors files$"),
+        (["config.json", "model.safetensors"], "has no tokenizer.json; make one with AutoTokenizer"),
         (["config.json", "pytorch_model.bin"], r"has no \*\.safetensors files; it has pytorch_model.bin: convert"),
     ],
 )
