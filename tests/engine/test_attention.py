@@ -80,11 +80,6 @@ def test_block_sizes(block_size: int) -> None:
     compare([(600, 1), (3, 1), (0, 70), (300, 90)], block_size=block_size)
 
 
-@pytest.mark.parametrize("rows", [[(0, 1)], [(9, 1)], [(0, 2)], [(1000, 1)], [(0, 700)], [(900, 64)]])
-def test_lone_rows(rows: list[tuple[int, int]]) -> None:
-    compare(rows)
-
-
 # A chunk of keys is 256 long, a tile of queries 64: contexts and windows that end just before, at and behind them.
 BORDERS = [15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 319, 320, 321, 511, 512, 513]
 
@@ -114,10 +109,6 @@ def test_random_batches(seed: int) -> None:
     heads = generator.choice(((2, 2), (6, 2), (4, 1), (16, 2)))
     window = generator.choice((None, generator.randrange(1, 400)))
     compare(rows, heads=heads, window=window, block_size=generator.choice((4, 16, 32, 48)))
-
-
-def test_many_sequences() -> None:
-    compare([(7 * index % 600, 1 + (index % 5 == 0) * (index % 40)) for index in range(150)])
 
 
 def test_a_long_prompt_does_not_pad_the_others() -> None:

@@ -13,7 +13,7 @@ from kvrelay.common.retention import DEFAULT_PRIORITY, Retention
 from kvrelay.engine.block_manager import BlockManager, Ledger, Owner, OwnerKind, sequence_owner
 
 NUM_BLOCKS = 7
-MAX_RETAINED = 3
+MAX_RETAINED = 2
 
 
 @dataclass
@@ -140,7 +140,7 @@ class AgainstModel:
 
     def publish(self) -> None:
         owner = self.pick()
-        for index, block_hash in enumerate(self.chains[owner][: self.chance.randint(1, 6)]):
+        for index, block_hash in enumerate(self.chains[owner][: self.chance.choice((1, 6, 6))]):
             self.blocks.publish(owner, index, block_hash)
             block_id = self.model.owned[owner][index]
             if block_id not in self.model.published.values():
@@ -148,8 +148,8 @@ class AgainstModel:
 
     def release(self) -> None:
         owner, retention = self.pick(), None
-        if self.chance.random() < 0.5:
-            priority = self.chance.choice((0, 35, 36, 80))
+        if self.chance.random() < 0.8:
+            priority = self.chance.choice((0, 35, 36, 60, 80))
             retention = Retention(priority=priority, ttl_s=self.chance.choice((None, 1.0, 5.0)))
         self.blocks.release(owner, retention)
         self.model.release(owner, retention)
@@ -233,7 +233,7 @@ def test_the_books_are_those_of_the_model(seed: int) -> None:
     both = AgainstModel(random.Random(seed))
     acts = (
         both.extend, both.fork, both.hand_on, both.make_writable, both.misuse_changes_nothing,
-        *(both.publish, both.publish, both.release, both.release, both.time_passes),
+        *(both.publish, both.publish, both.publish, both.release, both.release, both.release, both.time_passes),
     )  # fmt: skip
     for _ in range(300):
         if not both.model.owned or both.chance.random() < 0.3:

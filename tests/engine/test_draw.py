@@ -117,13 +117,6 @@ def test_a_row_of_nan_does_not_disturb_the_others() -> None:
         assert [results[row] for row in (0, 1, 3)] == [expected[row] for row in (0, 1, 3)]
 
 
-def test_top_k_keeps_all_of_a_tie() -> None:
-    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0, 2.0]])
-    sampling = {"temperature": 1.0, "top_k": 2}
-    seen = {run(logits, [sequence([0], [], seed=seed, **sampling)])[0].token_id for seed in range(200)}
-    assert seen == {1, 2, 3, 5}
-
-
 @pytest.mark.parametrize("vocab", [300, 3001])
 def test_typical_rows_filtered_beforehand_draw_the_same(vocab: int) -> None:
     logits = torch.randn(4 * len(FILTERS), vocab, generator=torch.Generator().manual_seed(12)) * 2
@@ -139,50 +132,3 @@ def test_typical_rows_filtered_beforehand_draw_the_same(vocab: int) -> None:
     plain = [row for row, of in enumerate(sequences) if of.sampling.typical_p == 1 or of.sampling.temperature == 0]
     assert torch.equal(filtered[plain], logits[plain])
     assert filter_typical_rows(filtered, left, copied) is left
-
-
-@pytest.mark.parametrize(
-    "filters",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.3},
-        {"temperature": 1.7},
-        {"temperature": 0.7, "top_k": 9},
-        {"temperature": 1.0, "top_p": 0.8},
-        {"temperature": 1.0, "min_p": 0.1},
-        {"temperature": 1.0, "typical_p": 0.6},
-        {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.8},
-    ],
-)
-def test_draws_pass_a_chi_square_test(filters: dict[str, Any]) -> None:
-    """25,000 draws of 50 positions, 100 seeds and 5 choices; all are fixed, so this never flakes."""
-    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(11)) * 1.5
-    kept = kept_tokens(logits[0], SamplingParams(max_tokens=1, **filters))
-    sequences = [
-        sequence([0] * length, [], seed=seed, choice=choice, **filters)
-        for length in range(1, 51)
-        for seed in range(100)
-        for choice in range(5)
-    ]
-    drawn = [token.token_id for token in run(logits.repeat(len(sequences), 1), sequences)]
-    assert set(drawn) <= set(kept)
-    assert p_value(np.bincount(drawn, minlength=50), kept) > 0.01
-
-
-def p_value(counts: Any, probabilities: dict[int, float]) -> float:
-    """Of Pearson's test; what is expected less than five times counts as one class."""
-    expected = {token: counts.sum() * p for token, p in probabilities.items()}
-    rare = [token for token, count in expected.items() if count < 5]
-    classes = [[token] for token in expected if token not in rare] + ([rare] if rare else [])
-    statistic = 0.0
-    for members in classes:
-        wanted = sum(expected[token] for token in members)
-        statistic += (sum(counts[token] for token in members) - wanted) ** 2 / wanted
-    half_freedom = torch.tensor((len(classes) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
-
-
-def test_the_chi_square_test_finds_a_wrong_distribution() -> None:
-    counts = np.array([5000, 5300, 4700])
-    assert p_value(counts, dict.fromkeys(range(3), 1 / 3)) < 1e-6
-    assert p_value(np.array([5000, 5040, 4960]), dict.fromkeys(range(3), 1 / 3)) > 0.5

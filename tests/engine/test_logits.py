@@ -147,36 +147,6 @@ def test_where_a_guide_leaves_only_what_else_is_forbidden_it_alone_counts() -> N
     assert left == [[2], [3], [4, 5], [9]]
 
 
-def test_all_of_it_applies_to_greedy_and_random_rows_alike() -> None:
-    """Everything at once, against Hugging Face's processors one after the other."""
-    logits = random_logits(2)
-    settings: dict[str, Any] = {
-        "logit_bias": ((10, 3.0), (11, -3.0)),
-        "allowed_token_ids": tuple(range(2, 30)),
-        "bad_words": ((1, 20), (21,)),
-        "min_tokens": 4,
-        "stop_token_ids": (2, 3),
-    }
-    rows = [sequence([50, 1], [], temperature=t, **settings) for t in (0.0, 1.0)]
-    ids = torch.tensor([[50, 1], [50, 1]])
-    theirs = logits.clone()
-    for processor in (
-        SequenceBiasLogitsProcessor([[[10], 3.0], [[11], -3.0]]),
-        PrefixConstrainedLogitsProcessor(lambda batch, given: list(range(2, 30)), 1),
-        NoBadWordsLogitsProcessor([[1, 20], [21]]),
-        MinNewTokensLengthLogitsProcessor(2, 4, [2, 3]),
-    ):
-        theirs = processor(ids, theirs)
-    torch.testing.assert_close(processed(logits, rows), theirs)
-    greedy, random = (token.token_id for token in run(logits, rows))
-    assert greedy == int(theirs[0].argmax())
-    assert torch.isfinite(theirs[1, random])
-    many = [sequence([50, 1], [], temperature=1.0, seed=seed, **settings) for seed in range(500)]
-    seen = {token.token_id for token in run(logits[1:].repeat(500, 1), many)}
-    assert seen <= set(torch.isfinite(theirs[1]).nonzero()[:, 0].tolist())
-    assert len(seen) > 15
-
-
 def test_contradictions_still_give_a_token() -> None:
     logits = random_logits(2)
     rows = [

@@ -27,17 +27,6 @@ def test_repetition_penalty_is_hugging_faces_over_prompt_and_output() -> None:
         torch.testing.assert_close(penalized[row : row + 1], expected)
 
 
-def test_presence_and_frequency_count_the_output_only() -> None:
-    logits = torch.zeros(2, 10)
-    plain = sequence([1, 2, 3], [])
-    of = sequence([1, 1, 5, 5, 5, 7], [], presence_penalty=0.5, frequency_penalty=0.25)
-    of.num_prompt_tokens = 2
-    penalized = processed(logits, [plain, of])
-    expected = torch.zeros(2, 10)
-    expected[1, 5], expected[1, 7] = -0.5 - 3 * 0.25, -0.5 - 0.25
-    torch.testing.assert_close(penalized, expected)
-
-
 @pytest.mark.parametrize("penalty", [1e-60, 1e-45, 1e-30])
 def test_a_tiny_repetition_penalty_repeats(penalty: float) -> None:
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(9)).abs() + 1

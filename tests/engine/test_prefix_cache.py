@@ -18,6 +18,7 @@ FOREVER = math.inf
         (Retention(priority=80), Retention(priority=60), ((80, FOREVER),)),
         (Retention(priority=10), Retention(priority=20), ((20, FOREVER),)),
         (Retention(priority=10), None, DEFAULT_CLAIMS),
+        (Retention(priority=10, ttl_s=5.0), Retention(priority=20), ((20, FOREVER),)),
         (Retention(priority=80, ttl_s=5.0), None, ((80, 5.0), (35, FOREVER))),
         (Retention(priority=80, ttl_s=5.0), Retention(priority=10), ((80, 5.0), (35, FOREVER))),
         (Retention(priority=80, ttl_s=5.0), Retention(priority=60), ((80, 5.0), (60, FOREVER))),

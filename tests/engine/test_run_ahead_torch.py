@@ -13,7 +13,7 @@ from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.sequence import Sequence, SequenceStatus
 from kvrelay.engine.torch_engine import TorchEngine
-from tests.engine.conftest import VOCAB, assert_same_tokens, load, sequence
+from tests.engine.conftest import VOCAB, load, sequence
 from tests.guides import ChainState
 
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -64,46 +64,6 @@ def begin(engine: TorchEngine, sequences: list[Sequence]) -> list[SampledToken]:
     counts = [one.num_uncomputed_tokens for one in sequences]
     rows = [StepRow(one, count) for one, count in zip(sequences, counts, strict=True)]
     return take(sequences, counts, engine.step(rows))
-
-
-def test_a_row_takes_its_token_from_the_step_before_it(llama: tuple[Path, Any]) -> None:
-    plain, ahead = load(llama[0], num_blocks=64), load(llama[0], num_blocks=64, run_ahead="on")
-    assert not plain.runs_ahead
-    assert ahead.runs_ahead
-    expected_of, given_of = prompts(9), prompts(9)
-    assert begin(plain, expected_of) == begin(ahead, given_of)
-    expected = [take(expected_of, [1] * 9, plain.step([StepRow(one, 1) for one in expected_of])) for _ in range(20)]
-    given = []
-    launched = ahead.launch([StepRow(one, 1) for one in given_of])
-    for _ in range(19):
-        # In another order than before, so that places do not agree by chance.
-        rows = [StepRow(one, 1, num_ahead=1) for one in given_of]
-        behind = ahead.launch(rows[3:] + rows[:3], behind=launched)
-        given.append(take(given_of, [1] * 9, launched.wait()))
-        given_of = given_of[3:] + given_of[:3]
-        launched = behind
-    given.append(take(given_of, [1] * 9, launched.wait()))
-    for step, (ours, theirs) in enumerate(zip(given, expected, strict=True)):
-        turn = 3 * step % 9
-        assert_same_tokens(ours, theirs[turn:] + theirs[:turn])
-
-
-def test_who_joins_and_who_is_ahead_share_a_step(llama: tuple[Path, Any]) -> None:
-    engine = load(llama[0], num_blocks=64, run_ahead="on")
-    (early, late), (alone_early, alone_late) = prompts(2), prompts(2)
-    begin(engine, [early])
-    begin(engine, [late])
-    launched = engine.launch([StepRow(early, 1)])
-    behind = engine.launch([StepRow(late, 1), StepRow(early, 1, num_ahead=1)], behind=launched)
-    first = take([early], [1], launched.wait())
-    second = take([late, early], [1, 1], behind.wait())
-    other = load(llama[0], num_blocks=64)
-    begin(other, [alone_early])
-    begin(other, [alone_late])
-    assert first == take([alone_early], [1], other.step([StepRow(alone_early, 1)]))
-    assert second == take(
-        [alone_late, alone_early], [1, 1], other.step([StepRow(alone_late, 1), StepRow(alone_early, 1)])
-    )
 
 
 def test_a_row_ahead_of_no_step_is_refused(llama: tuple[Path, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -11,19 +10,8 @@ import torch
 from kvrelay.common.sampling import Watermark
 from kvrelay.engine.sequence import Sequence
 from tests.engine.conftest import sequence, tokens
-from tests.engine.sampling import FILTERS, run
+from tests.engine.sampling import run
 from tests.engine.test_logits import Allows
-
-
-def test_a_row_draws_the_same_token_alone_and_in_any_batch() -> None:
-    logits = torch.randn(40, 500, generator=torch.Generator().manual_seed(2))
-    sequences = [
-        sequence(tokens(row, row + 1), [], temperature=(row % 4) / 2, seed=row - 3, **filters)
-        for row, filters in zip(range(40), itertools.cycle(FILTERS), strict=False)
-    ]
-    together = run(logits, sequences)
-    assert run(logits.flip(0), sequences[::-1]) == together[::-1]
-    assert [run(logits[row : row + 1], [of])[0] for row, of in enumerate(sequences)] == together
 
 
 def test_the_token_depends_on_seed_choice_and_position() -> None:
