@@ -58,7 +58,7 @@ class Dialect:
     def kept_tokens(self) -> tuple[str, ...]:
         """Special tokens that must stay in the text of chat answers: parsers read them."""
         of_tools = () if self.tools is None else self.tools.family.kept_tokens
-        of_reasoning = () if self.reasoning is None else self.reasoning.kept_tokens
+        of_reasoning = () if self.reasoning is None else (self.reasoning.begin, self.reasoning.end)
         return tuple(dict.fromkeys((*of_tools, *of_reasoning)))
 
     def render_arguments(

@@ -22,32 +22,26 @@ class ReasoningFamily:
     name: str
     begin: str
     end: str
-    marks: tuple[str, ...]  # a chat template that has one of them is of this family
-    kept_tokens: tuple[str, ...]  # special tokens that the text must keep: the parser reads them
+    mark: str = ""  # what else is in a chat template of this family
 
     def starts_inside(self, prompt: str) -> bool:
         """Whether the prompt, as rendered, ends within thoughts: its last words open them."""
         return prompt.rstrip().endswith(self.begin)
 
 
-def _family(name: str, begin: str, end: str, *marks: str) -> ReasoningFamily:
-    return ReasoningFamily(name, begin, end, marks, (begin, end))
-
-
 # In the order in which a template is held against them.
 FAMILIES: tuple[ReasoningFamily, ...] = (
-    _family("mistral", "[THINK]", "[/THINK]", "[THINK]"),
-    _family("seed_oss", "<seed:think>", "</seed:think>", "<seed:think>"),
-    _family("deepseek_r1", "<think>", "</think>", "<\uff5cAssistant\uff5c>"),
-    _family("qwen3", "<think>", "</think>", "<think>", "</think>"),
+    ReasoningFamily("mistral", "[THINK]", "[/THINK]"),
+    ReasoningFamily("seed_oss", "<seed:think>", "</seed:think>"),
+    ReasoningFamily("deepseek_r1", "<think>", "</think>", "<\uff5cAssistant\uff5c>"),
+    ReasoningFamily("qwen3", "<think>", "</think>"),
 )
 
 
 def reasoning_for(chat_template: str) -> ReasoningFamily | None:
     """The family that a chat template belongs to; None if it shows no thoughts."""
     for family in FAMILIES:
-        has_tags = family.begin in chat_template or family.end in chat_template
-        if has_tags and any(mark in chat_template for mark in family.marks):
+        if (family.begin in chat_template or family.end in chat_template) and family.mark in chat_template:
             return family
     return None
 
