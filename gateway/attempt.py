@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from kvrelay.gateway.breaker import Trial
 from kvrelay.gateway.errors import AttemptsFailedError
 from kvrelay.gateway.failover import blamed_roles
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.placement import Pair, views
-from kvrelay.gateway.progress import OutputDelta, Progress
+from kvrelay.gateway.progress import Progress
 from kvrelay.gateway.worker import AttemptEvent, DeadlinePassed, GaveUp, Worker, WorkerLost
 from kvrelay.gateway.workers import WorkerPool
 from kvrelay.wire.messages import (
@@ -33,8 +35,8 @@ from kvrelay.wire.messages import (
 _RETRY_AFTER_S = 1.0
 _PROVED_TOKENS = 8
 
-Take = Callable[[OutputDelta], bool]
-"""Takes what is new of an output, and tells whether more is wanted. Must not wait."""
+Take = Callable[[TokenDelta], bool]
+"""Takes what is new of an output over all attempts, and tells whether more is wanted. Must not wait."""
 
 
 class AttemptFailedError(Exception):
@@ -78,7 +80,7 @@ class Attempt:
         self._decode = decode
         self._is_handed_over = False
         # Held back until the prompt's log probabilities are here, which come another way.
-        self._last: OutputDelta | None = None
+        self._last: TokenDelta | None = None
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._error: Exception | None = None  # why it ended
         self.is_finished = False  # all of the output has been taken
@@ -197,7 +199,7 @@ class Attempt:
         for view in views([self._decode], 0):
             self._progress.prefix.on_cached(output, view)
 
-    def _accept(self, item: TokenDelta) -> OutputDelta | None:
+    def _accept(self, item: TokenDelta) -> TokenDelta | None:
         """The part of ``item`` that is new; None if nothing is."""
         progress = self._progress
         num_known = len(progress.output)
@@ -220,7 +222,9 @@ class Attempt:
         # Who computed the prompt tells them with the first token, or, being of an older version, never.
         is_from_prefill = item.timings is not None and item.timings.prefill_s is not None
         progress.has_prompt_logprobs |= prompt_logprobs is not None or is_from_prefill
-        return OutputDelta(tokens, item.finish_reason, num_cached_tokens, item.timings, prompt_logprobs, item.beams)
+        return msgspec.structs.replace(
+            item, tokens=tokens, num_cached_tokens=num_cached_tokens, prompt_logprobs=prompt_logprobs
+        )
 
 
 def _failure(event: AttemptEvent, involved: Sequence[Worker]) -> AttemptFailedError:

@@ -16,11 +16,11 @@ from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.output_text import OutputText, StopReason, TextOptions
-from kvrelay.gateway.progress import GenerationRequest, OutputDelta
+from kvrelay.gateway.progress import GenerationRequest
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
-from kvrelay.wire.messages import Beam
+from kvrelay.wire.messages import Beam, TokenDelta
 
 
 class Generation(GenerationRequest, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class Generation(GenerationRequest, frozen=True, kw_only=True):
         return self.sampling.choice == 0
 
 
-class TextDelta(msgspec.Struct, frozen=True, gc=False):  # one per token, as OutputDelta
+class TextDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: half a dataclass's cost, nothing to collect
     """New text, with the tokens that came since the last delta (their text may still be held back)."""
 
     text: str
@@ -107,7 +107,7 @@ class Generator:
         await self._relay.run(generation, partial(self._take, generation, usage, output, take))
 
     def _take(
-        self, generation: Generation, usage: Usage, output: OutputText, take: TakeText, delta: OutputDelta
+        self, generation: Generation, usage: Usage, output: OutputText, take: TakeText, delta: TokenDelta
     ) -> bool:
         """Pass its text on; whether more tokens are wanted. See :data:`kvrelay.gateway.attempt.Take`."""
         self._observe(generation.timings, delta)
@@ -145,7 +145,7 @@ class Generator:
         text += output.finish(beam.tokens[-1].token_id if beam.tokens else None)
         return TextDelta(text, beam.tokens, beam.finish_reason, output.stop_reason, beam=index)
 
-    def _observe(self, timings: RequestTimings, delta: OutputDelta) -> None:
+    def _observe(self, timings: RequestTimings, delta: TokenDelta) -> None:
         parts = {} if delta.timings is None else timings.on_parts(delta.timings)
         is_first = False
         if delta.tokens:

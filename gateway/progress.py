@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvrelay.common.retention import Retention
-from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
+from kvrelay.common.sampling import SamplingParams
 from kvrelay.gateway.errors import ApiError, RequestTimeoutError
 from kvrelay.gateway.failover import Avoidance
 from kvrelay.gateway.prefixes import RequestPrefix
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.worker import Worker
-from kvrelay.wire.messages import Beam, Timings
 
 
 class PromptShare:
@@ -68,17 +67,6 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         """Tell the prompt's other choices where its K/V lie, or, with None, that they must not wait for that any more."""
         if self.share is not None and not self.follows:
             self.share.settle(decode_address)
-
-
-class OutputDelta(msgspec.Struct, frozen=True, gc=False):  # one per token: half a dataclass's cost, nothing to collect
-    """New tokens for the client. ``num_cached_tokens`` and ``timings`` come with the tokens that first know them."""
-
-    tokens: list[SampledToken]
-    finish_reason: FinishReason | None
-    num_cached_tokens: int | None
-    timings: Timings | None
-    prompt_logprobs: list[SampledToken] | None = None  # with the first delta that has them, once
-    beams: list[Beam] | None = None  # the result of a beam search, with the finish reason
 
 
 @dataclass(slots=True)

@@ -26,11 +26,11 @@ from kvrelay.gateway.errors import (
 )
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.placement import Pair, Placement, views
-from kvrelay.gateway.progress import GenerationRequest, OutputDelta, Progress
+from kvrelay.gateway.progress import GenerationRequest, Progress
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.worker import Worker
 from kvrelay.gateway.workers import WorkerPool
-from kvrelay.wire.messages import ABOUT_GUIDE, DecodeTarget, FailureCode, Submit
+from kvrelay.wire.messages import ABOUT_GUIDE, DecodeTarget, FailureCode, Submit, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,13 @@ class Relay:
                 return False
             # Nothing is missing but the word that it is over.
             is_stopped = progress.output[-1] in request.sampling.stop_token_ids
-            take(OutputDelta([], FinishReason.STOP if is_stopped else FinishReason.LENGTH, None, None))
+            end = FinishReason.STOP if is_stopped else FinishReason.LENGTH
+            index = len(progress.output)
+            take(
+                TokenDelta(
+                    request_id=request.request_id, attempt=progress.attempt, index=index, tokens=[], finish_reason=end
+                )
+            )
             outcome = "finished"
         finally:
             self.breakers.on_end(trial)

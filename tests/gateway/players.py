@@ -13,7 +13,7 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.engine.fake import fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest, OutputDelta
+from kvrelay.gateway.progress import GenerationRequest
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.timings import RequestTimings
@@ -153,12 +153,12 @@ class Stage:
         return [token.token_id for delta in deltas for token in delta.tokens], deltas[-1].finish_reason
 
     async def deltas(
-        self, request: GenerationRequest, on_delta: Callable[[OutputDelta], object] = lambda _: None
-    ) -> list[OutputDelta]:
+        self, request: GenerationRequest, on_delta: Callable[[TokenDelta], object] = lambda _: None
+    ) -> list[TokenDelta]:
         """All of a request's output; ``on_delta`` hears of each as it comes."""
-        taken: list[OutputDelta] = []
+        taken: list[TokenDelta] = []
 
-        def take(delta: OutputDelta) -> bool:
+        def take(delta: TokenDelta) -> bool:
             taken.append(delta)
             on_delta(delta)
             return True

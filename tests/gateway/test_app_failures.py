@@ -20,12 +20,12 @@ from kvrelay.gateway.attempt import Take
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.generation import Generation, Generator, Usage
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest, OutputDelta
+from kvrelay.gateway.progress import GenerationRequest
 from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.gateway.workers import WorkerPool
-from kvrelay.wire.messages import FailureCode
+from kvrelay.wire.messages import FailureCode, TokenDelta
 
 from .http_app import CHAT, TEXT, App, app_for, lifespan, saying
 from .players import failing, good, in_turn
@@ -177,7 +177,7 @@ async def test_the_first_error_of_several_choices_ends_all(model_directory: Path
 
     class TwoWays:
         async def run(self, request: GenerationRequest, take: Take) -> None:
-            take(OutputDelta([SampledToken(5)], None, None, None))
+            take(TokenDelta(request_id="r", attempt=1, index=0, tokens=[SampledToken(5)]))
             if request.request_id == "broken":
                 raise ApiError("broken")
             try:

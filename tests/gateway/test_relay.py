@@ -14,7 +14,6 @@ from kvrelay.gateway.errors import (
     RequestTimeoutError,
     UnavailableError,
 )
-from kvrelay.gateway.progress import OutputDelta
 from kvrelay.wire.messages import (
     Cancelled,
     FailureCode,
@@ -190,7 +189,7 @@ async def test_a_request_that_is_given_up_is_cancelled_on_both_workers() -> None
         player.tokens(submit, 0, [100], timings=Timings(queue_s=0.1, prefill_s=0.2))
 
     async with stage(good, prefill=begin) as s:
-        first: asyncio.Future[OutputDelta] = asyncio.get_running_loop().create_future()
+        first: asyncio.Future[TokenDelta] = asyncio.get_running_loop().create_future()
         running = asyncio.create_task(s.deltas(asking(9), first.set_result))
         assert (await first).timings == Timings(queue_s=0.1, prefill_s=0.2)
         running.cancel()

@@ -8,7 +8,6 @@ import pytest
 
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.errors import AttemptsFailedError
-from kvrelay.gateway.progress import OutputDelta
 from kvrelay.wire.messages import FailureCode, Submit, Timings, TokenDelta, Tokens
 
 from .players import PROMPT, Player, Stage, asking, good, stage
@@ -29,11 +28,11 @@ def first_token(player: Player, submit: Submit) -> None:
     player.say(Tokens(items=[item]))
 
 
-async def deltas_of(s: Stage) -> list[OutputDelta]:
+async def deltas_of(s: Stage) -> list[TokenDelta]:
     return await s.deltas(asking(3, num_prompt_logprobs=0))
 
 
-def tokens_of(deltas: list[OutputDelta]) -> list[int]:
+def tokens_of(deltas: list[TokenDelta]) -> list[int]:
     return [token.token_id for delta in deltas for token in delta.tokens]
 
 

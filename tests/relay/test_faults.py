@@ -17,10 +17,11 @@ from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.block_manager import Owner, OwnerKind
 from kvrelay.engine.fake import expected_output, fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest, OutputDelta
+from kvrelay.gateway.progress import GenerationRequest
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.wire.block_frames import BlockHeader
 from kvrelay.wire.block_sender import BlockSender
+from kvrelay.wire.messages import TokenDelta
 from kvrelay.wire.seal import BlockSealer, new_key
 from kvrelay.wire.send_job import SendTicket
 from kvrelay.wire.shared_place import SharedPlace
@@ -145,7 +146,7 @@ async def test_a_request_that_a_worker_has_no_blocks_for_moves_to_one_that_has()
         output: list[int] = []
         crowded: list[DecodeWorker] = []
 
-        def take(delta: OutputDelta) -> bool:
+        def take(delta: TokenDelta) -> bool:
             output.extend(token.token_id for token in delta.tokens)
             if len(output) >= 5 and not crowded:
                 crowded.extend(worker for worker in decodes if worker.service.num_entries)
@@ -171,7 +172,7 @@ async def test_a_decode_worker_that_dies_is_replaced_without_a_seam() -> None:
         output: list[int] = []
         is_under_way = asyncio.Event()
 
-        def take(delta: OutputDelta) -> bool:
+        def take(delta: TokenDelta) -> bool:
             output.extend(token.token_id for token in delta.tokens)
             if len(output) >= 5:
                 is_under_way.set()

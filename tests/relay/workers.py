@@ -17,13 +17,14 @@ from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
 from kvrelay.engine.interface import StepRow
 from kvrelay.engine.loop import ModelLoop
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest, OutputDelta
+from kvrelay.gateway.progress import GenerationRequest
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.wire.messages import TokenDelta
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 
@@ -130,7 +131,7 @@ async def generate(
     output: list[int] = []
     num_cached: set[int] = set()
 
-    def take(delta: OutputDelta) -> bool:
+    def take(delta: TokenDelta) -> bool:
         output.extend(token.token_id for token in delta.tokens)
         num_cached.update(set() if delta.num_cached_tokens is None else {delta.num_cached_tokens})
         return True

@@ -24,13 +24,14 @@ from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest, OutputDelta
+from kvrelay.gateway.progress import GenerationRequest
 from kvrelay.gateway.relay import Relay
 from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.timings import RequestTimings
 from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.wire.messages import TokenDelta
 from kvrelay.wire.settings import LinkSettings
 
 from .clock import Process, ProcessState, SimLoop, no_real_clock
@@ -213,7 +214,7 @@ class World:
             watermark=Watermark() if client.defers else None,  # which changes no token of a fake engine
         )
 
-        def take(delta: OutputDelta) -> bool:
+        def take(delta: TokenDelta) -> bool:
             client.tokens += [token.token_id for token in delta.tokens]
             if delta.finish_reason is not None:
                 client.outcome = "finished"
