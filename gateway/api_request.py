@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
@@ -19,8 +18,6 @@ from kvrelay.gateway.bodies import parse_body
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
-Body = TypeVar("Body", bound=BaseModel)
-
 
 class ApiRequest(Request):
     """One request, since its head has come, and what became of it. ``request.state.api_request`` of whoever has another view."""
@@ -31,23 +28,15 @@ class ApiRequest(Request):
         self.min_priority: int | None = None  # that its API key allows; None: any
         self.status = 0  # of its answer, once that has begun
         self.cut: str | None = None  # why its answer ended in the middle, behind its status; the metrics' label
-        given = self.headers.get("x-request-id")
-        # An id from outside goes into logs and messages: only what is plainly an id is taken.
-        is_given = given is not None and _REQUEST_ID.fullmatch(given) is not None
-        self.request_id: str = given if is_given and given is not None else os.urandom(12).hex()
-        self._internal_id = None if is_given else self.request_id
+        given = self.headers.get("x-request-id", "")
+        # An id from outside goes into logs and messages, so only what is plainly one is taken; and the same may come twice at a
+        # time, so workers, which go by ids, get one with something of its own.
+        if _REQUEST_ID.fullmatch(given) is not None:
+            self.request_id = given
+            self.internal_id = f"{given}.{secrets.token_hex(4)}"
+        else:
+            self.request_id = self.internal_id = secrets.token_hex(12)
         self.state.api_request = self
-
-    @property
-    def internal_id(self) -> str:
-        """Its id, with something of its own if it came from outside: the same may come twice at a time, workers go by ids."""
-        if self._internal_id is None:
-            self._internal_id = f"{self.request_id}.{secrets.token_hex(4)}"
-        return self._internal_id
-
-    async def read(self, model: type[Body]) -> Body:
-        """Its body, as often as it is asked for. Raises InvalidRequestError."""
-        return parse_body(model, self.headers.get("content-type"), await self.body())
 
 
 class ApiRoute(APIRoute):
@@ -67,5 +56,6 @@ class ApiRoute(APIRoute):
             await super().handle(scope, receive, send)
             return
         request: ApiRequest = scope["state"]["api_request"]
-        response: Response = await self.endpoint(await request.read(self._model), request)
+        body = parse_body(self._model, request.headers.get("content-type"), await request.body())
+        response: Response = await self.endpoint(body, request)
         await response(scope, receive, send)

@@ -118,14 +118,14 @@ class EventStream(Response):
 
     def _is_sent(self, events: bytes) -> bool:
         """Whether it could be done at once."""
-        exchange, request = self._exchange, self._request
-        if self.has_begun:
-            return not events or (exchange is not None and exchange.write(events))
-        if (
-            exchange is None or "origin" in request.headers
-        ):  # a web page's: CORS adds to the head, on its way through ``send``
+        if self._exchange is None:
             return False
-        if not exchange.begin((*self.raw_headers, (b"x-request-id", request.request_id.encode())), events):
+        if self.has_begun:
+            return not events or self._exchange.write(events)
+        request = self._request
+        if "origin" in request.headers:  # a web page's: CORS adds to the head, on its way through ``send``
+            return False
+        if not self._exchange.begin((*self.raw_headers, (b"x-request-id", request.request_id.encode())), events):
             return False
         request.status = self.status_code
         return True
