@@ -18,8 +18,9 @@ import pytest
 
 from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.engine.guidance import GuideCompiler, GuideRefusal, GuideResult
-from kvrelay.engine.guide_child import GuideLimits, GuideProcess
+from kvrelay.engine.guide_child import GuideLimits, GuideProcess, GuideProcessError
 from kvrelay.engine.guide_compiler import GrammarCompiler
+from kvrelay.engine.guide_process import Answer
 from kvrelay.engine.sequence import GuideState
 
 from .conftest import DEMO_VOCAB
@@ -259,6 +260,31 @@ def test_each_guide_is_compiled_once(demo_directory: Path, monkeypatch: pytest.M
         compiled(compiler, GuideKind.REGEX, "a+")
         refusal(compiler, GuideKind.REGEX, "(b")
         assert sorted(seen) == ["(b", "a+"]
+    finally:
+        compiler.close()
+
+
+def test_a_bounded_number_of_guides_is_kept_and_no_failure_of_the_process(
+    demo_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def failing_once(process: GuideProcess, guide: Guide) -> Answer:
+        seen.append(guide.text[:1])
+        if len(seen) == 1:
+            raise GuideProcessError("it died")
+        return Answer('start: "a"')
+
+    monkeypatch.setattr(GuideProcess, "compile", failing_once)
+    compiler = GrammarCompiler(demo_directory, DEMO_VOCAB)
+    try:
+        failed = compiled(compiler, GuideKind.REGEX, "a")
+        assert isinstance(failed, GuideRefusal)
+        assert not failed.is_invalid
+        for letter in "ababcb":  # two of these are kept
+            state_of(compiled(compiler, GuideKind.REGEX, letter * 3_000_000))
+        state_of(compiled(compiler, GuideKind.REGEX, "a" * 3_000_000))
+        assert "".join(seen) == "aabca"
     finally:
         compiler.close()
 
