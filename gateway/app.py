@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -42,7 +41,7 @@ from kvrelay.gateway.tgi.api import TgiRoutes
 from kvrelay.gateway.timings import HEADER as TIMINGS_HEADER
 from kvrelay.gateway.tokenize_api import TokenizeRoutes
 from kvrelay.gateway.tokenizer import Tokenizer
-from kvrelay.gateway.workers import FoundWorker, WorkerPool, static_workers
+from kvrelay.gateway.workers import WorkerPool, static_workers
 from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import Role
 from kvrelay.wire.network import Network
@@ -78,9 +77,11 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
-        if pods is None:
+        discovery = None if pods is None else Discovery(pods, pool.update)
+        if discovery is None:
             pool.update(static_workers(workers.prefill_workers, workers.decode_workers))
-        discovery = None if pods is None else _discovery(pods, pool)
+        else:
+            discovery.start()
         activity = asyncio.create_task(Activity(pool, relay.admission, metrics.tokens, network.clock).run())
         yield
         activity.cancel()
@@ -116,19 +117,6 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_headers=("*",),
         expose_headers=("x-request-id", "retry-after", TIMINGS_HEADER, IGNORED_HEADER),
     )
-
-
-def _discovery(pods: Pods, pool: WorkerPool) -> Discovery:
-    """Tells the pool of workers, on the running loop, from now on."""
-    loop = asyncio.get_running_loop()
-
-    def on_workers(found: Sequence[FoundWorker]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(pool.update, found)
-
-    discovery = Discovery(pods, on_workers)
-    discovery.start()
-    return discovery
 
 
 def _add_operations(app: FastAPI, pool: WorkerPool, relay: Relay, metrics: GatewayMetrics) -> None:

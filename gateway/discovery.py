@@ -12,6 +12,8 @@ It needs ``get``, ``list`` and ``watch`` on pods of one namespace, nothing else.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -120,9 +122,10 @@ class Pods:
 
 
 class Discovery:
-    """Follows the pods from ``start`` to ``stop``, on a daemon thread; ``on_workers`` is called there."""
+    """Follows the pods from ``start`` to ``stop``, on a daemon thread; ``on_workers`` is called on the asyncio loop."""
 
     def __init__(self, pods: Pods, on_workers: OnWorkers) -> None:
+        self._loop = asyncio.get_running_loop()
         self._pods = pods
         self._on_workers = on_workers
         self._ended = threading.Event()
@@ -152,7 +155,8 @@ class Discovery:
                 logger.info("the Kubernetes API is back")
             pause_s, was_away = _FIRST_PAUSE_S, False
             if not self._ended.is_set():
-                self._on_workers(found)
+                with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                    self._loop.call_soon_threadsafe(self._on_workers, found)
 
         while not self._ended.is_set():
             try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import queue
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -148,7 +148,7 @@ def test_every_change_is_told_once_and_the_watch_goes_on_where_it_ended(server: 
 GONE = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
 
 
-def test_it_lists_anew_when_the_version_is_gone_and_keeps_what_it_knows_while_the_api_is_away(
+async def test_it_lists_anew_when_the_version_is_gone_and_keeps_what_it_knows_while_the_api_is_away(
     server: Server, pods: Pods, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(discovery, "_FIRST_PAUSE_S", 0.001)
@@ -160,11 +160,11 @@ def test_it_lists_anew_when_the_version_is_gone_and_keeps_what_it_knows_while_th
         *[listed(30, pod("c")), (500, [], False), (200, [{"items": []}], True)],
         *[(200, [{}], False), listed(40, pod("d"))],
     ]
-    told: queue.Queue[list[str]] = queue.Queue()
-    running = Discovery(pods, lambda found: told.put(uids(found)))
+    told: asyncio.Queue[list[str]] = asyncio.Queue()
+    running = Discovery(pods, lambda found: told.put_nowait(uids(found)))
     running.start()
     try:
-        assert [told.get(timeout=WAIT_S) for _ in range(4)] == [["a"], ["b"], ["c"], ["d"]]
+        assert [await asyncio.wait_for(told.get(), WAIT_S) for _ in range(4)] == [["a"], ["b"], ["c"], ["d"]]
         assert caplog.text.count("the Kubernetes API is away (403 Forbidden)") == 1  # once each time, not once a try
         assert caplog.text.count("the Kubernetes API is away") == 2
     finally:
@@ -175,13 +175,13 @@ def test_it_lists_anew_when_the_version_is_gone_and_keeps_what_it_knows_while_th
     assert "it tries again" in caplog.text
 
 
-def test_a_watch_that_hears_nothing_ends_when_discovery_does(server: Server, pods: Pods) -> None:
+async def test_a_watch_that_hears_nothing_ends_when_discovery_does(server: Server, pods: Pods) -> None:
     server.answers = [listed(10, pod("a"))]
-    told: queue.Queue[list[str]] = queue.Queue()
-    running = Discovery(pods, lambda found: told.put(uids(found)))
+    told: asyncio.Queue[list[str]] = asyncio.Queue()
+    running = Discovery(pods, lambda found: told.put_nowait(uids(found)))
     running.start()
     try:
-        assert told.get(timeout=WAIT_S) == ["a"]
+        assert await asyncio.wait_for(told.get(), WAIT_S) == ["a"]
         assert server.is_watched.wait(WAIT_S)
         running.stop()
     finally:
