@@ -8,8 +8,8 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,15 @@ class Port:
         name = "localhost" if tls else None
         return await asyncio.open_connection("127.0.0.1", self.number, ssl=tls, server_hostname=name)
 
+    @contextmanager
+    def deaf(self) -> Iterator[socket.socket]:
+        """A client that has asked, and for whom the kernel keeps little."""
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", self.number))
+            client.sendall(GET)
+            yield client
+
     async def talk(self, *sent: bytes, tls: ssl.SSLContext | None = None) -> bytes:
         """All that a client gets that sends this and then reads until the connection ends."""
         reader, writer = await self.connect(tls)
@@ -154,6 +163,17 @@ async def all_of(reader: asyncio.StreamReader) -> bytes:
         while data := await asyncio.wait_for(reader.read(2**16), 20):
             received += data
     return received
+
+
+async def pestered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, more: bytes) -> bytes:
+    """All that comes until the connection ends, of a client that sends ``more`` again and again."""
+    end = asyncio.create_task(all_of(reader))
+    async with asyncio.timeout(20):
+        while not end.done():
+            writer.write(more)
+            await asyncio.sleep(0.005)  # polls for a state: the server has had enough
+    await close(writer)
+    return await end
 
 
 async def answer(reader: asyncio.StreamReader, end: bytes = b"\r\n0\r\n\r\n") -> bytes:

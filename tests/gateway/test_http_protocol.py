@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from uvicorn.server import ServerState
 
 from kvrelay.gateway.http_protocol import HttpProtocol
 
-from .http_port import GET, POST, Port, Recorder, all_of, answer, close, error_of, serving, told, until
+from .http_port import GET, POST, Port, Recorder, answer, close, error_of, pestered, serving, told, until
 
 
 async def test_the_parts_of_uvicorn_that_are_built_on_are_there() -> None:
@@ -92,13 +91,7 @@ async def test_what_never_ends_is_cut(app: Recorder, port: Port, begin: bytes, m
     """Without a line end the parser tells nothing of what it keeps; a client that goes on sending is told nevertheless."""
     reader, writer = await port.connect()
     writer.write(begin)
-    end = asyncio.create_task(all_of(reader))
-    async with asyncio.timeout(20):
-        while not end.done():
-            writer.write(more * 500)
-            await asyncio.sleep(0.002)  # polls for a state: the server has had enough
-    error_of(await end, 431)
-    await close(writer)
+    error_of(await pestered(reader, writer, more * 500), 431)
     assert port.refused() == {"headers_too_large": 1}
     assert app.bodies == []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import repeat
 from typing import Any
@@ -197,10 +196,7 @@ async def test_a_slow_reader_gets_all_that_was_kept_and_holds_nobody_up() -> Non
         raise AssertionError("everything was kept")
 
     async with serving(answering(iter((long, two_events)))) as port:
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect(("127.0.0.1", port.number))
-            client.sendall(GET)
+        with port.deaf() as client:
             await is_written.wait()  # though nothing has been read
             assert (await port.talk(GET[:-2] + b"connection: close\r\n\r\n")).endswith(CHUNKS)
             client.setblocking(False)
