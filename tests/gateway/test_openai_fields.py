@@ -99,35 +99,29 @@ async def test_retention_hints_travel(app: App) -> None:
         assert app.player.submits[-1].retention == expected
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"), [(CHAT, {"messages": USER}), (TEXT, {"prompt": "x"}), ("/v1/responses", {"input": "x"})]
-)
-async def test_a_cache_salt_travels(model_directory: Path, path: str, fields: dict[str, Any]) -> None:
-    async with app_for(model_directory, saying("x"), num_blocks=512) as app:
-        for salt in (None, "mine"):
-            await app.post(path, **fields, cache_salt=salt)
-            assert app.player.submits[-1].cache_salt == (salt or "")
+BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": USER}, TEXT: {"prompt": "x"}, "/v1/responses": {"input": "x"}}
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"), [(CHAT, {"messages": USER}), (TEXT, {"prompt": "x"}), ("/v1/responses", {"input": "x"})]
-)
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_cache_salt_travels(app: App, path: str) -> None:
+    for salt in (None, "mine"):
+        await app.post(path, **BODIES[path], cache_salt=salt)
+        assert app.player.submits[-1].cache_salt == (salt or "")
+
+
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_fields_that_nobody_knows_are_named(
-    model_directory: Path,
-    caplog: pytest.LogCaptureFixture,
-    path: str,
-    fields: dict[str, Any],
-    is_stream: bool,
+    app: App, caplog: pytest.LogCaptureFixture, path: str, is_stream: bool
 ) -> None:
-    unknown = {"temprature": 0, "user": "u", "store": False, "a\nb": 1, **{f"f{index}": 1 for index in range(20)}}
-    async with app_for(model_directory, saying("x"), num_blocks=512) as app:
-        for _ in range(2):
-            answer = await app.client.post(path, json={**fields, **unknown, "stream": is_stream})
-            named = answer.headers["x-ignored-fields"].split(", ")
-            assert named == ["temprature", *(f"f{index}" for index in range(15)), "and 6 more"]
-        known = await app.client.post(path, json={**fields, "user": "u", "stream": is_stream})
-        assert "x-ignored-fields" not in known.headers
+    body = {**BODIES[path], "user": "u", "stream": is_stream}
+    unknown = {"temprature": 0, "store": False, "a\nb": 1, **{f"f{index}": 1 for index in range(20)}}
+    for _ in range(2):
+        answer = await app.client.post(path, json={**body, **unknown})
+        named = answer.headers["x-ignored-fields"].split(", ")
+        assert named == ["temprature", *(f"f{index}" for index in range(15)), "and 6 more"]
+    known = await app.client.post(path, json=body)
+    assert "x-ignored-fields" not in known.headers
     assert len([one for one in caplog.records if "temprature" in one.getMessage()]) == 1
 
 
