@@ -278,7 +278,7 @@ def test_a_bounded_number_of_guides_is_kept_and_no_failure_of_the_process(
     monkeypatch.setattr(GuideProcess, "compile", failing_once)
     compiler = GrammarCompiler(demo_directory, DEMO_VOCAB)
     try:
-        failed = compiled(compiler, GuideKind.REGEX, "a")
+        failed = compiled(compiler, GuideKind.REGEX, "a" * 3_000_000)
         assert isinstance(failed, GuideRefusal)
         assert not failed.is_invalid
         for letter in "ababcb":  # two of these are kept
