@@ -32,7 +32,7 @@ from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
 BLOCK_SIZE = 16  # tokens
 FINGERPRINT = b"handoff benchmark"
 EPOCH = 1
-HEADER = bytes(64)  # what plain pyzmq sends in front of a block
+HEADER = bytes(58)  # what plain pyzmq sends in front of a block
 PLAIN = "frames"  # its processes keep glibc as it comes, the others set it as kvrelay's workers do
 ANSWER_S = 60.0  # a side that says nothing for so long has failed
 

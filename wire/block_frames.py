@@ -20,7 +20,7 @@ from kvrelay.wire.errors import BlockRefusedError
 
 _MAGIC = b"KVRB"
 _PLAIN, _SEALED = 1, 2  # versions
-_FIELDS = struct.Struct(f"<4sHHQQIIQ{HASH_NBYTES}s")  # the second H and the second I are 0
+_FIELDS = struct.Struct(f"<4sHQQIQ{HASH_NBYTES}s")
 _CHECKSUM = struct.Struct("<Q")
 _PIECE_NBYTES = 256 * 1024  # what is copied is hashed while it is in the cache of its core
 _PIECE_BESIDE_OTHERS_NBYTES = 2**20  # each piece waits twice for Python's lock, which costs more than the cache gives
@@ -46,9 +46,8 @@ class BlockHeader(msgspec.Struct, frozen=True):
     is_sealed: bool = False
 
     def _fields(self, version: int) -> bytes:
-        return _FIELDS.pack(
-            _MAGIC, version, 0, self.lease_id, self.epoch, self.block_index, 0, self.payload_nbytes, self.block_hash
-        )
+        numbers = (self.lease_id, self.epoch, self.block_index, self.payload_nbytes)
+        return _FIELDS.pack(_MAGIC, version, *numbers, self.block_hash)
 
     def checksum_of(self, payload: memoryview) -> int:
         """What the checksum must be for this header and ``payload``."""
@@ -97,15 +96,11 @@ def parse_header(frame: bytes | memoryview) -> BlockHeader:
     if len(frame) not in (HEADER_NBYTES, SEALED_HEADER_NBYTES):
         detail = f"a header of {len(frame)} bytes; it must have {HEADER_NBYTES}, or sealed {SEALED_HEADER_NBYTES}"
         raise BlockRefusedError("bad_header", detail)
-    magic, version, gap, lease_id, epoch, block_index, other_gap, payload_nbytes, block_hash = _FIELDS.unpack_from(
-        frame
-    )
+    magic, version, lease_id, epoch, block_index, payload_nbytes, block_hash = _FIELDS.unpack_from(frame)
     is_sealed = len(frame) == SEALED_HEADER_NBYTES
     expected = _SEALED if is_sealed else _PLAIN
     if magic != _MAGIC or version != expected:
         raise BlockRefusedError("bad_header", f"magic {magic!r} version {version}; expected {_MAGIC!r} {expected}")
-    if gap or other_gap:
-        raise BlockRefusedError("bad_header", "bytes between the fields are not 0")
     checksum = 0 if is_sealed else _CHECKSUM.unpack_from(frame, _FIELDS.size)[0]
     return BlockHeader(lease_id, epoch, block_index, payload_nbytes, block_hash, checksum, is_sealed)
 

@@ -33,17 +33,17 @@ class NoSharedMemoryError(WireError):
     """Two workers have no memory in common, or one does not want to. The text says why."""
 
 
-class GreetingRefusedError(WireError):
-    """What a sender offers as shared memory is not taken. ``cause_name`` is a short stable word for metrics."""
+class _RefusedError(WireError):
+    """``cause_name`` is a short stable word for metrics."""
 
     def __init__(self, cause_name: str, detail: str) -> None:
         super().__init__(detail)
         self.cause_name = cause_name
 
 
-class BlockRefusedError(WireError):
-    """A KV block was refused. ``cause_name`` is a short stable word for metrics."""
+class GreetingRefusedError(_RefusedError):
+    """What a sender offers as shared memory is not taken."""
 
-    def __init__(self, cause_name: str, detail: str) -> None:
-        super().__init__(detail)
-        self.cause_name = cause_name
+
+class BlockRefusedError(_RefusedError):
+    """A KV block was refused."""
