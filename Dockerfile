@@ -5,7 +5,7 @@
 #   docker build --target worker  -t kvrelay-worker:0.1.0-cpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .
 #
 # Models are mounted or downloaded, never built in. Probes are Kubernetes' business: there is no HEALTHCHECK. Kernels for the CPU
-# (engine/native) are compiled in a stage that is left behind; a worker for CUDA has gcc, with which Triton compiles what launches kernels.
+# (engine/backends/cpu/native) are compiled in a stage that is left behind; a worker for CUDA has gcc, with which Triton compiles what launches kernels.
 
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
@@ -53,8 +53,8 @@ FROM worker-packages AS native
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ libc6-dev
 COPY src/kvrelay/__init__.py /source/kvrelay/
 COPY engine/__init__.py /source/kvrelay/engine/
-COPY engine/native /source/kvrelay/engine/native
-RUN PYTHONPATH=/source python -m kvrelay.engine.native.prebuild /native
+COPY engine/backends/cpu/native /source/kvrelay/engine/backends/cpu/native
+RUN PYTHONPATH=/source python -m kvrelay.engine.backends.cpu.native.prebuild /native
 
 FROM worker-packages AS worker
 RUN if python -c 'import triton'; then \
@@ -62,7 +62,7 @@ RUN if python -c 'import triton'; then \
 COPY --from=native /native /opt/kvrelay/native
 COPY --from=wheel /wheels /opt/kvrelay/wheels
 RUN pip install --no-cache-dir --no-deps /opt/kvrelay/wheels/*.whl && \
-    ln -s /opt/kvrelay/native "$(python -c 'import kvrelay.engine; print(kvrelay.engine.__path__[0])')/native/prebuilt"
+    ln -s /opt/kvrelay/native "$(python -c 'import kvrelay.engine; print(kvrelay.engine.__path__[0])')/backends/cpu/native/prebuilt"
 ARG VERSION=0.1.0
 LABEL org.opencontainers.image.title="kvrelay worker" \
       org.opencontainers.image.version="${VERSION}" \

@@ -8,7 +8,7 @@ from collections import defaultdict
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.wire.control_client import ControlClient
+from kvrelay.wire.control.client import ControlClient
 from kvrelay.wire.messages import Cancelled, Failed, Hello, HelloRefused, Message, Role, TokenDelta, Tokens, Welcome
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network

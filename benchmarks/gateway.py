@@ -41,8 +41,8 @@ from gateway_load import cpu_s, throughput
 
 from kvrelay.launcher.bench.client import StreamingClient
 from kvrelay.launcher.bench.summary import percentile
+from kvrelay.launcher.local.ports import free_ports
 from kvrelay.launcher.models import resolve_model
-from kvrelay.launcher.ports import free_ports
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 

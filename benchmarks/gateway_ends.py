@@ -9,8 +9,8 @@ from direct_link import DirectLink
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
-from kvrelay.engine.fake import fake_card
-from kvrelay.wire.control_server import ControlServer
+from kvrelay.engine.fake.engine import fake_card
+from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.messages import (
     Hello,
     HelloRefused,

@@ -11,7 +11,7 @@ import psutil
 
 from kvrelay.launcher.bench.records import RunResult, read_result
 from kvrelay.launcher.bench.summary import summarize
-from kvrelay.launcher.local import LocalDeployment
+from kvrelay.launcher.local.deployment import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.settings import LocalSettings
 

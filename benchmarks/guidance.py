@@ -22,15 +22,15 @@ from dataclasses import dataclass, field
 import click
 
 from kvrelay.common.sampling import Guide, GuideKind, SamplingParams
-from kvrelay.engine.engine_options import EngineOptions
-from kvrelay.engine.guidance import GuideRefusal, GuideResult
-from kvrelay.engine.guide_compiler import GrammarCompiler
-from kvrelay.engine.interface import StepRow
-from kvrelay.engine.sequence import GuideState, Sequence
+from kvrelay.engine.backends.options import EngineOptions
+from kvrelay.engine.guides.compiler import GrammarCompiler
+from kvrelay.engine.guides.guidance import GuideRefusal, GuideResult
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.sequence import GuideState, Sequence
 from kvrelay.engine.torch_engine import TorchEngine
-from kvrelay.gateway.tools.families import family_named
-from kvrelay.gateway.tools.functions import parse_tool_choice, parse_tools
-from kvrelay.gateway.tools.guides import tool_guide
+from kvrelay.gateway.chat.tools.families import family_named
+from kvrelay.gateway.chat.tools.functions import parse_tool_choice, parse_tools
+from kvrelay.gateway.chat.tools.guides import tool_guide
 from kvrelay.launcher.models import resolve_model
 
 _PROMPT_LEN = 64

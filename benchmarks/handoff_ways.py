@@ -16,16 +16,16 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.memory import keep_freed_memory
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.wire.block_sender import BlockSender
 from kvrelay.wire.codec import Codec
-from kvrelay.wire.data_plane import BlockReceiver
-from kvrelay.wire.lease import LeaseSettings, VerifiedLease
-from kvrelay.wire.leases import LeaseTable
+from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease
+from kvrelay.wire.leases.table import LeaseTable
+from kvrelay.wire.lines.block_sender import BlockSender
+from kvrelay.wire.lines.data_plane import BlockReceiver
+from kvrelay.wire.lines.shared.place import SharedPlace
+from kvrelay.wire.lines.shared.receiver import SharedReceiver
+from kvrelay.wire.lines.shared.sender import SharedTarget
 from kvrelay.wire.messages import Commit, FailureCode, Grant, Message, Offer, Timings, Verified
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.shared_place import SharedPlace
-from kvrelay.wire.shared_receiver import SharedReceiver
-from kvrelay.wire.shared_sender import SharedTarget
 from kvrelay.wire.sockets import num_network_threads
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
 

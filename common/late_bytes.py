@@ -14,7 +14,7 @@ class Reader(Protocol):
 
 
 class LateBytes(Protocol):
-    """A block's bytes on their way to the host's memory. Implemented by :class:`kvrelay.engine.staging.StagedRead`."""
+    """A block's bytes on their way to the host's memory. Implemented by :class:`kvrelay.engine.kv.staging.StagedRead`."""
 
     @property
     def nbytes(self) -> int:

@@ -2,7 +2,7 @@
 
 The two values are those of TensorRT-LLM's KV cache retention config: a priority from 0 to 100, with 35 for who says nothing,
 and a time for which a raised one holds. They are hints: blocks that somebody needs are taken whatever their priority, the
-lowest first (see :mod:`kvrelay.engine.prefix_cache`).
+lowest first (see :mod:`kvrelay.engine.kv.prefix_cache`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The watermark of Kirchenbauer et al., "A Watermark for Large Language Models" (ICML 2023): which tokens are green, and the test.
 
 Each token makes a part ``gamma`` of the vocabulary green for the token behind it ("left hash", a context of one). Generation
-adds ``delta`` to the logits of green tokens (:mod:`kvrelay.engine.watermark`); whoever knows the hash counts green tokens
+adds ``delta`` to the logits of green tokens (:mod:`kvrelay.engine.sampling.watermark`); whoever knows the hash counts green tokens
 afterwards: text without a watermark has a part ``gamma`` of them, up to chance.
 
 The hash is ours, and may never change: texts outlive programs. A token is green behind another exactly if

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.beams import FinishedBeam, Search, advance
-from kvrelay.engine.sequence import Sequence, SequenceStatus
+from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ prefill worker instead.
 from __future__ import annotations
 
 from kvrelay.common.block_hash import chain_hashes, salted
-from kvrelay.engine.block_manager import BlockManager
+from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.wire.messages import Failed, FailureCode, Submit
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.decode_worker.model_worker import Add, NewToken
-from kvrelay.engine.sequence import GuideState
+from kvrelay.engine.step.sequence import GuideState
 from kvrelay.wire.messages import Beam, Cancelled, Failed, Timings, TokenDelta
 
 Key = tuple[str, int]

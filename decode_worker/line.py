@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.step.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from kvrelay.common.process import Component, ProcessSettings, serve_process
 from kvrelay.decode_worker.settings import DecodeSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.factory import load_engine, load_guides
-from kvrelay.engine.loop import ModelLoop
-from kvrelay.engine.progress import LoggedProgress
-from kvrelay.wire.keys import keys_of
+from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.messages import Role
 from kvrelay.wire.network import Network
-from kvrelay.wire.shared_place import SharedPlace
+from kvrelay.wire.security.keys import keys_of
+from kvrelay.worker.loop import ModelLoop
+from kvrelay.worker.progress import LoggedProgress
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.decode_worker.beams import FinishedBeam
 from kvrelay.decode_worker.scheduler import DecodeScheduler, Progress, Schedule
-from kvrelay.engine.interface import Engine, LaunchedStep, StepRow
-from kvrelay.engine.metrics import EngineMetrics
-from kvrelay.engine.sequence import Sequence, SequenceStatus
+from kvrelay.engine.step.interface import Engine, LaunchedStep, StepRow
+from kvrelay.engine.step.sequence import Sequence, SequenceStatus
+from kvrelay.worker.metrics import EngineMetrics
 
 Key = tuple[str, int]
 
@@ -72,7 +72,7 @@ class _Launched:
 
 
 class DecodeModelWorker:
-    """Implements :class:`kvrelay.engine.loop.LoopWorker`. ``emit`` is called on the model thread and must not block."""
+    """Implements :class:`kvrelay.worker.loop.LoopWorker`. ``emit`` is called on the model thread and must not block."""
 
     def __init__(
         self,

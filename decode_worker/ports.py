@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from kvrelay.decode_worker.model_worker import Command
 from kvrelay.decode_worker.welcome import DataPorts
-from kvrelay.engine.guidance import GuideCompiler, NoGuides
-from kvrelay.engine.loop import ModelLoop
-from kvrelay.wire.leases import LeaseTable
+from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
+from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.messages import Message, Role
+from kvrelay.worker.loop import ModelLoop
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ must know to launch it is only that each sequence goes on, and by how many token
 It cannot know that a token under way is a stop token, or a guide's last: such a sequence computes one token too many, which does
 not count. Where a row can only be sampled once the host knows the token in front (``Sequence.needs_host_to_sample``: guides,
 watermarks, bad words of several tokens, processors), the step is launched all the same, and the engine defers its
-sampling (:class:`kvrelay.engine.interface.LaunchedStep`): the forward pass needs only the token, which is on the device.
+sampling (:class:`kvrelay.engine.step.interface.LaunchedStep`): the forward pass needs only the token, which is on the device.
 
 What waits for the tokens in front: a beam search, whose next sequences, and the blocks that they share, follow from them; and
 prompts, whether they join or have more to compute. What they get of a step, and who is preempted for their blocks, is settled
@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from kvrelay.engine.interface import StepRow
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.sequence import Sequence
 
 
 def sequences_that_go_on(

@@ -1,7 +1,7 @@
 """Which tokens to compute next: inflight batching, sequences join and leave at every step.
 
 A step takes one token of every decoding sequence first, lets sequences that were handed over complete join, and spends what
-is left of the budget, in tokens and in time (:mod:`kvrelay.engine.step_cost`), on local prefill and on recomputing preempted
+is left of the budget, in tokens and in time (:mod:`kvrelay.worker.step_cost`), on local prefill and on recomputing preempted
 sequences, the oldest first. When blocks run out, the
 youngest sequence gives its blocks up and waits to be recomputed, so the oldest is always served. While a sequence waits for
 blocks, hand-offs leave as many free as it needs (``BlockManager.set_aside``).
@@ -26,11 +26,11 @@ from kvrelay.decode_worker.beams import FinishedBeam
 from kvrelay.decode_worker.line import look_at
 from kvrelay.decode_worker.run_ahead import sequences_that_go_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.engine.block_manager import BlockManager, Owner, sequence_owner
-from kvrelay.engine.interface import StepRow
-from kvrelay.engine.sequence import Sequence, SequenceStatus
-from kvrelay.engine.step_cost import MixedSteps
-from kvrelay.engine.suspects import Suspects
+from kvrelay.engine.kv.block_manager import BlockManager, Owner, sequence_owner
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.sequence import Sequence, SequenceStatus
+from kvrelay.worker.step_cost import MixedSteps
+from kvrelay.worker.suspects import Suspects
 
 Key = tuple[str, int]
 

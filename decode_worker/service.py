@@ -25,10 +25,10 @@ from kvrelay.decode_worker.entries import Entry, Phase
 from kvrelay.decode_worker.model_worker import Add, Remove, Report
 from kvrelay.decode_worker.ports import Ports
 from kvrelay.decode_worker.welcome import welcome
-from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
-from kvrelay.engine.guidance import GuideRefusal, GuideResult
-from kvrelay.engine.sequence import Sequence
-from kvrelay.wire.lease import VerifiedLease
+from kvrelay.engine.guides.guidance import GuideRefusal, GuideResult
+from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
+from kvrelay.engine.step.sequence import Sequence
+from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.messages import (
     Abort,
     Cancel,

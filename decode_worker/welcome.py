@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.wire.blocks.seal import seal_mismatch
 from kvrelay.wire.messages import PROTOCOL_MAX, FailureCode, Hello, HelloRefused, Role, Welcome
-from kvrelay.wire.seal import seal_mismatch
 from kvrelay.worker.submit import WorkerIdentity
 
 

@@ -16,24 +16,24 @@ from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import DecodeService, lease_owner
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.welcome import DataPorts
-from kvrelay.engine.block_manager import BlockManager
-from kvrelay.engine.guidance import GuideCompiler, GuidesOnLoop, NoGuides
-from kvrelay.engine.health import ledger_json, not_live, not_ready
-from kvrelay.engine.interface import Engine
-from kvrelay.engine.loop import ModelLoop
-from kvrelay.engine.metrics import EngineMetrics
-from kvrelay.wire.authentication import PeerGate
-from kvrelay.wire.control_server import ControlServer
-from kvrelay.wire.keys import WireKeys
-from kvrelay.wire.lease import LeaseSettings, VerifiedLease
-from kvrelay.wire.leases import LeaseTable
+from kvrelay.engine.guides.guidance import GuideCompiler, GuidesOnLoop, NoGuides
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.step.interface import Engine
+from kvrelay.wire.control.server import ControlServer
+from kvrelay.wire.control.ticker import every
+from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease
+from kvrelay.wire.leases.table import LeaseTable
+from kvrelay.wire.lines.shared.place import SharedPlace
+from kvrelay.wire.lines.shared.receiver import SharedReceiver
 from kvrelay.wire.messages import FailureCode, Role
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
+from kvrelay.wire.security.authentication import PeerGate
+from kvrelay.wire.security.keys import WireKeys
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.wire.shared_place import SharedPlace
-from kvrelay.wire.shared_receiver import SharedReceiver
-from kvrelay.wire.ticker import every
+from kvrelay.worker.health import ledger_json, not_live, not_ready
+from kvrelay.worker.loop import ModelLoop
+from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.submit import WorkerIdentity
 
 _TICK_S = 0.2  # how late an expired lease may be reaped, or a request whose time is up

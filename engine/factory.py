@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.fake import FakeEngine, FakePace, fake_card
-from kvrelay.engine.guidance import GuideCompiler, NoGuides
-from kvrelay.engine.interface import Engine
-from kvrelay.engine.processors import load_processors
+from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
+from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
+from kvrelay.engine.sampling.processors import load_processors
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, prompt_step_tokens
+from kvrelay.engine.step.interface import Engine
 
 _FAKE_KV_MB = 64
 
@@ -40,7 +40,7 @@ def load_engine(
         )
     if fake.is_fake:
         return _fake_engine(directory, model, kv, fake)
-    from kvrelay.engine.engine_options import EngineOptions, device_of  # noqa: PLC0415 - torch takes seconds to import
+    from kvrelay.engine.backends.options import EngineOptions, device_of  # noqa: PLC0415 - torch takes seconds to import
     from kvrelay.engine.torch_engine import TorchEngine  # noqa: PLC0415
 
     options = EngineOptions(
@@ -72,7 +72,7 @@ def load_guides(model: ModelSettings, fake: FakeSettings, vocab_size: int) -> Gu
     """What compiles guides for the model in the directory ``model.model``; ``vocab_size``: its engine's."""
     if fake.is_fake:
         return NoGuides("the fake engine generates no text")
-    from kvrelay.engine.guide_compiler import GrammarCompiler  # noqa: PLC0415 - not every engine follows guides
+    from kvrelay.engine.guides.compiler import GrammarCompiler  # noqa: PLC0415 - not every engine follows guides
 
     return GrammarCompiler(Path(model.model), vocab_size)
 

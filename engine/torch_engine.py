@@ -13,10 +13,9 @@ import torch
 from kvrelay.common.errors import ModelError
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.batch import Batch, build_batch
-from kvrelay.engine.copies import CudaCopies, StagingPlan
-from kvrelay.engine.cpu import cpu_ops, why_no_cpu_kernels
-from kvrelay.engine.engine_options import (
+from kvrelay.engine.backends.cpu.build import cpu_ops, why_no_cpu_kernels
+from kvrelay.engine.backends.cuda.memory import GpuMemory
+from kvrelay.engine.backends.options import (
     NUM_SPARE_BLOCKS,
     EngineOptions,
     device_of,
@@ -25,23 +24,24 @@ from kvrelay.engine.engine_options import (
     num_blocks_of,
     rounding_of,
 )
-from kvrelay.engine.gpu_memory import GpuMemory
-from kvrelay.engine.interface import BlockStore, DeviceFailedError, DoneStep, LaunchedStep, StepRow
-from kvrelay.engine.kv_pool import KvPool, block_nbytes_of
-from kvrelay.engine.kv_scales import kv_scales_digest, load_kv_scales
-from kvrelay.engine.model import DecoderModel
-from kvrelay.engine.model_config import load_config
-from kvrelay.engine.ops import Ops, StepGraphs
-from kvrelay.engine.prompt_logprobs import add_prompt_logprobs
-from kvrelay.engine.sampled import Sampled, UnderWay
-from kvrelay.engine.sampler import sample
-from kvrelay.engine.sequence import Sequence, SequenceStatus
+from kvrelay.engine.config.model import load_config
+from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
+from kvrelay.engine.kv.pool import KvPool, block_nbytes_of
+from kvrelay.engine.models.decoder import DecoderModel
+from kvrelay.engine.models.ops import Ops, StepGraphs
+from kvrelay.engine.sampling.prompt_logprobs import add_prompt_logprobs
+from kvrelay.engine.sampling.sampled import Sampled, UnderWay
+from kvrelay.engine.sampling.sampler import sample
+from kvrelay.engine.step.batch import Batch, build_batch
+from kvrelay.engine.step.interface import BlockStore, DeviceFailedError, DoneStep, LaunchedStep, StepRow
+from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.engine.torch_step import Deferred, TorchStep
-from kvrelay.engine.weights import checkpoint_files, load_weights, weights_digest
+from kvrelay.engine.weights.checkpoint import checkpoint_files, load_weights, weights_digest
+from kvrelay.engine.weights.kv_scales import kv_scales_digest, load_kv_scales
 
 
 class TorchEngine:
-    """Implements :class:`kvrelay.engine.interface.Engine`."""
+    """Implements :class:`kvrelay.engine.step.interface.Engine`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class TorchEngine:
         rounding = rounding_of(options.weight_format, device, dtype)
         torch.set_num_threads(options.num_threads)
         if device.type == "cuda":
-            from kvrelay.engine.cuda import require_weight_format  # noqa: PLC0415 - a CPU worker may lack Triton
+            from kvrelay.engine.backends.cuda.build import require_weight_format  # noqa: PLC0415 - a CPU worker may lack Triton
 
             require_weight_format(rounding, device)
         kv_scales: torch.Tensor | None = None
@@ -80,7 +80,7 @@ class TorchEngine:
         block_nbytes = block_nbytes_of(config, options.block_size, kv_dtype)
         memory: GpuMemory | None = None
         if device.type == "cuda":
-            from kvrelay.engine.cuda import cuda_model, measure_memory  # noqa: PLC0415 - a CPU worker may lack Triton
+            from kvrelay.engine.backends.cuda.build import cuda_model, measure_memory  # noqa: PLC0415 - a CPU worker may lack Triton
 
             # Also where the pool's size is given: kernels are compiled, and what does not fit is found, at the start.
             memory = measure_memory(config, weights, kv_dtype, device, options)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.engine.batch import Batch
-from kvrelay.engine.copies import Copied
-from kvrelay.engine.sampled import Sampled
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.kv.copies import Copied
+from kvrelay.engine.sampling.sampled import Sampled
+from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.step.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class _Queued:
 
 
 class TorchStep:
-    """Implements :class:`kvrelay.engine.interface.LaunchedStep`: deferred ──sample──▶ queued, or queued from the start.
+    """Implements :class:`kvrelay.engine.step.interface.LaunchedStep`: deferred ──sample──▶ queued, or queued from the start.
 
     On a GPU what is queued is on the stream, with an event behind it; on a CPU all of it is done.
     """

@@ -23,32 +23,32 @@ from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.factory import load_engine, load_guides
-from kvrelay.engine.guidance import GuideCompiler
-from kvrelay.engine.interface import Engine
-from kvrelay.engine.loop import ModelLoop
-from kvrelay.engine.progress import LoggedProgress
+from kvrelay.engine.guides.guidance import GuideCompiler
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
+from kvrelay.engine.step.interface import Engine
 from kvrelay.executor.executor import Stats
 from kvrelay.executor.outputs import Logprob, Piece, TokenLogprobs
 from kvrelay.executor.progress import Progress
 from kvrelay.executor.request import Chat, Request, encode_body
-from kvrelay.gateway.bodies import parse_body
-from kvrelay.gateway.chat_template import ChatTemplate
-from kvrelay.gateway.chats import ChatReader
-from kvrelay.gateway.dialect import Dialect
-from kvrelay.gateway.generation import Generator, TextDelta, Usage
-from kvrelay.gateway.intake import Arrival, Intake, aside
-from kvrelay.gateway.jobs import choose
-from kvrelay.gateway.logprob_bodies import finite
+from kvrelay.gateway.apis.jobs import choose
+from kvrelay.gateway.apis.logprob_bodies import finite
+from kvrelay.gateway.apis.openai_schema import ChatBody, CompletionBody
+from kvrelay.gateway.chat.chats import ChatReader
+from kvrelay.gateway.chat.dialect import Dialect
+from kvrelay.gateway.chat.template import ChatTemplate
+from kvrelay.gateway.http.bodies import parse_body
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.openai_schema import ChatBody, CompletionBody
-from kvrelay.gateway.relay import Relay
-from kvrelay.gateway.settings import RelaySettings
-from kvrelay.gateway.tokenizer import Tokenizer
-from kvrelay.gateway.workers import WorkerPool, static_workers
+from kvrelay.gateway.relay.relay import Relay
+from kvrelay.gateway.relay.settings import RelaySettings
+from kvrelay.gateway.text.generation import Generator, TextDelta, Usage
+from kvrelay.gateway.text.intake import Arrival, Intake, aside
+from kvrelay.gateway.text.tokenizer import Tokenizer
+from kvrelay.gateway.workers.pool import WorkerPool, static_workers
 from kvrelay.launcher.models import resolve_model
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
+from kvrelay.worker.loop import ModelLoop
+from kvrelay.worker.progress import LoggedProgress
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ import asyncio
 import logging
 
 from kvrelay.common.clock import Clock
-from kvrelay.gateway.admission import Admission
 from kvrelay.gateway.metrics import TokenMeter
-from kvrelay.gateway.workers import WorkerPool
+from kvrelay.gateway.routing.admission import Admission
+from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.wire.messages import Role
 
 logger = logging.getLogger(__name__)

@@ -18,33 +18,33 @@ from starlette.types import ASGIApp
 
 from kvrelay import __version__
 from kvrelay.gateway.activity import Activity
-from kvrelay.gateway.api import OpenAIRoutes
-from kvrelay.gateway.api_docs import HEALTHY, METRICS, READY, VERSION
-from kvrelay.gateway.api_keys import ApiKeys
-from kvrelay.gateway.api_request import ApiRoute
-from kvrelay.gateway.chat_template import ChatTemplate
-from kvrelay.gateway.chats import ChatReader
+from kvrelay.gateway.apis.docs import HEALTHY, METRICS, READY, VERSION
+from kvrelay.gateway.apis.jobs import Responder
+from kvrelay.gateway.apis.openai import OpenAIRoutes
+from kvrelay.gateway.apis.responses import ResponsesRoutes
+from kvrelay.gateway.apis.tgi.api import TgiRoutes
+from kvrelay.gateway.apis.tokenize import TokenizeRoutes
+from kvrelay.gateway.chat.chats import ChatReader
+from kvrelay.gateway.chat.dialect import Dialect
+from kvrelay.gateway.chat.template import ChatTemplate
 from kvrelay.gateway.debug import known_workers
-from kvrelay.gateway.dialect import Dialect
-from kvrelay.gateway.discovery import Discovery, Pods
-from kvrelay.gateway.docs_page import add_docs_page
-from kvrelay.gateway.edge import Edge, install_error_handlers
-from kvrelay.gateway.generation import Generator
-from kvrelay.gateway.ignored import HEADER as IGNORED_HEADER
-from kvrelay.gateway.intake import Intake
-from kvrelay.gateway.jobs import Responder
+from kvrelay.gateway.http.api_keys import ApiKeys
+from kvrelay.gateway.http.api_request import ApiRoute
+from kvrelay.gateway.http.docs_page import add_docs_page
+from kvrelay.gateway.http.edge import Edge, install_error_handlers
+from kvrelay.gateway.http.ignored import HEADER as IGNORED_HEADER
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.relay import Relay
-from kvrelay.gateway.responses_api import ResponsesRoutes
+from kvrelay.gateway.relay.relay import Relay
+from kvrelay.gateway.relay.timings import HEADER as TIMINGS_HEADER
 from kvrelay.gateway.settings import GatewaySettings
-from kvrelay.gateway.tgi.api import TgiRoutes
-from kvrelay.gateway.timings import HEADER as TIMINGS_HEADER
-from kvrelay.gateway.tokenize_api import TokenizeRoutes
-from kvrelay.gateway.tokenizer import Tokenizer
-from kvrelay.gateway.workers import WorkerPool, static_workers
-from kvrelay.wire.keys import WireKeys
+from kvrelay.gateway.text.generation import Generator
+from kvrelay.gateway.text.intake import Intake
+from kvrelay.gateway.text.tokenizer import Tokenizer
+from kvrelay.gateway.workers.discovery import Discovery, Pods
+from kvrelay.gateway.workers.pool import WorkerPool, static_workers
 from kvrelay.wire.messages import Role
 from kvrelay.wire.network import Network
+from kvrelay.wire.security.keys import WireKeys
 from kvrelay.wire.settings import LinkSettings
 
 

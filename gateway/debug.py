@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrelay.gateway.breaker import BreakerState
-from kvrelay.gateway.relay import Relay
-from kvrelay.gateway.workers import WorkerPool
+from kvrelay.gateway.relay.relay import Relay
+from kvrelay.gateway.routing.breaker import BreakerState
+from kvrelay.gateway.workers.pool import WorkerPool
 
 
 def known_workers(pool: WorkerPool, relay: Relay) -> dict[str, Any]:

@@ -18,11 +18,12 @@ from kvrelay.common.descriptors import raise_descriptor_limit
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.logs import configure_logs
 from kvrelay.gateway.app import create_app
-from kvrelay.gateway.http_server import make_http_server
+from kvrelay.gateway.http.refusals import Refusals
+from kvrelay.gateway.http.server import make_http_server
+from kvrelay.gateway.http.settings import HttpLimits, TlsSettings
+from kvrelay.gateway.http.tls import Certificate
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.refusals import Refusals
-from kvrelay.gateway.settings import GatewaySettings, HttpLimits, TlsSettings
-from kvrelay.gateway.tls import Certificate
+from kvrelay.gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 

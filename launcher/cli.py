@@ -57,7 +57,7 @@ COMMANDS: dict[str, CommandEntry] = {
         "Serve a model on this machine: gateway and workers, each in its own process.",
         "Ctrl-C stops everything in order. Every option of a gateway or a worker is one here, and reaches those that have it.",
         "kvrelay.launcher.settings:LOCAL",
-        "kvrelay.launcher.local:run",
+        "kvrelay.launcher.local.deployment:run",
     ),
     "gateway": CommandEntry(
         "Run a gateway: the OpenAI-compatible HTTP API in front of the workers.",
@@ -82,7 +82,7 @@ COMMANDS: dict[str, CommandEntry] = {
         "Starts deployments here that prefill locally and that hand KV blocks over, or asks the one at "
         "--url. Every prompt runs alone and then among others. Exit code 1 if a single token differs.",
         "kvrelay.launcher.settings:VerifySettings",
-        "kvrelay.launcher.verify:run",
+        "kvrelay.launcher.verify.run:run",
     ),
     "bench": CommandEntry(
         "Measure latency and throughput of any OpenAI-compatible server.",
@@ -137,7 +137,7 @@ def fetch(model: str) -> None:
 @click.argument("directory", type=click.Path(path_type=Path))
 def keys(directory: Path) -> None:
     """Make the keys by which gateways and workers know each other: ROLE.key and ROLE.pem in DIRECTORY."""
-    make_keys: Callable[[Path], list[Path]] = _load("kvrelay.wire.keys:make_keys")
+    make_keys: Callable[[Path], list[Path]] = _load("kvrelay.wire.security.keys:make_keys")
     for path in make_keys(directory):
         click.echo(path)
 
@@ -146,7 +146,7 @@ def keys(directory: Path) -> None:
 @click.argument("name")
 def api_key(name: str) -> None:
     """Make an API key, and the line that a gateway's --api-keys file has of it."""
-    line_of: Callable[[str, str], str] = _load("kvrelay.gateway.api_keys:line_of")
+    line_of: Callable[[str, str], str] = _load("kvrelay.gateway.http.api_keys:line_of")
     key = f"kvr-{secrets.token_urlsafe(32)}"
     line = line_of(name, key)
     click.echo(f"key, for its owner only: {key}", err=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.common.watermark import detect
-from kvrelay.gateway.tokenizer import Tokenizer
+from kvrelay.gateway.text.tokenizer import Tokenizer
 from kvrelay.launcher.models import resolve_model
 
 

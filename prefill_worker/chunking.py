@@ -24,7 +24,7 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from kvrelay.engine.step_cost import StepCost
+from kvrelay.worker.step_cost import StepCost
 
 _STEPS_IN_BUDGET = 4
 _UNKNOWN_TOKENS = 512  # of a step while nothing is known: enough that a GPU computes rather than waits for memory

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.messages import Cancelled, Failed, HandedOver, Submit, Timings, Tokens
 
 Outcome = HandedOver | Tokens | Failed | Cancelled

@@ -15,10 +15,10 @@ from functools import partial
 from typing import Protocol
 
 from kvrelay.common.model_card import ModelCard
-from kvrelay.wire.authentication import ClientProof
-from kvrelay.wire.block_sender import BlockSender
-from kvrelay.wire.control_client import ControlClient
-from kvrelay.wire.keys import WireKeys
+from kvrelay.wire.control.client import ControlClient
+from kvrelay.wire.lines.block_sender import BlockSender
+from kvrelay.wire.lines.shared.place import SharedPlace
+from kvrelay.wire.lines.shared.sender import SharedTarget
 from kvrelay.wire.messages import (
     FailureCode,
     Grant,
@@ -34,9 +34,9 @@ from kvrelay.wire.messages import (
 )
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
+from kvrelay.wire.security.authentication import ClientProof
+from kvrelay.wire.security.keys import WireKeys
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.wire.shared_place import SharedPlace
-from kvrelay.wire.shared_sender import SharedTarget
 from kvrelay.wire.transfers import DecodeLink
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class LinkIdentity:
 
 
 class _Peer:
-    """One decode worker's address. Implements :class:`kvrelay.wire.control_client.ClientHandler`."""
+    """One decode worker's address. Implements :class:`kvrelay.wire.control.client.ClientHandler`."""
 
     def __init__(
         self,

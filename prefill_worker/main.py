@@ -12,14 +12,14 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.logs import configure_logs
 from kvrelay.common.process import Component, ProcessSettings, serve_process
 from kvrelay.engine.factory import load_engine, load_guides
-from kvrelay.engine.loop import ModelLoop
-from kvrelay.engine.progress import LoggedProgress
 from kvrelay.prefill_worker.settings import PrefillSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
-from kvrelay.wire.keys import keys_of
+from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.messages import Role
 from kvrelay.wire.network import Network
-from kvrelay.wire.shared_place import SharedPlace
+from kvrelay.wire.security.keys import keys_of
+from kvrelay.worker.loop import ModelLoop
+from kvrelay.worker.progress import LoggedProgress
 
 logger = logging.getLogger(__name__)
 

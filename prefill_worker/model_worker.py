@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrelay.common.clock import Clock
-from kvrelay.engine.interface import Engine, StepRow
-from kvrelay.engine.metrics import EngineMetrics
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.step.interface import Engine, StepRow
+from kvrelay.engine.step.sequence import Sequence
 from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
+from kvrelay.worker.metrics import EngineMetrics
 
 Key = tuple[str, int]
 
@@ -45,7 +45,7 @@ class Report:
 
 
 class PrefillModelWorker:
-    """Implements :class:`kvrelay.engine.loop.LoopWorker`. ``emit`` is called on the model thread and must not block."""
+    """Implements :class:`kvrelay.worker.loop.LoopWorker`. ``emit`` is called on the model thread and must not block."""
 
     def __init__(
         self,

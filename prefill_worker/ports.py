@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrelay.engine.guidance import GuideCompiler, NoGuides
-from kvrelay.engine.loop import ModelLoop
+from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.prefill_worker.model_worker import Command
 from kvrelay.wire.messages import Message, Role
 from kvrelay.wire.transfers import TransferTable
+from kvrelay.worker.loop import ModelLoop
 
 
 @dataclass(slots=True)

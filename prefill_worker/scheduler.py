@@ -18,14 +18,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from kvrelay.common.sampling import FinishReason, SampledToken
-from kvrelay.engine.block_manager import BlockManager, sequence_owner
-from kvrelay.engine.interface import StepRow
-from kvrelay.engine.sequence import Sequence, SequenceStatus
+from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.settings import prompt_step_tokens
-from kvrelay.engine.step_cost import StepCosts
-from kvrelay.engine.suspects import Suspects
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.worker.step_cost import StepCosts
+from kvrelay.worker.suspects import Suspects
 
 Key = tuple[str, int]
 

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 from kvrelay.common.block_hash import chain_hashes, root_hash, salted
 from kvrelay.common.sampling import SampledToken
-from kvrelay.engine.block_manager import BlockManager, sequence_owner
-from kvrelay.engine.guidance import GuideRefusal, GuideResult
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.guides.guidance import GuideRefusal, GuideResult
+from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.step.sequence import Sequence
 from kvrelay.prefill_worker.entries import Entry, Outcome, Phase
 from kvrelay.prefill_worker.model_worker import Add, Remove, Report
 from kvrelay.prefill_worker.ports import Ports

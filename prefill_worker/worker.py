@@ -7,28 +7,28 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from kvrelay.engine.block_manager import BlockManager
-from kvrelay.engine.guidance import GuideCompiler, GuidesOnLoop, NoGuides
-from kvrelay.engine.health import ledger_json, not_live, not_ready
-from kvrelay.engine.interface import Engine
-from kvrelay.engine.loop import ModelLoop
-from kvrelay.engine.metrics import EngineMetrics
+from kvrelay.engine.guides.guidance import GuideCompiler, GuidesOnLoop, NoGuides
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.step.interface import Engine
 from kvrelay.prefill_worker.links import DecodeLinks, LinkIdentity
 from kvrelay.prefill_worker.model_worker import Command, PrefillModelWorker, Report
 from kvrelay.prefill_worker.ports import Ports
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.service import PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
-from kvrelay.wire.authentication import PeerGate
-from kvrelay.wire.control_server import ControlServer
-from kvrelay.wire.keys import WireKeys
+from kvrelay.wire.control.server import ControlServer
+from kvrelay.wire.control.ticker import every
+from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.messages import Role
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
+from kvrelay.wire.security.authentication import PeerGate
+from kvrelay.wire.security.keys import WireKeys
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.wire.shared_place import SharedPlace
-from kvrelay.wire.ticker import every
 from kvrelay.wire.transfers import TransferSettings, TransferTable
+from kvrelay.worker.health import ledger_json, not_live, not_ready
+from kvrelay.worker.loop import ModelLoop
+from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.submit import WorkerIdentity
 
 _SWEEP_S = 5.0  # how often links are looked through for those that nobody needs

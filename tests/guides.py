@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.common.sampling import Guide, GuideKind, SamplingParams
-from kvrelay.engine.guidance import GuideRefusal, GuideResult
+from kvrelay.engine.guides.guidance import GuideRefusal, GuideResult
 
 
 def tokens_guide(*token_ids: int) -> Guide:

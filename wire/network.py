@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import zmq
 
 from kvrelay.common.clock import Clock
-from kvrelay.wire.block_sender import BlockSender
-from kvrelay.wire.data_plane import BlockReceiver
+from kvrelay.wire.lines.block_sender import BlockSender
+from kvrelay.wire.lines.data_plane import BlockReceiver
 from kvrelay.wire.loop_socket import LoopSocket
 from kvrelay.wire.sockets import num_network_threads
 

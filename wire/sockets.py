@@ -22,7 +22,7 @@ def close_dead_connections(socket: zmq.Socket[bytes], after_s: float) -> None:
     """Let the kernel end connections whose other machine is gone: probes after ``after_s`` of silence, and again as long.
 
     ZeroMQ's heartbeats do the same in userland, and wake a thread at both ends for each, on a connection from every prefill
-    worker to every decode worker. That a process hangs whose kernel answers is for :mod:`kvrelay.wire.control_client` to find out.
+    worker to every decode worker. That a process hangs whose kernel answers is for :mod:`kvrelay.wire.control.client` to find out.
     """
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, round(after_s)))

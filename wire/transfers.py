@@ -15,10 +15,12 @@ from typing import Protocol
 
 from kvrelay.common.late_bytes import LateBytes
 from kvrelay.common.sampling import SampledToken
-from kvrelay.wire.block_frames import BlockHeader
-from kvrelay.wire.block_sender import BlockSender
+from kvrelay.wire.blocks.frames import BlockHeader
+from kvrelay.wire.blocks.seal import KEY_NBYTES, BlockSealer
+from kvrelay.wire.blocks.send_job import SendTicket
 from kvrelay.wire.errors import WireError
-from kvrelay.wire.handoff import HandoffState, advance
+from kvrelay.wire.leases.states import HandoffState, advance
+from kvrelay.wire.lines.block_sender import BlockSender
 from kvrelay.wire.messages import (
     Abort,
     Commit,
@@ -33,14 +35,12 @@ from kvrelay.wire.messages import (
     Verified,
 )
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.seal import KEY_NBYTES, BlockSealer
-from kvrelay.wire.send_job import SendTicket
 
 Key = tuple[str, int]
 
 
 class MessageSender(Protocol):
-    """A control link (kvrelay.wire.control_client.ControlClient)."""
+    """A control link (kvrelay.wire.control.client.ControlClient)."""
 
     def send(self, message: Message) -> bool:
         """Queue a message; False if the link is down."""
@@ -57,7 +57,7 @@ class DecodeLink:
 
 
 class ReadableStore(Protocol):
-    """The pool's bytes, as a transfer sees them (see kvrelay.engine.interface.BlockStore)."""
+    """The pool's bytes, as a transfer sees them (see kvrelay.engine.step.interface.BlockStore)."""
 
     def open_read(self, block_id: int) -> memoryview | LateBytes:
         """The block's bytes, there already or on their way."""

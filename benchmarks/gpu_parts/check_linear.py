@@ -11,7 +11,7 @@ from gpu_parts.linears import compute_dtype, random_linear, roundings
 from gpu_parts.paged import num_multiprocessors
 from gpu_parts.rows import Kernel
 from gpu_parts.running import Context, Finding
-from kvrelay.engine.linear_cuda import RoundedLinear
+from kvrelay.engine.backends.cuda.linear import RoundedLinear
 from kvrelay.kernels.weight_only_linear import dequantise_weight
 
 _ROWS = (1, 16, 17, 33, 64, 129)

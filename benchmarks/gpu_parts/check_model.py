@@ -13,9 +13,9 @@ from gpu_parts.model_dir import write_model
 from gpu_parts.rows import Checked, Kernel
 from gpu_parts.running import Context, Finding
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.engine_options import EngineOptions
-from kvrelay.engine.interface import StepRow
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.backends.options import EngineOptions
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 
 _LIMIT = 2e-3  # of log probabilities, float32 against float64; a wrong position or head makes tenths

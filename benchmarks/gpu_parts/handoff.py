@@ -25,9 +25,9 @@ from gpu_parts.rows import Against, Goal, Row, Unit
 from gpu_parts.running import PRELOADED, Context, Fact, Finding
 from gpu_parts.sizes import BLOCK_SIZE
 from kvrelay.common.memory import keep_freed_memory
-from kvrelay.engine.copies import CudaCopies, StagingPlan
-from kvrelay.engine.kv_pool import KvPool
-from kvrelay.engine.model_config import parse_config
+from kvrelay.engine.config.model import parse_config
+from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
+from kvrelay.engine.kv.pool import KvPool
 
 TCP, SAME_HOST = "verified", "shared"  # handoff_ways' names
 _NAMES = {TCP: "loopback TCP", SAME_HOST: "shared memory"}

@@ -11,7 +11,7 @@ from gpu_parts.floors import linear_bytes
 from gpu_parts.paged import num_multiprocessors
 from gpu_parts.rows import Against, Goal, Peer, Row, Unit
 from gpu_parts.running import Context, Finding
-from kvrelay.engine.rounding import RoundedWeight, Rounding, rounded
+from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, rounded
 from kvrelay.kernels.kv_scales import require_e4m3
 from kvrelay.kernels.weight_only_linear import linear_splits, weight_only_linear
 

@@ -17,16 +17,16 @@ from kvrelay.decode_worker.model_worker import DecodeModelWorker, Remove
 from kvrelay.decode_worker.model_worker import Report as DecodeReport
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.engine.block_manager import BlockManager, sequence_owner
-from kvrelay.engine.engine_options import EngineOptions
-from kvrelay.engine.metrics import EngineMetrics
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.backends.options import EngineOptions
+from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.prefill_worker.model_worker import Add as AddToPrefill
 from kvrelay.prefill_worker.model_worker import PrefillModelWorker
 from kvrelay.prefill_worker.model_worker import Report as PrefillReport
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.worker.metrics import EngineMetrics
 
 _SEEDED_BLOCKS = 32  # of random bytes; the pool's others are copies of them
 _COPIED_AT_ONCE = 512

@@ -21,13 +21,13 @@ from kvrelay.common.memory import keep_freed_memory
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.loop import ModelLoop
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
+from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.messages import DecodeTarget, Submit
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.wire.shared_place import SharedPlace
+from kvrelay.worker.loop import ModelLoop
 
 # A device that loads or compiles for the first time may hold a worker up: that is no reason to give it up.
 _LINK = LinkSettings(peer_timeout_s=60.0, hello_timeout_s=60.0)

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from kvrelay.launcher.bench.records import RunResult, read_result
-from kvrelay.launcher.ports import free_ports
+from kvrelay.launcher.local.ports import free_ports
 from peers.figures import Load
 from peers.trees import PeerError, ProcessTree
 

@@ -38,7 +38,7 @@ from kvrelay.launcher.bench.summary import rate_window
 from kvrelay.launcher.bench.values import parse_id_range, parse_slo
 from kvrelay.launcher.bench.workload import Workload, plan_workload
 from kvrelay.launcher.errors import BenchError
-from kvrelay.launcher.local import LocalDeployment
+from kvrelay.launcher.local.deployment import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.progress import announce
 

@@ -14,9 +14,9 @@ from handoff_pools import Pool, Sizes
 from handoff_rounds import Way
 from handoff_ways import KvrelayReceiver, KvrelaySender
 
-from kvrelay.engine.copies import StagingPlan
-from kvrelay.engine.kv_pool import KvPool
-from kvrelay.engine.model_config import parse_config
+from kvrelay.engine.config.model import parse_config
+from kvrelay.engine.kv.copies import StagingPlan
+from kvrelay.engine.kv.pool import KvPool
 
 from ..engine.late_device import LateCopied, LateDevice
 

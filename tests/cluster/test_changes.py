@@ -13,7 +13,7 @@ from statistics import median
 
 import pytest
 
-from kvrelay.wire.keys import make_keys
+from kvrelay.wire.security.keys import make_keys
 
 from .cluster import Cluster, Release, is_ready, wait_for
 from .conftest import release_of

@@ -42,8 +42,8 @@ print(json.dumps(answers))
 STRANGER = """
 import sys, tempfile, pathlib, zmq
 from kvrelay.wire.codec import Codec
-from kvrelay.wire.keys import WireKeys, make_keys
-from kvrelay.wire.authentication import ClientProof
+from kvrelay.wire.security.keys import WireKeys, make_keys
+from kvrelay.wire.security.authentication import ClientProof
 from kvrelay.wire.messages import Hello, Role, Ping
 directory = pathlib.Path(tempfile.mkdtemp())
 make_keys(directory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvrelay.common.model_card import SharedLimits
-from kvrelay.engine.fake import fake_card
+from kvrelay.engine.fake.engine import fake_card
 
 
 def test_the_smallest_limit_counts_and_what_all_have() -> None:

@@ -16,11 +16,11 @@ from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import lease_owner
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import LeasedBlocks
-from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
-from kvrelay.engine.fake import FakeEngine, FakePace, candidates, fake_card, token_digests
-from kvrelay.engine.interface import BlockStore, Engine, LaunchedStep, StepRow
-from kvrelay.engine.metrics import EngineMetrics
-from kvrelay.engine.sequence import GuideState, Sequence
+from kvrelay.engine.fake.engine import FakeEngine, FakePace, candidates, fake_card, token_digests
+from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
+from kvrelay.engine.step.interface import BlockStore, Engine, LaunchedStep, StepRow
+from kvrelay.engine.step.sequence import GuideState, Sequence
+from kvrelay.worker.metrics import EngineMetrics
 
 
 def beams(

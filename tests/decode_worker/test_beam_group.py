@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.beam_group import BeamGroup, num_common
-from kvrelay.engine.sequence import Sequence, SequenceStatus
+from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from tests.decode_worker.rig import beams
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.common.sampling import FinishReason, SamplingParams
-from kvrelay.engine.block_manager import Owner, OwnerKind
-from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
-from kvrelay.engine.sequence import SequenceStatus
+from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
+from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.step.sequence import SequenceStatus
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
 from tests.engine.conftest import tokens
 

@@ -7,7 +7,7 @@ import pytest
 from kvrelay.common.block_hash import chain_hashes
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.cache_check import cache_miss
-from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind
 from kvrelay.wire.messages import FailureCode, Submit
 
 ROOT = b"root"

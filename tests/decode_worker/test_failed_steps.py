@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 import pytest
 
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
-from kvrelay.engine.interface import DeviceFailedError, StepRow
+from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
+from kvrelay.engine.step.interface import DeviceFailedError, StepRow
 from tests.decode_worker.rig import Rig, beams, expected_beams, token_lists
 from tests.guides import TokensState
 from tests.prefill_worker.rig import ModelRig

@@ -10,8 +10,8 @@ import pytest
 from kvrelay.common.sampling import FinishReason, Guide, GuideKind, SampledToken
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.engine.block_manager import BlockManager
-from kvrelay.wire.lease import VerifiedLease
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.messages import (
     ABOUT_GUIDE,
     Cancel,

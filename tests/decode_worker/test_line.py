@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvrelay.common.sampling import BeamSearch, SamplingParams
 from kvrelay.decode_worker.line import Line, look_at
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.step.sequence import Sequence
 
 
 def waiting(name: str, *, has_blocks: bool, width: int | None = None) -> Sequence:

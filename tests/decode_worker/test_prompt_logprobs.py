@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.fake import token_digests, with_logprobs
-from kvrelay.wire.lease import VerifiedLease
+from kvrelay.engine.fake.engine import token_digests, with_logprobs
+from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.messages import Commit, Grant, Offer, Role, Submit, Timings
 from tests.decode_worker.rig import Rig as ModelRig
 from tests.decode_worker.rig import greedy

@@ -12,10 +12,10 @@ from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.sampling import BeamSearch, SamplingParams, Watermark
 from kvrelay.decode_worker.model_worker import Add, Remove
 from kvrelay.decode_worker.run_ahead import sequences_that_go_on
-from kvrelay.engine.block_manager import Owner, OwnerKind
-from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
-from kvrelay.engine.interface import StepRow
-from kvrelay.engine.sequence import Sequence, SequenceStatus
+from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
+from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from tests.decode_worker.rig import Rig, Watched, greedy
 from tests.guides import ChainState, TokensState
 

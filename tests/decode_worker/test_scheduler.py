@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.model_worker import Remove
-from kvrelay.engine.block_manager import Owner, OwnerKind
-from kvrelay.engine.fake import FakeEngine, FakePace, expected_output, fake_card
-from kvrelay.engine.sequence import SequenceStatus
+from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
+from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.step.sequence import SequenceStatus
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
 from tests.engine.conftest import tokens
 

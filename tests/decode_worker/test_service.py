@@ -16,13 +16,11 @@ from kvrelay.decode_worker.service import DecodeService, Ports
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.welcome import DataPorts
 from kvrelay.decode_worker.worker import LeasedBlocks
-from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
-from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
-from kvrelay.engine.loop import ModelLoop
-from kvrelay.engine.metrics import EngineMetrics
-from kvrelay.engine.sequence import Sequence
-from kvrelay.wire.lease import LeaseSettings
-from kvrelay.wire.leases import LeaseTable
+from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
+from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
+from kvrelay.engine.step.sequence import Sequence
+from kvrelay.wire.leases.lease import LeaseSettings
+from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.messages import (
     Cancel,
     Cancelled,
@@ -42,6 +40,8 @@ from kvrelay.wire.messages import (
     Tokens,
 )
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.worker.loop import ModelLoop
+from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.submit import WorkerIdentity
 
 CARD = fake_card()

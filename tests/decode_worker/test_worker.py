@@ -11,14 +11,14 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.fake import FakeEngine, fake_card
-from kvrelay.engine.loop import ModelLoop
-from kvrelay.wire.block_frames import BlockHeader
-from kvrelay.wire.block_sender import BlockSender
+from kvrelay.engine.fake.engine import FakeEngine, fake_card
+from kvrelay.wire.blocks.frames import BlockHeader
+from kvrelay.wire.lines.block_sender import BlockSender
+from kvrelay.wire.lines.shared.place import SharedPlace
+from kvrelay.wire.lines.shared.sender import SharedTarget
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
-from kvrelay.wire.shared_place import SharedPlace
-from kvrelay.wire.shared_sender import SharedTarget
+from kvrelay.worker.loop import ModelLoop
 
 WAIT_S = 30.0
 

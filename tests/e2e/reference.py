@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers import LogitsProcessorList
 
-from kvrelay.engine.noise import uniforms
+from kvrelay.engine.sampling.noise import uniforms
 
 NO_TIE = 1e-4  # logits that are nearer to one another may come out in either order
 

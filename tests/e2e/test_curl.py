@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.launcher.local import LocalDeployment, ready_text
+from kvrelay.launcher.local.deployment import LocalDeployment, ready_text
 
 from .conftest import wait_until_idle
 

@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from kvrelay.launcher.local import LocalDeployment
+from kvrelay.launcher.local.deployment import LocalDeployment
 
 from .conftest import wait_until_idle
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.engine.fake import expected_output
+from kvrelay.engine.fake.engine import expected_output
 from kvrelay.launcher.client import counter_values
-from kvrelay.launcher.local import LocalDeployment
+from kvrelay.launcher.local.deployment import LocalDeployment
 from kvrelay.launcher.settings import LocalSettings
-from kvrelay.wire.keys import make_keys
+from kvrelay.wire.security.keys import make_keys
 
 from .conftest import wait_until_idle
 from .test_demo import http, prompt, stream_ids

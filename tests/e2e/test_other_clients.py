@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.launcher.local import LocalDeployment
+from kvrelay.launcher.local.deployment import LocalDeployment
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -17,7 +17,7 @@ import transformers
 from transformers import LogitsProcessorList
 
 from kvrelay.launcher.client import counter_values
-from kvrelay.launcher.local import LocalDeployment
+from kvrelay.launcher.local.deployment import LocalDeployment
 
 from .conftest import wait_until_idle
 from .promises import (

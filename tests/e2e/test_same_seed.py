@@ -19,11 +19,11 @@ import jsonschema
 import pytest
 import torch
 
-from kvrelay.engine.native import CpuKernels
-from kvrelay.engine.native.compiled import default_cache_dir
-from kvrelay.engine.ops_cpu_native import has_native_linear
+from kvrelay.engine.backends.cpu.native import CpuKernels
+from kvrelay.engine.backends.cpu.native.compiled import default_cache_dir
+from kvrelay.engine.backends.cpu.native_ops import has_native_linear
 from kvrelay.launcher.client import counter_values
-from kvrelay.launcher.local import LocalDeployment
+from kvrelay.launcher.local.deployment import LocalDeployment
 from kvrelay.launcher.settings import LocalSettings
 
 from .conftest import PATIENCE_S, wait_until_idle

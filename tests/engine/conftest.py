@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.engine_options import EngineOptions
-from kvrelay.engine.guide_compiler import GrammarCompiler
-from kvrelay.engine.guide_vocabulary import load_vocabulary
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.backends.options import EngineOptions
+from kvrelay.engine.guides.compiler import GrammarCompiler
+from kvrelay.engine.guides.vocabulary import load_vocabulary
+from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.launcher.models import resolve_model
 

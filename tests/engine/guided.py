@@ -8,8 +8,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from kvrelay.common.sampling import Guide, GuideKind, SamplingParams
-from kvrelay.engine.guidance import GuideCompiler, GuideRefusal, GuideResult
-from kvrelay.engine.sequence import GuideState
+from kvrelay.engine.guides.guidance import GuideCompiler, GuideRefusal, GuideResult
+from kvrelay.engine.step.sequence import GuideState
 
 
 def sampling_of(kind: GuideKind, text: str = "", stop: tuple[int, ...] = (2,)) -> SamplingParams:

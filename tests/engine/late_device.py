@@ -28,7 +28,7 @@ class LateCopied:
 
 
 class LateDevice:
-    """Implements :class:`kvrelay.engine.copies.CopyDevice` over the host's memory. What "steps" compute runs at once here."""
+    """Implements :class:`kvrelay.engine.kv.copies.CopyDevice` over the host's memory. What "steps" compute runs at once here."""
 
     def __init__(self, chance: random.Random | None = None, *, fails_at: int | None = None) -> None:
         """``fails_at``: the number of the copy, from 1, that breaks the device for good, when it happens."""

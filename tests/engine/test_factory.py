@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.engine_options import EngineOptions
+from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.factory import load_engine
-from kvrelay.engine.progress import LoggedProgress
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.engine.torch_engine import TorchEngine
+from kvrelay.worker.progress import LoggedProgress
 from tests.engine.conftest import VOCAB
 
 

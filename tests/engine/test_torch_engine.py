@@ -12,10 +12,11 @@ import torch
 import transformers
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine import engine_options, torch_engine
-from kvrelay.engine.interface import DeviceFailedError, StepRow
-from kvrelay.engine.linear_cpu import has_packed_linear
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine import torch_engine
+from kvrelay.engine.backends import options as engine_options
+from kvrelay.engine.backends.cpu.linear import has_packed_linear
+from kvrelay.engine.step.interface import DeviceFailedError, StepRow
+from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_model, sequence, tokens
 

@@ -13,8 +13,8 @@ import pytest
 
 from kvrelay.common.settings import build
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.fake import FakeEngine, fake_card
-from kvrelay.engine.interface import StepRow
+from kvrelay.engine.fake.engine import FakeEngine, fake_card
+from kvrelay.engine.step.interface import StepRow
 from kvrelay.executor.executor import Executor
 from kvrelay.executor.local import LocalBackend, LocalSettings
 

@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 
 from kvrelay.executor import LLM, InvalidRequestError, Request, SamplingParams, StructuredOutputsParams
-from kvrelay.launcher.local import LocalDeployment
+from kvrelay.launcher.local.deployment import LocalDeployment
 from kvrelay.launcher.models import resolve_model
 from kvrelay.launcher.settings import LocalSettings
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.engine.fake import expected_output
-from kvrelay.engine.interface import StepRow
+from kvrelay.engine.fake.engine import expected_output
+from kvrelay.engine.step.interface import StepRow
 from kvrelay.executor.errors import ShutDownError, WorkerDiedError
 from kvrelay.executor.executor import Executor, Stats, Submitted
 from kvrelay.executor.outputs import Piece

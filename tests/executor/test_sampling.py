@@ -11,10 +11,10 @@ from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import BeamSearch, GuideKind
 from kvrelay.executor.request import Chat, Request, as_request, encode_body
 from kvrelay.executor.sampling import SamplingParams, StructuredOutputsParams
-from kvrelay.gateway.bodies import parse_body
+from kvrelay.gateway.apis.openai_schema import CompletionBody
 from kvrelay.gateway.errors import InvalidRequestError
-from kvrelay.gateway.openai_schema import CompletionBody
-from kvrelay.gateway.spec import GenerationSpec
+from kvrelay.gateway.http.bodies import parse_body
+from kvrelay.gateway.text.spec import GenerationSpec
 
 
 def spec_of(params: SamplingParams, *, stream: bool = False) -> GenerationSpec:

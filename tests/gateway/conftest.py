@@ -16,7 +16,7 @@ import tokenizers.pre_tokenizers
 import tokenizers.trainers
 import uvloop
 
-from kvrelay.gateway.tokenizer import Tokenizer
+from kvrelay.gateway.text.tokenizer import Tokenizer
 
 from ..simulation.clock import SimLoop
 from .clock import Clock

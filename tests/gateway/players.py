@@ -11,15 +11,15 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
-from kvrelay.engine.fake import fake_card
+from kvrelay.engine.fake.engine import fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest
-from kvrelay.gateway.relay import Relay
-from kvrelay.gateway.settings import RelaySettings
-from kvrelay.gateway.timings import RequestTimings
-from kvrelay.gateway.tokenizer import Tokenizer
-from kvrelay.gateway.workers import WorkerPool, static_workers
-from kvrelay.wire.control_server import ControlServer
+from kvrelay.gateway.relay.progress import GenerationRequest
+from kvrelay.gateway.relay.relay import Relay
+from kvrelay.gateway.relay.settings import RelaySettings
+from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.gateway.text.tokenizer import Tokenizer
+from kvrelay.gateway.workers.pool import WorkerPool, static_workers
+from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.messages import (
     Cancel,
     Cancelled,

@@ -10,12 +10,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.gateway.admission import Admission, Asked
 from kvrelay.gateway.errors import UnavailableError
-from kvrelay.gateway.forecast import Prefiller, Supply
-from kvrelay.gateway.load import Load
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.routing import WorkerView
+from kvrelay.gateway.routing.admission import Admission, Asked
+from kvrelay.gateway.routing.forecast import Prefiller, Supply
+from kvrelay.gateway.workers.load import Load
+from kvrelay.gateway.workers.view import WorkerView
 from kvrelay.wire.messages import Status, WorkerState
 
 from ..simulation.clock import SimLoop

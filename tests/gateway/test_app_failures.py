@@ -16,15 +16,15 @@ from starlette.types import Message
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.common.settings import build
 from kvrelay.gateway.app import create_app
-from kvrelay.gateway.attempt import Take
 from kvrelay.gateway.errors import ApiError
-from kvrelay.gateway.generation import Generation, Generator, Usage
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest
+from kvrelay.gateway.relay.attempt import Take
+from kvrelay.gateway.relay.progress import GenerationRequest
+from kvrelay.gateway.relay.timings import RequestTimings
 from kvrelay.gateway.settings import GatewaySettings
-from kvrelay.gateway.timings import RequestTimings
-from kvrelay.gateway.tokenizer import Tokenizer
-from kvrelay.gateway.workers import WorkerPool
+from kvrelay.gateway.text.generation import Generation, Generator, Usage
+from kvrelay.gateway.text.tokenizer import Tokenizer
+from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.wire.messages import FailureCode, TokenDelta
 
 from .http_app import CHAT, TEXT, App, app_for, lifespan, saying
@@ -136,7 +136,7 @@ async def test_too_much_that_a_client_does_not_take_ends_the_request(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its worker is free before the client has taken anything."""
-    monkeypatch.setattr("kvrelay.gateway.sse.MAX_WAITING_BYTES", 2000)
+    monkeypatch.setattr("kvrelay.gateway.http.sse.MAX_WAITING_BYTES", 2000)
     incoming: list[Message] = [
         {"type": "http.request", "body": b'{"prompt": "x", "max_tokens": 90, "stream": true}', "more_body": False}
     ]

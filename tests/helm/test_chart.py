@@ -18,13 +18,13 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from kvrelay.engine.block_manager import BlockManager
-from kvrelay.engine.metrics import EngineMetrics
-from kvrelay.gateway.api_keys import ApiKeys
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.gateway.http.api_keys import ApiKeys
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.wire.keys import WireKeys
 from kvrelay.wire.messages import Role
 from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.security.keys import WireKeys
+from kvrelay.worker.metrics import EngineMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.launcher.ports import free_ports
-from kvrelay.launcher.process import ComponentSpec
+from kvrelay.launcher.local.ports import free_ports
+from kvrelay.launcher.local.process import ComponentSpec
 
 # Arguments: port, behaviour, name, folder. "started" and "stopped" in the folder collect names in order.
 FAKE_COMPONENT = """

@@ -14,7 +14,7 @@ import pytest
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.common.settings import setting
 from kvrelay.decode_worker.settings import DecodeSettings
-from kvrelay.gateway.api_keys import ApiKeys
+from kvrelay.gateway.http.api_keys import ApiKeys
 from kvrelay.launcher import cli
 from kvrelay.launcher.options import Options
 

@@ -7,13 +7,13 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.engine.block_manager import BlockManager, sequence_owner
-from kvrelay.engine.interface import Engine
-from kvrelay.engine.metrics import EngineMetrics
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.step.interface import Engine
+from kvrelay.engine.step.sequence import Sequence
 from kvrelay.prefill_worker.model_worker import Add, PrefillModelWorker, Report
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.worker.metrics import EngineMetrics
 
 
 class ModelRig:

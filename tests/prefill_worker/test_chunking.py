@@ -10,12 +10,12 @@ import pytest
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.block_manager import BlockManager, sequence_owner
-from kvrelay.engine.sequence import Sequence
-from kvrelay.engine.step_cost import StepCost
+from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.step.sequence import Sequence
 from kvrelay.prefill_worker.chunking import Prompt, Turn, step_tokens, turns
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.worker.step_cost import StepCost
 
 ROOT = root_hash(b"model")
 BLOCK = 16

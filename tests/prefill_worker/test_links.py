@@ -11,11 +11,11 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from kvrelay.engine.fake import fake_card
+from kvrelay.engine.fake.engine import fake_card
 from kvrelay.prefill_worker import links
 from kvrelay.prefill_worker.links import DecodeLinks, LinkIdentity, data_address
-from kvrelay.wire.block_frames import BlockHeader
-from kvrelay.wire.control_server import ControlServer
+from kvrelay.wire.blocks.frames import BlockHeader
+from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.messages import (
     FailureCode,
     Grant,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.engine.fake import FakeEngine, fake_card
-from kvrelay.engine.interface import StepRow
+from kvrelay.engine.fake.engine import FakeEngine, fake_card
+from kvrelay.engine.step.interface import StepRow
 from tests.prefill_worker.rig import ModelRig
 
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)

@@ -6,8 +6,8 @@ import pytest
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
-from kvrelay.engine.block_manager import BlockManager, sequence_owner
-from kvrelay.engine.sequence import Sequence, SequenceStatus
+from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 

@@ -8,10 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.block_manager import BlockManager
-from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
-from kvrelay.engine.loop import ModelLoop
-from kvrelay.engine.metrics import EngineMetrics
+from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
+from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.prefill_worker.model_worker import Command, PrefillModelWorker, Report
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
@@ -33,6 +31,8 @@ from kvrelay.wire.messages import (
     Tokens,
 )
 from kvrelay.wire.transfers import DecodeLink, TransferTable
+from kvrelay.worker.loop import ModelLoop
+from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.submit import WorkerIdentity
 
 CARD = fake_card()

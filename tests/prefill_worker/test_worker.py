@@ -9,12 +9,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.engine.fake import FakeEngine, fake_card
-from kvrelay.engine.loop import ModelLoop
+from kvrelay.engine.fake.engine import FakeEngine, fake_card
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.messages import DecodeTarget, Role, Submit
 from kvrelay.wire.network import Network
+from kvrelay.worker.loop import ModelLoop
 
 
 def prefill_worker(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvrelay.engine.interface import StepRow
+from kvrelay.engine.step.interface import StepRow
 
 
 class Gate:

@@ -17,7 +17,7 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
-from kvrelay.wire.control_client import ControlClient
+from kvrelay.wire.control.client import ControlClient
 from kvrelay.wire.messages import (
     Cancelled,
     DecodeTarget,

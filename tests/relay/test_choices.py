@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.interface import StepRow
-from kvrelay.gateway.settings import RelaySettings
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.gateway.relay.settings import RelaySettings
 
 from .http_gateway import deployment, write_model
 

@@ -14,17 +14,17 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.block_manager import Owner, OwnerKind
-from kvrelay.engine.fake import expected_output, fake_card
+from kvrelay.engine.fake.engine import expected_output, fake_card
+from kvrelay.engine.kv.block_manager import Owner, OwnerKind
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest
-from kvrelay.gateway.timings import RequestTimings
-from kvrelay.wire.block_frames import BlockHeader
-from kvrelay.wire.block_sender import BlockSender
+from kvrelay.gateway.relay.progress import GenerationRequest
+from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.wire.blocks.frames import BlockHeader
+from kvrelay.wire.blocks.seal import BlockSealer, new_key
+from kvrelay.wire.blocks.send_job import SendTicket
+from kvrelay.wire.lines.block_sender import BlockSender
+from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.messages import TokenDelta
-from kvrelay.wire.seal import BlockSealer, new_key
-from kvrelay.wire.send_job import SendTicket
-from kvrelay.wire.shared_place import SharedPlace
 from kvrelay.wire.transfers import TransferSettings
 
 from .gate import Gate
@@ -90,7 +90,7 @@ def sent_over(registry: CollectorRegistry) -> set[str]:
 @pytest.mark.parametrize("seal_kv", [False, True], ids=["plain", "sealed"])
 @pytest.mark.parametrize("way", ["tcp", *(pytest.param(way, marks=pytest.mark.full) for way in WAYS if way != "tcp")])
 async def test_a_lie_is_refused_counted_and_survived(way: str, seal_kv: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All others are told in tests/wire/test_lease_lies.py."""
+    """All others are told in tests/wire/leases/test_lease_lies.py."""
     liar = Liar()
 
     def send(sender: BlockSender, header: BlockHeader, payload: Any, sealer: Sealer) -> SendTicket:

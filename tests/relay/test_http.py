@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvrelay.engine.fake import expected_output
+from kvrelay.engine.fake.engine import expected_output
 
 from .gate import Gate
 from .http_gateway import VOCAB, Deployment, deployment, write_model
@@ -211,8 +211,8 @@ async def test_raw_bodies(up: Deployment) -> None:
 
 
 async def test_a_full_pool_is_an_honest_503(model: Path) -> None:
-    from kvrelay.engine.block_manager import Owner, OwnerKind  # noqa: PLC0415
-    from kvrelay.gateway.settings import RelaySettings  # noqa: PLC0415
+    from kvrelay.engine.kv.block_manager import Owner, OwnerKind  # noqa: PLC0415
+    from kvrelay.gateway.relay.settings import RelaySettings  # noqa: PLC0415
 
     async with deployment(model, relay=RelaySettings(local_prefill_max_tokens=0, room_timeout_s=0.3)) as up:
         blocks = up.decode.blocks

@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.retention import Retention
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.block_manager import Owner, OwnerKind
-from kvrelay.engine.fake import fake_card
+from kvrelay.engine.fake.engine import fake_card
+from kvrelay.engine.kv.block_manager import Owner, OwnerKind
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.relay import Relay
-from kvrelay.gateway.settings import RelaySettings
+from kvrelay.gateway.relay.relay import Relay
+from kvrelay.gateway.relay.settings import RelaySettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 
 from .workers import decode_worker, gateway, generate, prefill_worker

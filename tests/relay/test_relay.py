@@ -13,9 +13,9 @@ from msgspec import structs
 
 from kvrelay.common.model_card import ModelCard
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.engine.block_manager import Owner, OwnerKind
-from kvrelay.engine.fake import expected_output, fake_card
-from kvrelay.engine.interface import StepRow
+from kvrelay.engine.fake.engine import expected_output, fake_card
+from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.engine.step.interface import StepRow
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode
 

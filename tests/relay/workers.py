@@ -13,20 +13,20 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
-from kvrelay.engine.interface import StepRow
-from kvrelay.engine.loop import ModelLoop
+from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
+from kvrelay.engine.step.interface import StepRow
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest
-from kvrelay.gateway.relay import Relay
-from kvrelay.gateway.settings import RelaySettings
-from kvrelay.gateway.timings import RequestTimings
-from kvrelay.gateway.workers import WorkerPool, static_workers
+from kvrelay.gateway.relay.progress import GenerationRequest
+from kvrelay.gateway.relay.relay import Relay
+from kvrelay.gateway.relay.settings import RelaySettings
+from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.gateway.workers.pool import WorkerPool, static_workers
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.messages import TokenDelta
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
+from kvrelay.worker.loop import ModelLoop
 
 OnStep = Callable[[Sequence[StepRow]], None]
 

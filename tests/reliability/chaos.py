@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from kvrelay.wire.keys import make_keys
+from kvrelay.wire.security.keys import make_keys
 
 from .fleet import Figures, Fleet, Life, Member, fleet
 from .questions import Answer, HonestError, Question, StreamCutError, ask, questions

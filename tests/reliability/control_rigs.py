@@ -19,26 +19,26 @@ from kvrelay.decode_worker.service import Ports as DecodePorts
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.welcome import DataPorts
 from kvrelay.decode_worker.worker import LeasedBlocks
-from kvrelay.engine.block_manager import BlockManager
-from kvrelay.engine.fake import FakeEngine, fake_card, token_digests
-from kvrelay.engine.metrics import EngineMetrics
+from kvrelay.engine.fake.engine import FakeEngine, fake_card, token_digests
+from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.prefill_worker.model_worker import PrefillModelWorker
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.service import Ports as PrefillPorts
 from kvrelay.prefill_worker.service import PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
-from kvrelay.wire.block_frames import BlockHeader
+from kvrelay.wire.blocks.frames import BlockHeader
+from kvrelay.wire.blocks.send_job import SendTicket
 from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
-from kvrelay.wire.control_server import ControlServer
-from kvrelay.wire.lease import LeaseSettings
-from kvrelay.wire.leases import LeaseTable
+from kvrelay.wire.control.server import ControlServer
+from kvrelay.wire.leases.lease import LeaseSettings
+from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.messages import FailureCode, Message, Offer
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
-from kvrelay.wire.send_job import SendTicket
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
+from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.submit import WorkerIdentity
 
 EPOCH = 7

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from kvrelay.launcher.ports import free_ports
+from kvrelay.launcher.local.ports import free_ports
 
 from .figures import MIB
 

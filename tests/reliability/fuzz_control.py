@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.engine.block_manager import sequence_owner
-from kvrelay.engine.fake import expected_output
+from kvrelay.engine.fake.engine import expected_output
+from kvrelay.engine.kv.block_manager import sequence_owner
 from kvrelay.prefill_worker.links import absurdity
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.errors import MalformedMessageError
-from kvrelay.wire.lease import VerifiedLease
+from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.messages import (
     Commit,
     DecodeTarget,

@@ -33,10 +33,10 @@ from pathlib import Path
 
 import zmq
 
-from kvrelay.wire.block_frames import BlockHeader
+from kvrelay.wire.blocks.frames import BlockHeader
 from kvrelay.wire.codec import Codec
-from kvrelay.wire.keys import WireKeys, make_keys
 from kvrelay.wire.messages import Cancel, Hello, Role
+from kvrelay.wire.security.keys import WireKeys, make_keys
 
 from . import zmtp
 from .doors import MAX_CONNECTION_MIB, MAX_GROWTH_MIB, TURNED_AWAY_S, Door, crowd, doors_of, exhaust

@@ -1,7 +1,8 @@
 """Frames at a lease table as no honest sender would send them, in any order of events: changed, cut, of two leases, nonsense.
 
-Whoever sends them has no key and recomputes no checksum. The machine of :mod:`tests.wire.test_leases_at_random` checks after each
-event that the books balance, that every lease ends once, and that a verified lease has the bytes that its sender computed.
+Whoever sends them has no key and recomputes no checksum. The machine of :mod:`tests.wire.leases.test_leases_at_random` checks
+after each event that the books balance, that every lease ends once, and that a verified lease has the bytes that its sender
+computed.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from kvrelay.engine.block_manager import Owner, OwnerKind
-from kvrelay.wire.block_frames import parse_header
+from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.wire.blocks.frames import parse_header
 
 from ..wire.lease_bench import content_of
-from ..wire.test_leases_at_random import LeaseMachine, SealedLeaseMachine
+from ..wire.leases.test_leases_at_random import LeaseMachine, SealedLeaseMachine
 
 Changes = dict[int, int]
 CHANGES = st.dictionaries(st.integers(0, 600), st.integers(1, 255), min_size=1, max_size=3)

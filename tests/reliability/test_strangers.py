@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvrelay.engine.fake import fake_card
-from kvrelay.wire.authentication import ClientProof
+from kvrelay.engine.fake.engine import fake_card
 from kvrelay.wire.codec import Codec
-from kvrelay.wire.keys import WireKeys, make_keys
 from kvrelay.wire.messages import Hello, Role, Welcome
+from kvrelay.wire.security.authentication import ClientProof
+from kvrelay.wire.security.keys import WireKeys, make_keys
 
 from ..relay.http_gateway import VOCAB
 from ..wire.shared_peer import SharedPeer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.engine.fake import FakeEngine, FakePace, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
 
 from .world import running
 
@@ -14,7 +14,7 @@ def test_who_reads_the_real_clock_in_virtual_time_is_found() -> None:
     with running() as world:
         with pytest.raises(AssertionError, match=r"kvrelay\.engine\.fake calls time\.monotonic\(\)"):
             paced.step([])
-        assert world.problems == ["kvrelay.engine.fake calls time.monotonic() in virtual time"]
+        assert world.problems == ["kvrelay.engine.fake.engine calls time.monotonic() in virtual time"]
         world.problems.clear()
         world.check()
     assert paced.step([]) == []

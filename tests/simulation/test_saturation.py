@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.wire.control_client import ControlClient
+from kvrelay.wire.control.client import ControlClient
 from kvrelay.wire.messages import (
     DecodeTarget,
     Failed,

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from kvrelay.common.clock import Clock
-from kvrelay.wire.block_frames import parse_header
+from kvrelay.wire.blocks.frames import parse_header
+from kvrelay.wire.blocks.seal import TAG_NBYTES
+from kvrelay.wire.blocks.send_job import SendTicket
 from kvrelay.wire.errors import BlockRefusedError, WireError
-from kvrelay.wire.leases import LeaseTable
+from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.network import Network
-from kvrelay.wire.seal import TAG_NBYTES
-from kvrelay.wire.send_job import SendTicket
 
 from .clock import SimLoop, current_process
 from .wires import SimContext, SimLoopSocket, Wires
@@ -30,7 +30,7 @@ def sim_network(wires: Wires) -> Network:
 
 
 class SimSender:
-    """For :class:`kvrelay.wire.block_sender.BlockSender`: packs, reads and lets go of each block at different moments.
+    """For :class:`kvrelay.wire.lines.block_sender.BlockSender`: packs, reads and lets go of each block at different moments.
 
     Its connection can break, or freeze, while both ends and the control link live. One that breaks is made anew at once, as ZeroMQ
     does that, but what was on its way is lost; soon the sender hears of it, and ends.
@@ -196,7 +196,8 @@ class SimSender:
 
 
 class SimReceiver:
-    """For :class:`kvrelay.wire.data_plane.BlockReceiver`: the write of a block takes a moment, in which anything may happen."""
+    """For :class:`kvrelay.wire.lines.data_plane.BlockReceiver`: the write of a block takes a moment, in which anything may
+    happen."""
 
     def __init__(
         self,
@@ -255,7 +256,7 @@ class SimReceiver:
 
 
 class SimModelLoop:
-    """For :class:`kvrelay.engine.loop.ModelLoop`: steps take virtual time."""
+    """For :class:`kvrelay.worker.loop.ModelLoop`: steps take virtual time."""
 
     def __init__(self, worker: Any, name: str, clock: Clock) -> None:
         self._worker = worker

@@ -21,14 +21,14 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.sampling import SamplingParams, Watermark
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.fake import FakeEngine, expected_output, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.progress import GenerationRequest
-from kvrelay.gateway.relay import Relay
-from kvrelay.gateway.settings import RelaySettings
-from kvrelay.gateway.timings import RequestTimings
-from kvrelay.gateway.workers import WorkerPool, static_workers
+from kvrelay.gateway.relay.progress import GenerationRequest
+from kvrelay.gateway.relay.relay import Relay
+from kvrelay.gateway.relay.settings import RelaySettings
+from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.gateway.workers.pool import WorkerPool, static_workers
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.messages import TokenDelta

@@ -17,15 +17,15 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import chain_hashes, root_hash
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind
-from kvrelay.engine.fake import MemoryStore
-from kvrelay.wire.block_frames import BlockHeader, parse_header
+from kvrelay.engine.fake.engine import MemoryStore
+from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.wire.blocks.frames import BlockHeader, parse_header
+from kvrelay.wire.blocks.seal import TAG_NBYTES, BlockSealer
 from kvrelay.wire.errors import BlockRefusedError
-from kvrelay.wire.lease import LeaseSettings, VerifiedLease
-from kvrelay.wire.leases import LeaseTable
+from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease
+from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.messages import Commit, FailureCode, Grant, Offer, Timings
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.seal import TAG_NBYTES, BlockSealer
 
 Key = tuple[str, int]
 Frames = tuple[bytes, bytes]  # header, payload

@@ -10,17 +10,17 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from kvrelay.engine.fake import fake_card
-from kvrelay.wire.authentication import ClientProof, PeerGate
-from kvrelay.wire.block_sender import BlockSender
+from kvrelay.engine.fake.engine import fake_card
 from kvrelay.wire.codec import Codec
-from kvrelay.wire.control_client import ControlClient
-from kvrelay.wire.control_server import ControlServer
-from kvrelay.wire.data_plane import BlockReceiver
+from kvrelay.wire.control.client import ControlClient
+from kvrelay.wire.control.server import ControlServer
+from kvrelay.wire.lines.block_sender import BlockSender
+from kvrelay.wire.lines.data_plane import BlockReceiver
 from kvrelay.wire.loop_socket import LoopSocket
 from kvrelay.wire.messages import Hello, HelloRefused, Message, Role, Status, Welcome, WorkerState
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
+from kvrelay.wire.security.authentication import ClientProof, PeerGate
 from kvrelay.wire.settings import LinkSettings
 
 WAIT_S = 10.0

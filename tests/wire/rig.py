@@ -9,15 +9,15 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.engine.block_manager import BlockManager, Owner, OwnerKind
-from kvrelay.wire.block_sender import BlockSender
-from kvrelay.wire.data_plane import BlockReceiver
-from kvrelay.wire.lease import VerifiedLease
+from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.wire.leases.lease import VerifiedLease
+from kvrelay.wire.lines.block_sender import BlockSender
+from kvrelay.wire.lines.data_plane import BlockReceiver
+from kvrelay.wire.lines.shared.place import SharedPlace
+from kvrelay.wire.lines.shared.receiver import SharedReceiver
+from kvrelay.wire.lines.shared.sender import SharedTarget
 from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Message, Offer, Reject, Timings, Verified
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.shared_place import SharedPlace
-from kvrelay.wire.shared_receiver import SharedReceiver
-from kvrelay.wire.shared_sender import SharedTarget
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
 
 from .lease_bench import (

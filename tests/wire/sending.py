@@ -9,11 +9,11 @@ from typing import Any
 import zmq
 from prometheus_client import CollectorRegistry
 
-from kvrelay.wire.block_frames import BlockHeader
-from kvrelay.wire.block_sender import BlockSender
+from kvrelay.wire.blocks.frames import BlockHeader
+from kvrelay.wire.blocks.seal import BlockSealer
+from kvrelay.wire.blocks.send_job import SendTicket
+from kvrelay.wire.lines.block_sender import BlockSender
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.seal import BlockSealer
-from kvrelay.wire.send_job import SendTicket
 
 from .lease_bench import BLOCK_NBYTES, WAIT_S, until
 

@@ -7,9 +7,9 @@ import socket
 from pathlib import Path
 from typing import Self
 
-from kvrelay.wire.shared_packets import Greeting, pack_block, parse_slots, refusal_in
-from kvrelay.wire.shared_place import SharedPlace
-from kvrelay.wire.shared_ring import RingShape, make_ring
+from kvrelay.wire.lines.shared.packets import Greeting, pack_block, parse_slots, refusal_in
+from kvrelay.wire.lines.shared.place import SharedPlace
+from kvrelay.wire.lines.shared.ring import RingShape, make_ring
 
 from .lease_bench import WAIT_S
 

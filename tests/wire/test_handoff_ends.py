@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.block_manager import Owner, OwnerKind
-from kvrelay.wire.block_frames import BlockHeader
+from kvrelay.engine.kv.block_manager import Owner, OwnerKind
+from kvrelay.wire.blocks.frames import BlockHeader
+from kvrelay.wire.blocks.seal import BlockSealer
+from kvrelay.wire.blocks.send_job import SendTicket
 from kvrelay.wire.errors import BlockRefusedError, WireError
 from kvrelay.wire.messages import Abort, FailureCode, Grant, Renew
-from kvrelay.wire.seal import BlockSealer
-from kvrelay.wire.send_job import SendTicket
 
 from .lease_bench import BLOCK_SIZE, EPOCH, NUM_TOKENS, TTL_S, WAIT_S, LeaseBench, offer_of, until
 from .rig import Rig

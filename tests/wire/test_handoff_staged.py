@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.engine.copies import StagingPlan
-from kvrelay.engine.staging import StagedRead, Staging
-from kvrelay.wire.block_frames import BlockHeader, parse_header
+from kvrelay.engine.kv.copies import StagingPlan
+from kvrelay.engine.kv.staging import StagedRead, Staging
+from kvrelay.wire.blocks.frames import BlockHeader, parse_header
+from kvrelay.wire.blocks.seal import TAG_NBYTES
 from kvrelay.wire.messages import FailureCode
-from kvrelay.wire.seal import TAG_NBYTES
 from tests.engine.late_device import LateDevice
 
 from .lease_bench import BLOCK_NBYTES, WAIT_S, Granted, offer_of, until

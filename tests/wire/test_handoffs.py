@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvrelay.engine.block_manager import Owner, OwnerKind
+from kvrelay.engine.kv.block_manager import Owner, OwnerKind
 from kvrelay.wire.messages import Abort, FailureCode, Grant, Refuse
 
 from .lease_bench import (

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvrelay.common.sampling import BeamSearch, FinishReason, Guide, GuideKind, SampledToken, SamplingParams, Watermark
-from kvrelay.engine.fake import fake_card
+from kvrelay.engine.fake.engine import fake_card
 from kvrelay.wire.messages import Beam, Failed, FailureCode, Status, Submit, TokenDelta, Tokens, WorkerState
 from kvrelay.worker.beam_check import _EXCLUDED, invalid_beams, invalid_first_token, unfit_beams
 from kvrelay.worker.submit import WorkerIdentity, invalid_submit, submit_refusal

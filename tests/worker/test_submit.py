@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import BeamSearch, SamplingParams, Watermark
-from kvrelay.engine.fake import fake_card
+from kvrelay.engine.fake.engine import fake_card
 from kvrelay.wire.messages import Submit
 from kvrelay.worker.submit import invalid_submit
 

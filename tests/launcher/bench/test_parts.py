@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.engine.interface import StepRow
+from kvrelay.engine.step.interface import StepRow
 from kvrelay.launcher.bench.client import TIMINGS_HEADER, StreamingClient
 from kvrelay.launcher.bench.records import RequestRecord, TtftParts
 from kvrelay.launcher.bench.summary import PartsSummary, summarize

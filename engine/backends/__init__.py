@@ -1,0 +1,1 @@
+"""Operations of each device: everything that differs between a CPU and a GPU."""

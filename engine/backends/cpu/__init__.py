@@ -1,0 +1,1 @@
+"""Operations on a CPU: torch, and our own kernels in C++."""

@@ -1,0 +1,57 @@
+"""A model's operations on a CPU: by our kernels where they run."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.backends.cpu.native import CpuKernels, CpuKernelsError
+from kvrelay.engine.backends.cpu.native.compiled import default_cache_dir
+from kvrelay.engine.backends.cpu.native_ops import NativeCpuOps
+from kvrelay.engine.backends.cpu.ops import CpuOps
+from kvrelay.engine.backends.options import EngineOptions
+from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.models.ops import Ops
+
+logger = logging.getLogger(__name__)
+
+
+def cpu_kernels(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> CpuKernels:
+    """Our kernels for a model in ``dtype``, compiled if need be. Raises CpuKernelsError, which says why there are none."""
+    widths = (config.hidden_size, config.intermediate_size)
+    if options.cpu_kernels == "torch":
+        raise CpuKernelsError("--cpu-kernels is torch")
+    if dtype != torch.bfloat16:
+        raise CpuKernelsError(f"they are for bfloat16, not {dtype}")
+    if not CpuKernels.fit(head_dim=config.head_dim, widths=widths):
+        raise CpuKernelsError(f"they have no code for head_dim {config.head_dim} with widths {widths}")
+    return CpuKernels.load(default_cache_dir())
+
+
+def why_no_cpu_kernels(options: EngineOptions, config: ModelConfig) -> str | None:
+    """None if our kernels run this model in bf16."""
+    try:
+        cpu_kernels(options, config, torch.bfloat16)
+    except CpuKernelsError as error:
+        return str(error)
+    return None
+
+
+def cpu_ops(
+    options: EngineOptions, config: ModelConfig, pool: torch.Tensor, max_model_len: int, *, has_int8_weights: bool
+) -> Ops:
+    """Our kernels where they run. Raises ModelError if they are asked for and do not."""
+    try:
+        kernels = cpu_kernels(options, config, pool.dtype)
+    except CpuKernelsError as error:
+        if options.cpu_kernels == "native":
+            raise ModelError(f"--cpu-kernels is native, but {error}; use auto") from error
+        is_slower = options.cpu_kernels == "auto" and pool.dtype == torch.bfloat16
+        logger.log(
+            logging.WARNING if is_slower else logging.DEBUG,
+            "no kernels of our own on this CPU, the slower torch operations instead: %s", error,
+        )  # fmt: skip
+        return CpuOps(config, pool, max_model_len, has_int8_weights=has_int8_weights)
+    return NativeCpuOps(config, pool, max_model_len, kernels, has_int8_weights=has_int8_weights)

@@ -1,0 +1,137 @@
+"""Calls the C++ beside it, compiled (:mod:`kvrelay.engine.backends.cpu.native.compiled`).
+
+The library finds the OpenMP runtime that torch has loaded already, so that both share their threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from kvrelay.engine.backends.cpu.native.compiled import CpuKernelsError, find_library
+
+_HEAD_DIMS = (32, 64, 96, 128, 256)
+_LANES = 16
+_PANEL = 48  # outputs of a weight that lie together
+
+
+class Step(ctypes.Structure):
+    """What is the same in all layers of a step; see ``struct Step`` in step.h. Whoever makes one keeps the memory alive."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("pool", "cos", "sin", "positions", "slots", "block_tables", "seq_lens", "query_starts")
+        ),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_rows", "max_blocks")),
+        *((name, ctypes.c_int64) for name in ("num_layers", "q_heads", "kv_heads", "block_size", "head_dim")),
+    ]
+
+
+class CpuKernels:
+    """The loaded library. Every tensor is bf16 on the CPU, and contiguous where nothing else is said."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, integer, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+        self._rms_norm = library.kvrelay_rms_norm
+        self._rms_norm.argtypes = (pointer, pointer, pointer, pointer, integer, integer, real)
+        self._silu_mul = library.kvrelay_silu_mul
+        self._silu_mul.argtypes = (pointer, pointer, integer, integer)
+        self._argmax = library.kvrelay_argmax
+        self._argmax.argtypes = (pointer, pointer, integer, integer)
+        self._rotary = library.kvrelay_rotary_kv_write
+        self._rotary.argtypes = (pointer, integer, pointer, pointer, pointer, integer, integer, integer, pointer)
+        self._attention = library.kvrelay_attention
+        self._attention.argtypes = (pointer, integer, pointer, integer, real, pointer)
+        self._pack = library.kvrelay_pack_weight
+        self._pack.argtypes = (pointer, pointer, integer, integer)
+        self._linear = library.kvrelay_linear
+        self._linear.argtypes = (pointer, pointer, pointer, pointer, integer, integer, integer)
+        # Else the processor has none, and products are of floats.
+        self.has_bf16_dot_products: bool = bool(library.kvrelay_has_bf16_dot_products())
+        for function in (
+            self._rms_norm, self._silu_mul, self._argmax, self._rotary, self._attention, self._pack, self._linear,
+        ):  # fmt: skip
+            function.restype = None
+
+    @classmethod
+    def load(cls, cache_dir: Path) -> CpuKernels:
+        """Compile if need be, and load. Raises CpuKernelsError."""
+        path = find_library(cache_dir)
+        try:
+            return cls(ctypes.CDLL(str(path)))
+        except (OSError, AttributeError) as error:
+            raise CpuKernelsError(f"{path} cannot be loaded: {error}") from error
+
+    @staticmethod
+    def fit(*, head_dim: int, widths: tuple[int, ...]) -> bool:
+        """Whether there is code for a model with this head size, and norms and activations of these widths."""
+        return head_dim in _HEAD_DIMS and all(width % _LANES == 0 for width in widths)
+
+    def rms_norm(
+        self, hidden: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """``residual += hidden`` in place, if there is one, then the norm of ``residual`` ``[..., width]`` times ``weight``."""
+        out = torch.empty_like(residual)
+        width = residual.shape[-1]
+        added = None if hidden is None else hidden.data_ptr()
+        rows = residual.numel() // width
+        self._rms_norm(added, residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps)
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of ``[num_tokens, 2 * width]``."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty((rows, width))
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width)
+        return out
+
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """``weight`` ``[outputs, inputs]``, inputs even, as :meth:`linear` reads it; up to 47 outputs larger."""
+        outputs, inputs = weight.shape
+        if inputs % 2:
+            raise ValueError(f"a weight of {inputs} inputs; they are multiplied in pairs")
+        weight = weight.contiguous()
+        panels = weight.new_empty((-(-outputs // _PANEL) * _PANEL, inputs))
+        self._pack(weight.data_ptr(), panels.data_ptr(), outputs, inputs)
+        return panels
+
+    def linear(
+        self, hidden: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, num_outputs: int
+    ) -> torch.Tensor:
+        """``hidden @ weight.T + bias``, ``[rows, num_outputs]``; ``panels`` from :meth:`pack_weight`, ``bias`` in fp32."""
+        rows, inputs = hidden.shape
+        out = hidden.new_empty((rows, num_outputs))
+        added = None if bias is None else bias.data_ptr()
+        self._linear(hidden.data_ptr(), panels.data_ptr(), added, out.data_ptr(), rows, num_outputs, inputs)
+        return out
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """The likeliest token of each row of ``[n, vocab]``, ``[n]`` int64."""
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        self._argmax(logits.data_ptr(), tokens.data_ptr(), len(logits), logits.shape[1])
+        return tokens
+
+    def rotary_kv_write(
+        self, step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Rotate q and k, write k and v into the pool; returns the rotated q. A token's heads must be contiguous."""
+        rotated = query.new_empty(query.shape)
+        self._rotary(
+            ctypes.byref(step), layer, query.data_ptr(), key.data_ptr(), value.data_ptr(),
+            query.stride(0), key.stride(0), value.stride(0), rotated.data_ptr(),
+        )  # fmt: skip
+        return rotated
+
+    def attention(self, step: Step, layer: int, query: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Attention of ``query`` ``[num_tokens, q_heads, head_dim]`` over the pool, in the same shape.
+
+        A token's result has the same bits whatever else is in the step, and however its sequence was cut into steps.
+        """
+        query = query.contiguous()
+        out = torch.empty_like(query)
+        scale = query.shape[-1] ** -0.5
+        self._attention(ctypes.byref(step), layer, query.data_ptr(), window or 0, scale, out.data_ptr())
+        return out

@@ -1,0 +1,141 @@
+"""The operations on the CPU in bf16, by our C++ kernels; matrix products by oneDNN where it is the faster.
+
+On processors of one kind, what a token is computed to does not depend on what else is in the step, nor on how its sequence was cut
+into steps: an answer that is computed anew goes on with the same words. That is not promised of 8-bit weights, nor of oneDNN's
+products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvrelay.engine.backends.cpu.linear import Int8Linear, NativeLinear, has_packed_linear
+from kvrelay.engine.backends.cpu.native import CpuKernels
+from kvrelay.engine.backends.cpu.native.library import Step
+from kvrelay.engine.backends.cpu.ops import CpuOps, cos_sin_rows
+from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.models.ops import Linear
+from kvrelay.engine.sampling.penalties import Penalties
+from kvrelay.engine.sampling.rows import SamplingRows
+from kvrelay.engine.step.batch import Batch, Ints
+from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, Weight, rounded
+
+
+class NativeCpuStep:
+    """Implements StepContext for one batch."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        config: ModelConfig,
+        pool: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        kernels: CpuKernels,
+    ) -> None:
+        self._kernels = kernels
+        self._windows = config.sliding_windows
+        _, num_layers, _, kv_heads, block_size, head_dim = pool.shape
+        of_batch = (batch.positions, batch.slot_mapping, batch.block_tables, batch.seq_lens, batch.query_start_loc)
+        arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in of_batch]
+        positions, slots, block_tables, seq_lens, query_starts = arrays
+        self._kept = (pool, tables, arrays)  # the kernels have their addresses
+        self._step = Step(
+            pool=pool.data_ptr(), cos=tables[0].data_ptr(), sin=tables[1].data_ptr(),
+            positions=_address(positions), slots=_address(slots),
+            block_tables=_address(block_tables), seq_lens=_address(seq_lens), query_starts=_address(query_starts),
+            num_tokens=len(positions), num_rows=len(seq_lens), max_blocks=block_tables.shape[1], num_layers=num_layers,
+            q_heads=config.num_q_heads, kv_heads=kv_heads, block_size=block_size, head_dim=head_dim,
+        )  # fmt: skip
+
+    def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+        """See StepContext."""
+        return self._kernels.rotary_kv_write(self._step, layer, query, key, value)
+
+    def attention(self, query: torch.Tensor, layer: int) -> torch.Tensor:
+        """See StepContext."""
+        return self._kernels.attention(self._step, layer, query, self._windows[layer])
+
+
+class NativeCpuOps:
+    """Implements Ops for a bf16 ``pool``. Sampling is that of :class:`CpuOps`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: torch.Tensor,
+        max_model_len: int,
+        kernels: CpuKernels,
+        *,
+        has_int8_weights: bool = False,
+    ) -> None:
+        """The model must :meth:`CpuKernels.fit`."""
+        self._plain = CpuOps(config, pool, max_model_len, has_int8_weights=has_int8_weights)
+        self._config = config
+        self._pool = pool
+        self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
+        self._kernels = kernels
+        self._has_int8_weights = has_int8_weights
+
+    def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        """See Ops, and CpuOps."""
+        if not has_native_linear(self._kernels, weight):
+            return self._plain.make_linear(weight, bias)
+        if isinstance(weight, RoundedWeight):
+            return Int8Linear(weight, bias, lambda integers: NativeLinear(self._kernels, integers, None))
+        if self._has_int8_weights:
+            return self.make_linear(rounded(weight, Rounding.INT8), bias)
+        return NativeLinear(self._kernels, weight, bias)
+
+    def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """See Ops."""
+        return self._plain.upload(arrays)
+
+    def begin_step(self, batch: Batch) -> NativeCpuStep:
+        """See Ops."""
+        return NativeCpuStep(batch, self._config, self._pool, self._tables, self._kernels)
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return self._kernels.rms_norm(None, hidden.contiguous(), weight, self._config.rms_norm_eps)
+
+    def add_rms_norm(self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return self._kernels.rms_norm(hidden, residual, weight, self._config.rms_norm_eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return self._kernels.silu_mul(gate_up)
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """See SamplerOps. The kernel is for bf16; logits that were processed are fp32."""
+        return self._kernels.argmax(logits) if logits.dtype == torch.bfloat16 else self._plain.argmax(logits)
+
+    def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
+        """See SamplerOps."""
+        self._plain.penalize(logits, penalties, last_tokens)
+
+    def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """See SamplerOps."""
+        return self._plain.draw_tokens(logits, rows)
+
+
+def has_native_linear(kernels: CpuKernels, weight: Weight) -> bool:
+    """Whether our product is the faster one.
+
+    Not where the processor multiplies tiles (AMX), which oneDNN makes use of. Without bf16 dot products only where oneDNN has no
+    bf16 on this processor at all: there ours multiplies floats.
+    """
+    if weight.shape[1] % 2:
+        return False
+    if kernels.has_bf16_dot_products:
+        return not torch.cpu._is_amx_tile_supported()
+    return not has_packed_linear(torch.bfloat16)
+
+
+def _address(array: Ints) -> int:
+    return array.ctypes.data

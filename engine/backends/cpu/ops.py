@@ -1,0 +1,132 @@
+"""The operations on the CPU, in plain vectorised torch: for every dtype, and where there is no compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from kvrelay.engine.backends.cpu.attention import AttentionPlan, AttentionScratch
+from kvrelay.engine.backends.cpu.linear import Int8Linear, PackedLinear, PlainLinear, has_packed_linear
+from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.config.rope import cos_sin_tables
+from kvrelay.engine.models.ops import Linear
+from kvrelay.engine.sampling.draw import draw_tokens
+from kvrelay.engine.sampling.penalties import Penalties, penalize
+from kvrelay.engine.sampling.rows import SamplingRows
+from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, Weight, rounded
+
+
+class CpuStep:
+    """Implements StepContext for one batch."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        config: ModelConfig,
+        pool: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        scratch: AttentionScratch,
+    ) -> None:
+        _, _, _, num_kv_heads, block_size, head_dim = pool.shape
+        self._windows = config.sliding_windows
+        self._plans = {
+            window: AttentionPlan(batch, pool, config.num_q_heads, window, scratch)
+            for window in set(config.sliding_windows)
+        }
+        positions = torch.from_numpy(batch.positions)
+        self._cos, self._sin = (table[positions][:, None, :] for table in tables)  # [num_tokens, 1, head_dim]
+        self._flat_pool = pool.view(-1, head_dim)
+        self._rows_per_layer = 2 * num_kv_heads * block_size
+        blocks, offsets = np.divmod(batch.slot_mapping, block_size)
+        first = blocks * (pool.shape[1] * self._rows_per_layer) + offsets
+        rows = first[:, None] + np.arange(2 * num_kv_heads) * block_size
+        self._new_rows = torch.from_numpy(rows.reshape(-1))  # of the flat pool, layer 0
+
+    def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+        """See StepContext."""
+        heads = torch.cat((query, key), dim=1)
+        # Rounded where the reference rounds: after each product and after the sum.
+        swapped = heads.roll(heads.shape[-1] // 2, -1)
+        heads = (heads * self._cos).add_(swapped.mul_(self._sin))
+        query, key = heads.split_with_sizes((query.shape[1], key.shape[1]), dim=1)
+        # A broken sequence's NaN would outlive it: attention reads a block's unwritten tail under a mask, and 0 * NaN is NaN.
+        kv = torch.cat((key, value), dim=1).nan_to_num_(0.0, 0.0, 0.0)
+        self._flat_pool.index_copy_(0, self._new_rows + layer * self._rows_per_layer, kv.view(-1, kv.shape[-1]))
+        return query
+
+    def attention(self, query: torch.Tensor, layer: int) -> torch.Tensor:
+        """See StepContext."""
+        out = query.new_empty(query.shape)
+        self._plans[self._windows[layer]].run(query, layer, out)
+        return out
+
+
+class CpuOps:
+    """Implements Ops. Cosines are kept in the model's dtype, as the reference implementations have them."""
+
+    def __init__(
+        self, config: ModelConfig, pool: torch.Tensor, max_model_len: int, *, has_int8_weights: bool = False
+    ) -> None:
+        """``has_int8_weights`` needs a CPU that :func:`has_packed_linear` in bf16, and a bf16 ``pool``."""
+        self._config = config
+        self._pool = pool
+        self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
+        self._scratch = AttentionScratch(pool.dtype)
+        self._packs = has_packed_linear(pool.dtype)
+        self._has_int8_weights = has_int8_weights
+
+    def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        """See Ops. With int8 weights the head's, which comes as it is, is rounded here."""
+        if isinstance(weight, RoundedWeight):
+            return Int8Linear(weight, bias, lambda integers: PackedLinear(integers, None))
+        if self._has_int8_weights:
+            return self.make_linear(rounded(weight, Rounding.INT8), bias)
+        return PackedLinear(weight, bias) if self._packs else PlainLinear(weight, bias)
+
+    def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """See Ops. They are there already."""
+        return [torch.from_numpy(array) for array in arrays]
+
+    def begin_step(self, batch: Batch) -> CpuStep:
+        """See Ops."""
+        return CpuStep(batch, self._config, self._pool, self._tables, self._scratch)
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        wide = hidden.to(torch.float32, copy=True)
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        scale = squares.div_(wide.shape[-1]).add_(self._config.rms_norm_eps).rsqrt_()
+        return wide.mul_(scale).to(hidden.dtype).mul_(weight)
+
+    def add_rms_norm(self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return self.rms_norm(residual.add_(hidden), weight)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """See SamplerOps. Of fp32: torch has no fast one for less."""
+        return logits.float().argmax(dim=-1)
+
+    def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
+        """See SamplerOps."""
+        penalize(logits, penalties, last_tokens)
+
+    def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """See SamplerOps."""
+        return draw_tokens(logits, rows)
+
+
+def cos_sin_rows(config: ModelConfig, max_model_len: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both ``[max_model_len, head_dim]``; the sine of the first half is negative, so that a rotation needs no negation."""
+    cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)

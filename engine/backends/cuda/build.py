@@ -1,0 +1,196 @@
+"""A model on a GPU: its operations, and its decode steps as graphs. Imported only where there is one."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from kvrelay.common.errors import ModelError
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.backends.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
+from kvrelay.engine.backends.cuda.memory import GpuMemory
+from kvrelay.engine.backends.cuda.ops import CudaOps, StepInputs
+from kvrelay.engine.backends.options import EngineOptions, asked_blocks
+from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.kv.pool import KvPool, block_nbytes_of
+from kvrelay.engine.models.decoder import DecoderModel
+from kvrelay.engine.sampling.sampled import UnderWay
+from kvrelay.engine.sampling.sampler import sample
+from kvrelay.engine.step.batch import build_batch
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.sequence import Sequence
+from kvrelay.engine.weights.checkpoint import ModelWeights
+from kvrelay.engine.weights.kv_scales import unit_kv_scales
+from kvrelay.engine.weights.rounding import Rounding
+from kvrelay.kernels.decode_attention import decode_batch_sizes
+from kvrelay.kernels.kv_scales import require_e4m3
+
+logger = logging.getLogger(__name__)
+
+
+def cuda_model(
+    config: ModelConfig,
+    weights: ModelWeights,
+    pool: KvPool,
+    max_model_len: int,
+    options: EngineOptions,
+    kv_scales: torch.Tensor | None,
+) -> tuple[DecoderModel, CudaOps, DecodeGraphs | None]:
+    """The model over ``pool``, which has a spare block. Takes ``weights`` over. Capturing graphs takes seconds.
+
+    ``kv_scales``: see :func:`cuda_ops`.
+    """
+    graphs: DecodeGraphs | None = None
+    try:
+        ops = cuda_ops(config, pool, max_model_len, options, kv_scales)
+        compute_dtype = weights.embed.dtype
+        model = DecoderModel(config, weights, ops)
+        compile_steps(model, ops, pool, options)
+        compile_sampling(torch.zeros(1, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device), ops)
+        if options.decodes and options.cuda_graphs:
+            graphs = decode_graphs(config, model, ops, pool, max_model_len, options, compute_dtype, CudaRecorder())
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"no memory is left beside the KV pool for steps and their graphs ({error}): lower --kv-memory-fraction or "
+            "--kv-memory-mb, or start without graphs (--no-cuda-graphs)"
+        ) from error
+    return model, ops, graphs
+
+
+def cuda_ops(
+    config: ModelConfig, pool: KvPool, max_model_len: int, options: EngineOptions, kv_scales: torch.Tensor | None
+) -> CudaOps:
+    """Operations over ``pool``. Raises ModelError if this GPU has none for its type.
+
+    ``kv_scales``: of an fp8 pool, on any device (:mod:`kvrelay.engine.weights.kv_scales`), else None.
+    """
+    if pool.tensor.dtype == torch.float8_e4m3fn:
+        try:
+            require_e4m3(pool.tensor.device)
+        except ValueError as error:
+            raise ModelError(f"--kv-dtype is fp8, but {error}: leave it at auto") from error
+    on_device = None if kv_scales is None else kv_scales.to(pool.tensor.device)
+    return CudaOps(config, pool.tensor, max_model_len, options.max_num_seqs, kv_scales=on_device)
+
+
+def require_weight_format(rounding: Rounding | None, device: torch.device) -> None:
+    """Raise ModelError unless this GPU has the type that weights are rounded to; None: they are not."""
+    if rounding is not Rounding.FP8:
+        return
+    try:
+        require_e4m3(device, "fp8 (e4m3) weights need", "take int8, or leave the weights as they are")
+    except ValueError as error:
+        raise ModelError(f"--weight-format is fp8, but {error}") from error
+
+
+def measure_memory(
+    config: ModelConfig, weights: ModelWeights, kv_dtype: torch.dtype, device: torch.device, options: EngineOptions
+) -> GpuMemory:
+    """The GPU's memory, with the weights there. The largest step is run to measure what it takes.
+
+    Raises ModelError if it does not fit.
+    """
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        pool_nbytes = run_largest_step(config, weights, kv_dtype, device, options)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"no memory is left beside the weights for the largest step, of {options.max_batched_tokens} tokens ({error}): lower "
+            "--max-batched-tokens"
+        ) from error
+    torch.cuda.synchronize(device)
+    step_nbytes = torch.cuda.max_memory_allocated(device) - before - pool_nbytes
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    memory = GpuMemory(total, free, held=torch.cuda.memory_reserved(device), step=max(0, step_nbytes))
+    logger.info("GPU memory: %s", memory.text)
+    return memory
+
+
+@torch.inference_mode()
+def run_largest_step(
+    config: ModelConfig, weights: ModelWeights, kv_dtype: torch.dtype, device: torch.device, options: EngineOptions
+) -> int:
+    """Compute as many tokens as a step may have, and sample for as many sequences, over a pool of its own.
+
+    Returns that pool's bytes; it is not larger than one whose size is given. ``weights`` stay whole.
+    """
+    asked = asked_blocks(options, block_nbytes_of(config, options.block_size, kv_dtype))
+    num_tokens = options.max_batched_tokens
+    if asked is not None:
+        num_tokens = max(1, min(num_tokens, asked * options.block_size))
+    max_len = min(num_tokens, options.max_model_len or num_tokens, config.max_position_embeddings)
+    sampling = SamplingParams(max_tokens=1, top_p=0.9, typical_p=0.9, num_logprobs=0)
+    rows, num_blocks = [], 0
+    for start in range(0, num_tokens, max_len):
+        length = min(max_len, num_tokens - start)
+        blocks = list(range(num_blocks, num_blocks + -(-length // options.block_size)))
+        num_blocks += len(blocks)
+        sequence = Sequence(f"largest {start}", 1, [0] * length, length, sampling, 0.0, block_table=blocks)
+        rows.append(StepRow(sequence, length))
+    pool = KvPool(config, num_blocks, options.block_size, kv_dtype, device)
+    kv_scales = unit_kv_scales(config) if kv_dtype == torch.float8_e4m3fn else None
+    ops = cuda_ops(config, pool, max_len, options, kv_scales)
+    # The model empties the list of layers that it is given, and multiplies with the very same matrices.
+    model = DecoderModel(config, replace(weights, layers=list(weights.layers)), ops)
+    batch = build_batch(rows, options.block_size)
+    hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
+    num_sampled = min(options.max_num_seqs, num_tokens)
+    sample(model.logits(hidden[:num_sampled]), [rows[0].sequence] * num_sampled, ops, {}).read()
+    return pool.tensor.nbytes
+
+
+@torch.inference_mode()
+def compile_steps(model: DecoderModel, ops: CudaOps, pool: KvPool, options: EngineOptions) -> None:
+    """Compute single tokens beside a prompt, in the spare block of ``pool``, for each number of them that has a kernel of its own.
+
+    Compiled when a step first has so many, it would stall all streams. Over the very pool: by its shape kernels are chosen.
+    """
+    sampling = SamplingParams(max_tokens=1)
+    spare = [pool.num_blocks]
+    prompt = Sequence("prompt", 1, [0, 0], 2, sampling, 0.0, block_table=spare)
+    for num_single in decode_batch_sizes(options.max_num_seqs):
+        singles = [Sequence(str(index), 1, [0], 1, sampling, 0.0, block_table=spare) for index in range(num_single)]
+        batch = build_batch([*(StepRow(one, 1) for one in singles), StepRow(prompt, 2)], options.block_size)
+        hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
+        model.logits(hidden[-1:])
+
+
+@torch.inference_mode()
+def compile_sampling(logits: torch.Tensor, ops: CudaOps) -> None:
+    """Sample from ``logits`` ``[1, vocab]`` with penalties, with and without a token under way, which are kernels of their own:
+    compiled when a stream first asks for them, they would stall all."""
+    sampling = SamplingParams(max_tokens=2, repetition_penalty=1.1, top_p=0.9)
+    sequence = Sequence("compile", 1, [0, 0], 1, sampling, 0.0)
+    token_ids = torch.zeros(1, dtype=torch.int64, device=logits.device)
+    for under_way in (None, UnderWay([1], token_ids)):
+        sample(logits, [sequence], ops, {}, under_way).read()
+
+
+@torch.inference_mode()
+def decode_graphs(
+    config: ModelConfig,
+    model: DecoderModel,
+    ops: CudaOps,
+    pool: KvPool,
+    max_model_len: int,
+    options: EngineOptions,
+    compute_dtype: torch.dtype,
+    recorder: Recorder,
+) -> DecodeGraphs:
+    """Graphs of all batches that decode, captured now. ``compute_dtype``: the logits'."""
+
+    def forward(token_ids: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        return model.logits(model.forward(token_ids, ops.step_of(inputs)))
+
+    return DecodeGraphs(
+        forward,
+        ops.inputs_of,
+        recorder,
+        logits=torch.empty(options.max_num_seqs, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device),
+        max_blocks=-(-max_model_len // options.block_size),
+        padding_slot=pool.num_blocks * options.block_size,
+    )

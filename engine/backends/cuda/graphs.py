@@ -1,0 +1,149 @@
+"""Decode steps as CUDA graphs: one launch instead of a few hundred.
+
+A graph replays what was captured, on the same memory. So each batch size of a ladder has buffers of its own for the step's
+numbers; a step is copied into those of the next larger size, and its last rows are padding: no keys to read, and K/V that go to a
+block which is nobody's. Kernels read all lengths on the device (:mod:`kvrelay.kernels.decode_attention`), so one graph serves all.
+
+All graphs are captured at the start: a shape that is met for the first time must not stall a stream. They share one memory pool,
+because only one runs at a time; so a step's logits last until the next step is launched. A step whose sampling is deferred must
+have been told to sample by then, which changes the logits in place: the next replay, behind it on the stream, writes them all anew.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvrelay.engine.backends.cuda.ops import StepInputs
+from kvrelay.engine.step.batch import Batch
+
+logger = logging.getLogger(__name__)
+
+Replay = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """What makes a graph of a function's kernels (:class:`CudaRecorder`)."""
+
+    def record(self, run: Callable[[], None]) -> Replay:
+        """How to run it again, on the same memory."""
+
+
+class CudaRecorder:
+    """Captures CUDA graphs into one memory pool. Implements :class:`Recorder`."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        # One for all graphs: cuBLAS keeps a workspace of tens of MiB for every stream that it ever ran on.
+        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def record(self, run: Callable[[], None]) -> Replay:
+        """See Recorder. It runs once before: kernels must be compiled, and libraries have their workspaces, before a capture."""
+        side = self._side
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+            run()
+        return graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Rung:
+    token_ids: torch.Tensor  # [batch_size] int64
+    inputs: StepInputs
+    replay: Replay
+
+
+def ladder(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture: close enough that padding is cheap, few enough that a start is quick. The largest is the most."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+class DecodeGraphs:
+    """The graphs of one engine. Implements :class:`kvrelay.engine.models.ops.StepGraphs`. Model thread only."""
+
+    def __init__(
+        self,
+        forward: Callable[[torch.Tensor, StepInputs], torch.Tensor],
+        inputs_of: Callable[[Batch], StepInputs],
+        recorder: Recorder,
+        *,
+        logits: torch.Tensor,
+        max_blocks: int,
+        padding_slot: int,
+    ) -> None:
+        """Capture them all.
+
+        ``forward``: logits ``[n, vocab]`` of ``n`` tokens, one for each sequence. ``inputs_of`` brings a batch's numbers to the
+        device. ``logits``: ``[max_num_seqs, vocab]``, where all graphs leave theirs. ``max_blocks``: of the longest sequence.
+        ``padding_slot``: of a block that no sequence ever holds.
+        """
+        self._inputs_of = inputs_of
+        self._max_blocks = max_blocks
+        self._padding_slot = padding_slot
+        self._rungs: dict[int, _Rung] = {}
+        self._logits = logits
+        sizes = ladder(len(logits))
+        # The largest first: the smaller ones then find room in what it left in the pool.
+        for done, size in enumerate(reversed(sizes)):
+            logger.info("capturing decode graphs: %d of %d, batches of up to %d", done + 1, len(sizes), size)
+            self._rungs[size] = self._capture(forward, recorder, size)
+        self._sizes = sizes
+
+    def _capture(
+        self,
+        forward: Callable[[torch.Tensor, StepInputs], torch.Tensor],
+        recorder: Recorder,
+        size: int,
+    ) -> _Rung:
+        device = self._logits.device
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        token_ids = zeros(size, dtype=torch.int64)
+        inputs = StepInputs(
+            positions=zeros(size, dtype=torch.int64),
+            slot_mapping=torch.full((size,), self._padding_slot, dtype=torch.int64, device=device),
+            block_tables=zeros(size, self._max_blocks, dtype=torch.int32),
+            seq_lens=zeros(size, dtype=torch.int32),
+            query_start_loc=zeros(1, dtype=torch.int32),
+            num_decode_rows=size,
+            max_query_len=1,
+        )
+
+        def run() -> None:
+            # Of its own, each would stay in memory. The copy takes some microseconds.
+            self._logits[:size] = forward(token_ids, inputs)
+
+        return _Rung(token_ids, inputs, recorder.record(run))
+
+    def fits(self, batch: Batch) -> bool:
+        """See StepGraphs. Every row must decode, and there must not be too many."""
+        return batch.num_decode_rows == len(batch.rows) == len(batch.sampling_rows) <= self._sizes[-1]
+
+    def run(self, batch: Batch, token_ids: torch.Tensor) -> torch.Tensor:
+        """See StepGraphs."""
+        inputs = self._inputs_of(batch)
+        num_rows, width = inputs.block_tables.shape
+        rung = self._rungs[self._sizes[bisect.bisect_left(self._sizes, num_rows)]]
+        rung.token_ids[:num_rows] = token_ids
+        rung.inputs.positions[:num_rows] = inputs.positions
+        rung.inputs.block_tables[:num_rows, :width] = inputs.block_tables
+        for there, here, padding in (
+            (rung.inputs.slot_mapping, inputs.slot_mapping, self._padding_slot),
+            (rung.inputs.seq_lens, inputs.seq_lens, 0),
+        ):
+            there[:num_rows] = here
+            there[num_rows:] = padding  # of the step before, perhaps a larger one
+        rung.replay()
+        return self._logits[:num_rows]

@@ -1,0 +1,157 @@
+"""What a real engine is made from, and what follows from it for its device and its pool."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.backends.cpu.linear import has_packed_linear
+from kvrelay.engine.backends.cuda.memory import GpuMemory, pool_nbytes
+from kvrelay.engine.sampling.processors import LogitsProcessor
+from kvrelay.engine.weights.rounding import Rounding
+
+logger = logging.getLogger(__name__)
+
+_CPU_KV_BYTES = 2**30
+_MIN_POOL_TOKENS = 64  # a pool that holds less serves nobody
+NUM_SPARE_BLOCKS = 1  # of a GPU's pool, behind the others: for what rows that only fill a batch up would write
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What an engine is made from, all names resolved."""
+
+    model_dir: Path
+    model_id: str
+    dtype: str = "auto"
+    kv_dtype: str = "auto"  # or "fp8"
+    device: str = "auto"
+    weight_format: str = "full"  # or "int8", "fp8"
+    cpu_kernels: str = "auto"  # "native", or "torch" without ours
+    block_size: int = 16
+    num_blocks: int | None = None  # instead of kv_memory_bytes
+    kv_memory_bytes: int | None = None  # None: 1 GiB on CPU, kv_memory_fraction on a GPU
+    kv_memory_fraction: float = 0.9  # of a GPU's memory: this worker's share, with its weights and its largest step
+    staging_bytes: int | None = (
+        None  # of pinned memory between a GPU's pool and the network; None: 256 MiB, or four blocks
+    )
+    max_model_len: int | None = None
+    num_threads: int = 1
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 512
+    decodes: bool = True  # whether steps of one token for each sequence are worth preparing for
+    cuda_graphs: bool = True
+    run_ahead: str = "auto"  # "on", "off"; auto is on on a GPU
+    processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)  # by name; requests may ask for them
+
+
+def device_of(name: str) -> torch.device:
+    """The device that ``name``, "auto", "cpu" or "cuda", means here. Raises ModelError if there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelError("--device is cuda, but torch finds no GPU; use --device cpu, or install a CUDA build of torch")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def dtype_of(name: str, checkpoint: str, device: torch.device, why_no_kernels: Callable[[], str | None]) -> torch.dtype:
+    """The type that ``name`` means for a checkpoint of type ``checkpoint``.
+
+    "auto" is the checkpoint's; but float32 on a CPU that has no instructions for it, where torch's prompts would take several
+    times as long, and single tokens no less. Our own bf16 kernels are faster there than either, with half the memory:
+    ``why_no_kernels`` looks for them, and says why there are none.
+    """
+    if name != "auto":
+        return _torch_dtype(name)
+    dtype = _torch_dtype(checkpoint)
+    if device.type != "cpu" or has_packed_linear(dtype):
+        return dtype
+    reason = why_no_kernels() if dtype == torch.bfloat16 else f"ours are for bfloat16, not {checkpoint}"
+    if reason is None:
+        return dtype
+    logger.warning(
+        "this CPU has no %s products, and there are no kernels of our own for it (%s): computing in float32, with twice the memory",
+        *(checkpoint, reason),
+    )
+    return torch.float32
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def kv_dtype_of(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type of the pool of a model in ``dtype``. Raises ModelError where there are no kernels for it."""
+    if name == "auto":
+        return dtype
+    if device.type != "cuda":
+        raise ModelError("--kv-dtype is fp8, which needs a GPU; leave it at auto")
+    return torch.float8_e4m3fn
+
+
+def rounding_of(weight_format: str, device: torch.device, dtype: torch.dtype) -> Rounding | None:
+    """To what to round the weights, None for full ones. Raises ModelError where there are no kernels for that.
+
+    Whether a GPU has e4m3 is not asked here (:func:`kvrelay.engine.backends.cuda.build.require_weight_format`).
+    """
+    if weight_format == "full":
+        return None
+    rounding = Rounding(weight_format)
+    if device.type == "cuda":
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ModelError(
+                f"--weight-format is {weight_format}, which needs --dtype bfloat16 or float16 on a GPU, not {dtype} on {device}; "
+                "leave it at full"
+            )
+        return rounding
+    if rounding is Rounding.FP8:
+        raise ModelError(f"--weight-format is fp8, which needs a GPU, not {device}; take int8, or leave it at full")
+    if dtype != torch.bfloat16:
+        raise ModelError(
+            f"--weight-format is int8, which needs --dtype bfloat16 on a CPU, not {dtype}; leave it at full"
+        )
+    if not has_packed_linear(dtype):
+        raise ModelError(
+            "--weight-format is int8, which this CPU, without instructions for bf16, is slower with; leave it at full"
+        )
+    return rounding
+
+
+def asked_blocks(options: EngineOptions, block_nbytes: int) -> int | None:
+    """Blocks of the pool if the options say how many, or how much memory they take; else None."""
+    if options.num_blocks is not None:
+        return options.num_blocks
+    return None if options.kv_memory_bytes is None else options.kv_memory_bytes // block_nbytes
+
+
+def num_blocks_of(options: EngineOptions, block_nbytes: int, memory: GpuMemory | None) -> int:
+    """Blocks of the pool. Raises ModelError if they would serve nobody, or do not fit a GPU beside the largest step.
+
+    ``memory``: what was measured of a GPU; None: there is none, and a default must do.
+    """
+    num_blocks = asked_blocks(options, block_nbytes)
+    source = "--kv-memory-mb" if options.num_blocks is None else "--num-blocks"
+    if num_blocks is None and memory is not None:
+        num_blocks = pool_nbytes(memory, options.kv_memory_fraction) // block_nbytes
+        source = f"--kv-memory-fraction {options.kv_memory_fraction:g}"
+    elif num_blocks is None:
+        num_blocks = _CPU_KV_BYTES // block_nbytes
+    elif memory is not None and (num_blocks + NUM_SPARE_BLOCKS) * block_nbytes + memory.step > memory.free:
+        raise ModelError(
+            f"{source} gives a pool of {num_blocks} blocks, {num_blocks * block_nbytes / 2**30:.1f} GiB, which does not fit beside "
+            f"the largest step, of {options.max_batched_tokens} tokens (the GPU's memory: {memory.text}): lower {source} or "
+            "--max-batched-tokens"
+        )
+    if num_blocks * options.block_size < _MIN_POOL_TOKENS:
+        measured = "" if memory is None else f" (the GPU's memory: {memory.text})"
+        raise ModelError(
+            f"{source} gives a pool of {num_blocks} blocks of {options.block_size} tokens; at least {_MIN_POOL_TOKENS} "
+            f"tokens are needed, and a block takes {block_nbytes / 2**20:.2f} MiB{measured}: raise {source}"
+        )
+    return num_blocks

@@ -1,0 +1,1 @@
+"""A model's shape as its ``config.json`` tells it."""

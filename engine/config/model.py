@@ -1,0 +1,190 @@
+"""What a decoder model looks like, read from its Hugging Face ``config.json`` without transformers.
+
+One dataclass covers the Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen3. They differ in biases, in norms on q and k,
+and in which layers attend through a sliding window; everything else about them is the same code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.common.errors import ModelError
+from kvrelay.common.model_card import KvLayout
+from kvrelay.engine.config.rope import RopeConfig
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes and switches of one model. Lengths are in elements, positions in tokens."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    has_tied_embeddings: bool
+    has_qkv_bias: bool
+    has_o_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    sliding_windows: tuple[int | None, ...]  # per layer; None attends to everything before it
+    rope: RopeConfig
+    dtype: str
+
+    @property
+    def q_size(self) -> int:
+        """Elements of all query heads of a token."""
+        return self.num_q_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of all key heads of a token (as many as value heads)."""
+        return self.num_kv_heads * self.head_dim
+
+    def layout(
+        self, model_id: str, weights_digest: str, kv_dtype: str, block_size: int, kv_scales: str = ""
+    ) -> KvLayout:
+        """Everything the bytes of a KV block depend on. ``kv_scales``: a digest, see :class:`KvLayout`."""
+        return KvLayout(
+            model_id=model_id,
+            weights_digest=weights_digest,
+            kv_dtype=kv_dtype,
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=block_size,
+            rope=self.rope.canonical,
+            kv_scales=kv_scales,
+        )
+
+
+def load_config(directory: Path) -> ModelConfig:
+    """Read ``config.json``. Raises ModelError on a missing or broken file, or a model that is not supported."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{directory} has no config.json: it is not a Hugging Face model directory") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return parse_config(config, str(directory))
+
+
+def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
+    """The settings in a config dictionary; ``directory`` is named in errors."""
+    architecture = str((config.get("architectures") or ["none"])[0])
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise ModelError(
+            f"{directory}: architecture {architecture} is not supported; supported are "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+
+    def size(name: str, default: int | None = None) -> int:
+        value = config.get(name)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise ModelError(f"{directory}: config.json has no {name!r}")
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"{directory}: {name!r} is {value!r}; it must be a positive integer")
+        return value
+
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"{directory}: hidden_act {config['hidden_act']!r} is not supported; only silu is")
+    if config.get("quantization_config") and not _has_full_weights(config["quantization_config"]):
+        raise ModelError(
+            f"{directory}: quantized checkpoints are not supported, but for scales of an fp8 KV cache beside full weights; "
+            "use one in bf16, fp16 or fp32"
+        )
+    num_q_heads, num_layers = size("num_attention_heads"), size("num_hidden_layers")
+    num_kv_heads = size("num_key_value_heads", num_q_heads)
+    if num_q_heads % num_kv_heads:
+        raise ModelError(
+            f"{directory}: {num_q_heads} attention heads are no multiple of {num_kv_heads} key/value heads"
+        )
+    head_dim = size("head_dim", size("hidden_size") // num_q_heads)
+    if head_dim % 2:
+        raise ModelError(f"{directory}: head_dim is {head_dim}; it must be even")
+    attention_bias = bool(config.get("attention_bias", False))
+    is_qwen2 = architecture == "Qwen2ForCausalLM"
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=size("vocab_size"),
+        hidden_size=size("hidden_size"),
+        intermediate_size=size("intermediate_size"),
+        num_layers=num_layers,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6, directory),
+        max_position_embeddings=size("max_position_embeddings"),
+        has_tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        has_qkv_bias=is_qwen2 or attention_bias,
+        has_o_bias=attention_bias and not is_qwen2,
+        has_mlp_bias=bool(config.get("mlp_bias", False)),
+        has_qk_norm=architecture == "Qwen3ForCausalLM",
+        sliding_windows=_sliding_windows(config, architecture, num_layers),
+        rope=RopeConfig.parse(config, directory),
+        dtype=_dtype(config, directory),
+    )
+
+
+def _has_full_weights(quantization: Any) -> bool:
+    """Whether a ``quantization_config`` is about the KV cache alone, in fp8, as compressed-tensors and ModelOpt say that.
+
+    Groups without weights (attention's) tell an engine what else it may round; we round less.
+    """
+    if not isinstance(quantization, dict) or quantization.get("quant_method") not in ("compressed-tensors", "modelopt"):
+        return False
+    scheme, groups = quantization.get("kv_cache_scheme"), quantization.get("config_groups") or {}
+    return (
+        isinstance(scheme, dict)
+        and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+        and isinstance(groups, dict)
+        and not any(not isinstance(group, dict) or group.get("weights") for group in groups.values())
+        # Weights of another meaning: pruned, rotated, or rounded by ModelOpt.
+        and not any(quantization.get(name) for name in ("quant_algo", "sparsity_config", "transform_config"))
+    )
+
+
+def _number(config: Mapping[str, Any], name: str, default: float, directory: str) -> float:
+    value = default if config.get(name) is None else config[name]
+    if not isinstance(value, int | float):
+        raise ModelError(f"{directory}: {name!r} is {value!r}; it must be a number")
+    return float(value)
+
+
+def _dtype(config: Mapping[str, Any], directory: str) -> str:
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in SUPPORTED_DTYPES:
+        raise ModelError(f"{directory}: dtype {dtype} is not supported; supported are {', '.join(SUPPORTED_DTYPES)}")
+    return dtype
+
+
+def _sliding_windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    if window is None or architecture == "LlamaForCausalLM":
+        return (None,) * num_layers
+    if architecture == "MistralForCausalLM":
+        return (int(window),) * num_layers
+    if not config.get("use_sliding_window", False):
+        return (None,) * num_layers
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        first = int(config.get("max_window_layers", 28))
+        layer_types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in layer_types)

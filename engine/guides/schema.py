@@ -1,0 +1,86 @@
+"""A client's JSON Schema as llguidance takes it.
+
+llguidance follows a schema to the letter or refuses it with the keyword. Three things are left to do here. Formats that are not
+JSON Schema's own are annotations. An object that names its properties and says nothing of others has no others: a model that may
+invent some does so without end. And there are no more spaces than asked for, for the same reason.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kvrelay.engine.guides.errors import UnsupportedGuideError
+
+_FORMATS = frozenset(  # of JSON Schema 2020-12; llguidance refuses those that it does not know
+    {"date", "time", "date-time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid", "uri",
+     "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex"}
+)  # fmt: skip
+_OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions"})  # names to schemas
+_OF_SCHEMAS = frozenset({"items", "prefixItems", "additionalProperties", "allOf", "anyOf", "oneOf"})
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+_AS_DUMPS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SOME_SPACES = r"[ \t\r\n]{0,16}"
+_SPACED = {
+    "whitespace_flexible": False,
+    "item_separator": f"{_SOME_SPACES},{_SOME_SPACES}",
+    "key_separator": f"{_SOME_SPACES}:{_SOME_SPACES}",
+}
+
+
+def followable(schema: Any, *, is_spaced: bool = False) -> dict[str, Any]:
+    """The schema with llguidance's options: spaces as ``json.dumps`` writes them, or, ``is_spaced``, some around commas and colons.
+
+    Raises UnsupportedGuideError if it is none, or allows no value.
+    """
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise UnsupportedGuideError(
+            "the schema is false: nothing can match it"
+            if schema is False
+            else f"not a JSON Schema: {str(schema)[:80]!r}"
+        )
+    try:
+        return {**_prepared(schema, may_close=True), "x-guidance": _SPACED if is_spaced else _AS_DUMPS}
+    except RecursionError as error:
+        raise UnsupportedGuideError("the schema is nested too deeply") from error
+
+
+def parse_json(text: str, what: str) -> Any:
+    """The JSON in ``text``. Raises UnsupportedGuideError, naming ``what`` it is."""
+
+    def refuse(name: str) -> float:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedGuideError(f"{what} is not JSON: {error}") from error
+
+
+def _prepared(part: Any, *, may_close: bool) -> Any:
+    if isinstance(part, list):
+        return [_prepared(inner, may_close=may_close) for inner in part]
+    if not isinstance(part, dict):
+        return part
+    schema: dict[str, Any] = {}
+    for key, value in part.items():
+        if key in _OF_NAMES and isinstance(value, dict):
+            schema[key] = {name: _prepared(inner, may_close=True) for name, inner in value.items()}
+        elif key in _OF_SCHEMAS:
+            # What stands beside a part of a combination would be forbidden by it.
+            is_alone = key not in _COMBINING or (key != "allOf" and "properties" not in part)
+            schema[key] = _prepared(value, may_close=is_alone)
+        elif key != "format" or value in _FORMATS:
+            schema[key] = value
+    is_open = {"additionalProperties", "patternProperties"} & schema.keys() or _COMBINING & schema.keys()
+    if may_close and isinstance(schema.get("properties"), dict) and not is_open:
+        required = schema.get("required")
+        undeclared = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        schema["properties"] = {
+            **schema["properties"],
+            **{name: {} for name in undeclared if name not in schema["properties"]},
+        }
+        schema["additionalProperties"] = False
+    return schema

@@ -1,0 +1,361 @@
+"""Who owns which KV block: allocation, reference counts, prefix cache, ledger.
+
+Every block is in exactly one of three places::
+
+    free ──allocate──▶ owned (ref_count ≥ 1) ──release──▶ cached (published, ref_count 0) ──evict──▶ owned
+      ▲                                    └──release (unpublished)──▶ free
+
+An **owner** is a sequence or a lease, named by :class:`Owner`; a block may have several sequences as owners when they
+share a prefix. A block becomes shareable when it is *published* under its chained hash, that is when its content is
+computed or verified. An owner may also be *forked*: the new one shares its blocks, the last one maybe not full; who
+writes to a shared block first makes it writable, and gets one of its own for a copy if others hold it (copy on write).
+
+Released published blocks stay as prefix cache (:mod:`kvrelay.engine.kv.prefix_cache`) and are reused by priority, within a priority
+least recently used first, the tail of a prefix before its head.
+
+Thread-safe: the model thread allocates for sequences, the network thread for leases. Every call is short.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrelay.common.clock import Clock
+from kvrelay.common.retention import Retention
+from kvrelay.engine.kv.prefix_cache import Claim, PrefixCache, claims_of, merged
+
+
+class OwnerKind(enum.StrEnum):
+    """What holds a block."""
+
+    SEQUENCE = "sequence"
+    LEASE = "lease"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A holder of blocks; ``key`` is unique within its kind while it holds any."""
+
+    kind: OwnerKind
+    key: str
+
+
+def sequence_owner(key: tuple[str, int], beam: int = 0) -> Owner:
+    """The owner of a sequence's blocks, by its (request_id, attempt) and its number among the beams of one search."""
+    return Owner(OwnerKind.SEQUENCE, f"{key[0]}/{key[1]}#{beam}" if beam else f"{key[0]}/{key[1]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Blocks for one owner: the first ``num_cached`` hold published content, the others must be written."""
+
+    block_ids: list[int]
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where all blocks are. A block that sequences share counts once, as running."""
+
+    num_blocks: int
+    num_free: int
+    num_cached: int
+    num_leased: int
+    num_running: int
+
+    @property
+    def balances(self) -> bool:
+        """free + cached + leased + running == all blocks."""
+        return self.num_free + self.num_cached + self.num_leased + self.num_running == self.num_blocks
+
+
+class BlockManager:
+    """Allocates the pool's blocks. Holds numbers and hashes; the bytes are the pool's."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        clock: Clock,
+        *,
+        max_retained_share: float = 0.5,
+    ) -> None:
+        """``max_retained_share``: of the blocks, that may be cached above the default priority at a time.
+
+        ``clock``: by which a raised priority ends.
+        """
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"num_blocks {num_blocks} and block_size {block_size} must be at least 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.set_aside = 0  # blocks that hand-offs leave to a sequence that waits for them; its scheduler's to say
+        self._lock = threading.RLock()
+        self._free: deque[int] = deque(range(num_blocks))
+        self._clock = clock
+        self._cached = PrefixCache(int(num_blocks * max_retained_share), clock)  # ref_count 0, published
+        self._claims: list[tuple[Claim, ...] | None] = [None] * num_blocks  # of owned blocks: how long they shall stay
+        self._owned: dict[Owner, list[int]] = {}
+        self._holders: list[set[Owner]] = [set() for _ in range(num_blocks)]
+        self._hash_of: dict[int, bytes] = {}  # published blocks
+        self._block_of: dict[bytes, int] = {}
+        self._num_leases = [0] * num_blocks  # by block: how many of its holders are leases
+        self._num_leased = 0  # blocks with at least one lease as holder
+        self._num_owned = 0  # blocks with any holder
+
+    # -- queries ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_allocatable(self) -> int:
+        """Blocks that could be allocated now: free and cached."""
+        with self._lock:
+            return len(self._free) + len(self._cached)
+
+    @property
+    def num_next(self) -> int:
+        """Allocatable blocks that whoever joins must leave: the next one of every owner, and of the one that joins.
+
+        Without them the owners' next blocks would be taken from sequences that run. Whoever is alone may have all there are.
+        """
+        with self._lock:
+            return len(self._owned) + 1 if self._owned else 0
+
+    @property
+    def num_promised(self) -> int:
+        """Allocatable blocks that a hand-off must leave: also those set aside."""
+        with self._lock:
+            return self.set_aside + self.num_next
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def num_cached_prefix(self, hashes: Sequence[bytes]) -> int:
+        """How many leading hashes are published here."""
+        with self._lock:
+            for index, block_hash in enumerate(hashes):
+                if block_hash not in self._block_of:
+                    return index
+            return len(hashes)
+
+    def owned_blocks(self, owner: Owner) -> list[int]:
+        """The owner's blocks in order (a copy); empty if it holds none."""
+        with self._lock:
+            return list(self._owned.get(owner, ()))
+
+    def ledger(self) -> Ledger:
+        """Counts of all blocks by place."""
+        with self._lock:
+            return Ledger(
+                num_blocks=self.num_blocks,
+                num_free=len(self._free),
+                num_cached=len(self._cached),
+                num_leased=self._num_leased,
+                num_running=self._num_owned - self._num_leased,
+            )
+
+    def owners(self) -> dict[Owner, int]:
+        """Every owner with its number of blocks."""
+        with self._lock:
+            return {owner: len(blocks) for owner, blocks in self._owned.items()}
+
+    def places(self) -> dict[str, list[int]]:
+        """Where every block is: ``free``, ``cached``, or under its owners' names. A shared block is under several."""
+        with self._lock:
+            owned = {f"{owner.kind.value} {owner.key}": list(blocks) for owner, blocks in self._owned.items()}
+            return {"free": list(self._free), "cached": self._cached.blocks(), **owned}
+
+    @property
+    def max_retained(self) -> int:
+        """Blocks that may be retained at a time."""
+        return self._cached.max_retained
+
+    def retained(self) -> dict[int, int]:
+        """Cached blocks that stay before others, with their priority; they count as cached, too."""
+        with self._lock:
+            return self._cached.retained()
+
+    # -- changes ---------------------------------------------------------------------------------------------------
+
+    def allocate(
+        self, owner: Owner, num_blocks: int, hashes: Sequence[bytes] = (), *, spare: int = 0
+    ) -> Allocation | None:
+        """Give ``owner`` blocks: published ones for the leading ``hashes`` found here, fresh ones for the rest.
+
+        ``spare``: blocks that must be allocatable afterwards. Returns None, and changes nothing, if there is not enough
+        room. Raises ValueError if the owner already holds blocks or more hashes than blocks are given.
+        """
+        with self._lock:
+            if owner in self._owned:
+                raise ValueError(f"{owner} already holds {len(self._owned[owner])} blocks")
+            if len(hashes) > num_blocks:
+                raise ValueError(f"{owner}: {len(hashes)} hashes for {num_blocks} blocks")
+            num_cached = self.num_cached_prefix(hashes)
+            shared = [self._block_of[block_hash] for block_hash in hashes[:num_cached]]
+            num_fresh = num_blocks - num_cached
+            num_revived = sum(1 for block_id in shared if not self._holders[block_id])
+            if num_fresh > len(self._free) + len(self._cached) - num_revived - spare:
+                return None
+            for block_id in shared:
+                self._hold(owner, block_id)
+            block_ids = shared + [self._take_fresh(owner) for _ in range(num_fresh)]
+            self._owned[owner] = block_ids
+            return Allocation(block_ids=list(block_ids), num_cached=num_cached)
+
+    def extend(self, owner: Owner, num_blocks: int) -> list[int] | None:
+        """Give ``owner`` more fresh blocks; returns just the new ones, or None if there is not enough room."""
+        with self._lock:
+            if owner not in self._owned:
+                raise ValueError(f"{owner} holds no blocks to extend")
+            if num_blocks > len(self._free) + len(self._cached):
+                return None
+            fresh = [self._take_fresh(owner) for _ in range(num_blocks)]
+            self._owned[owner].extend(fresh)
+            return fresh
+
+    def publish(self, owner: Owner, index: int, block_hash: bytes) -> None:
+        """Say that the owner's block ``index`` is full and right, so that others may share it from now on.
+
+        If another block is already published under the hash, that one stays the shared one.
+        """
+        with self._lock:
+            block_id = self._owned[owner][index]
+            known = self._hash_of.get(block_id)
+            if known is not None:
+                if known != block_hash:
+                    raise ValueError(f"block {block_id} is published as {known.hex()}, not {block_hash.hex()}")
+                return
+            if block_hash not in self._block_of:
+                self._hash_of[block_id] = block_hash
+                self._block_of[block_hash] = block_id
+
+    def hand_on(self, owner: Owner, new_owner: Owner) -> None:
+        """All blocks of ``owner`` become ``new_owner``'s, as when a verified lease becomes a sequence."""
+        with self._lock:
+            if new_owner in self._owned:
+                raise ValueError(f"{new_owner} already holds {len(self._owned[new_owner])} blocks")
+            block_ids = self._owned.pop(owner)
+            for block_id in block_ids:
+                self._hold(new_owner, block_id)
+                self._let_go(owner, block_id)
+            self._owned[new_owner] = block_ids
+
+    def fork(self, owner: Owner, new_owner: Owner, num_blocks: int) -> list[int]:
+        """``new_owner`` shares the leading ``num_blocks`` blocks of ``owner``, published or not; returns them.
+
+        Needs no room. Raises ValueError if the new owner holds blocks already, or the old one has fewer; KeyError if it has none.
+        """
+        with self._lock:
+            if new_owner in self._owned:
+                raise ValueError(f"{new_owner} already holds {len(self._owned[new_owner])} blocks")
+            block_ids = self._owned[owner][:num_blocks]
+            if len(block_ids) < num_blocks:
+                raise ValueError(f"{owner} holds {len(block_ids)} blocks, not {num_blocks}")
+            for block_id in block_ids:
+                self._hold(new_owner, block_id)
+            self._owned[new_owner] = block_ids
+            return list(block_ids)
+
+    def make_writable(self, owner: Owner, index: int) -> int | None:
+        """See to it that nobody else relies on the owner's block ``index``, before it is written to.
+
+        Returns the block that is at ``index`` now: the same one, if the owner is its only holder and nobody can find it by
+        its hash, or a fresh one instead, into which the caller copies its content. None, and nothing changes, if there is no
+        room for that.
+        """
+        with self._lock:
+            block_id = self._owned[owner][index]
+            if len(self._holders[block_id]) == 1 and block_id not in self._hash_of:
+                return block_id
+            if not self._free and not len(self._cached):
+                return None
+            fresh = self._take_fresh(owner)
+            self._let_go(owner, block_id)
+            if not self._holders[block_id]:
+                self._cached.add(block_id, self._claims[block_id])
+            self._owned[owner][index] = fresh
+            return fresh
+
+    def release(self, owner: Owner, retention: Retention | None = None) -> None:
+        """Take all blocks from ``owner``; published ones stay as prefix cache. No effect if it holds none.
+
+        ``retention``: what a sequence's request asks for them, or nothing. A lease asks for nothing.
+        """
+        with self._lock:
+            claims = None
+            if owner.kind is OwnerKind.SEQUENCE:
+                claims = claims_of(retention, 0.0 if retention is None else self._clock())
+            # Tail first: of one prefix, the cache then evicts the tail before the head that longer prefixes share.
+            for block_id in reversed(self._owned.pop(owner, [])):
+                self._let_go(owner, block_id)
+                known = self._claims[block_id]
+                if claims is not None and known is not claims:
+                    self._claims[block_id] = claims if known is None else merged(known, claims)
+                if self._holders[block_id]:
+                    continue
+                if block_id in self._hash_of:
+                    self._cached.add(block_id, self._claims[block_id])
+                else:
+                    self._claims[block_id] = None
+                    self._free.append(block_id)
+
+    def check_integrity(self) -> None:
+        """Assert that every block is in exactly one place and that the books agree with each other."""
+        with self._lock:
+            self._cached.check_integrity()
+            free, cached = set(self._free), set(self._cached.blocks())
+            assert len(free) == len(self._free), f"a block is free twice: {sorted(self._free)}"
+            held = {block_id for block_id, holders in enumerate(self._holders) if holders}
+            assert not free & cached, f"free and cached: {sorted(free & cached)}"
+            assert not held & (free | cached), f"owned and not: {sorted(held & (free | cached))}"
+            everywhere = free | cached | held
+            assert everywhere == set(range(self.num_blocks)), f"lost: {set(range(self.num_blocks)) - everywhere}"
+            from_owners: dict[int, set[Owner]] = {}
+            for owner, block_ids in self._owned.items():
+                assert len(set(block_ids)) == len(block_ids), f"{owner} holds a block twice: {block_ids}"
+                for block_id in block_ids:
+                    from_owners.setdefault(block_id, set()).add(owner)
+            assert from_owners == {block_id: self._holders[block_id] for block_id in held}, "owners disagree"
+            assert self._block_of == {h: b for b, h in self._hash_of.items()}, "published hashes disagree"
+            assert cached <= set(self._hash_of), f"cached but unpublished: {cached - set(self._hash_of)}"
+            assert not free & set(self._hash_of), f"free but published: {free & set(self._hash_of)}"
+            leases = [sum(holder.kind is OwnerKind.LEASE for holder in holders) for holders in self._holders]
+            assert self._num_leases == leases, "a block's count of leases is wrong"
+            assert self._num_leased == sum(1 for count in leases if count), "leased count is wrong"
+            assert self._num_owned == len(held), (
+                f"{self._num_owned} blocks are owned by the books, {len(held)} have holders"
+            )
+            assert self.ledger().balances, f"the ledger does not balance: {self.ledger()}"
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _hold(self, owner: Owner, block_id: int) -> None:
+        if not self._holders[block_id]:
+            if block_id in self._hash_of:
+                self._claims[block_id] = self._cached.remove(block_id)
+            self._num_owned += 1
+        self._holders[block_id].add(owner)
+        if owner.kind is OwnerKind.LEASE:
+            self._num_leases[block_id] += 1
+            self._num_leased += self._num_leases[block_id] == 1
+
+    def _let_go(self, owner: Owner, block_id: int) -> None:
+        self._holders[block_id].remove(owner)
+        if not self._holders[block_id]:
+            self._num_owned -= 1
+        if owner.kind is OwnerKind.LEASE:
+            self._num_leases[block_id] -= 1
+            self._num_leased -= self._num_leases[block_id] == 0
+
+    def _take_fresh(self, owner: Owner) -> int:
+        if self._free:
+            block_id = self._free.popleft()
+        else:
+            block_id = self._cached.evict()
+            self._claims[block_id] = None
+            del self._block_of[self._hash_of.pop(block_id)]
+        self._hold(owner, block_id)
+        return block_id

@@ -1,0 +1,134 @@
+"""The paged KV pool: one tensor, block by block contiguous, readable and writable as bytes.
+
+``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; index 2 is 0 for keys, 1 for values. Heads come before tokens
+so that a slice of heads is contiguous per layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import mmap
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.kv.copies import Copied, StagingPlan
+from kvrelay.engine.kv.staging import StagedRead, Staging
+from kvrelay.engine.step.uploads import Uploader
+
+_MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python has no name for it
+
+
+def block_nbytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: all layers, K and V."""
+    return 2 * config.num_layers * config.kv_size * block_size * dtype.itemsize
+
+
+class KvPool:
+    """Owns the tensor. Implements :class:`kvrelay.engine.step.interface.BlockStore`.
+
+    On CPU the byte views are the pool's own memory. With a staging plan, as on CUDA, they are pinned memory, and blocks are copied
+    beside what computes (:mod:`kvrelay.engine.kv.staging`).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        num_spare: int = 0,
+        staging: StagingPlan | None = None,
+    ) -> None:
+        """``num_spare``: blocks behind the last one that the engine keeps for itself; nobody opens or owns them.
+
+        ``staging``: how blocks get to the host and back; without, and not on CPU, none can be opened. Raises ModelError if its
+        memory is too little, or cannot be had.
+        """
+        shape = (num_blocks + num_spare, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        # Zeros, not empty: attention reads the unwritten tail of a block under a mask, and NaN survives masks.
+        self.tensor = (
+            _host_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        )
+        self.num_blocks = num_blocks
+        self.block_nbytes = self.tensor[0].nbytes
+        self._bytes = self.tensor.view(len(self.tensor), -1).view(torch.uint8)  # [num_blocks + num_spare, block_nbytes]
+        self._uploader = Uploader(device)  # of numbers of blocks; the model thread's
+        self._host: memoryview | None = None
+        self._staging: Staging | None = None
+        if staging is not None:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # zeros must not come behind the first copies
+            self._staging = Staging(self._bytes[:num_blocks], staging)
+        elif device.type == "cpu":
+            self._host = self._bytes.numpy().data.cast("B")
+
+    def open_read(self, block_id: int) -> memoryview | StagedRead:
+        """See BlockStore. Two readers of one block share a view."""
+        self._check(block_id)
+        return self._staged.open_read(block_id) if self._host is None else self._host_view(block_id)
+
+    def close_read(self, block_id: int) -> None:
+        """See BlockStore."""
+        if self._host is None:
+            self._staged.close_read(block_id)
+
+    def open_write(self, block_id: int) -> memoryview:
+        """See BlockStore. With staging it raises ValueError if the block is open for writing already."""
+        self._check(block_id)
+        return self._staged.open_write(block_id) if self._host is None else self._host_view(block_id)
+
+    def close_write(self, block_id: int) -> None:
+        """See BlockStore."""
+        if self._host is None:
+            self._staged.close_write(block_id)
+
+    def order_steps(self) -> Copied | None:
+        """Before a step is launched, on its thread: it then runs behind the blocks that came (:class:`Staging`)."""
+        return None if self._staging is None else self._staging.order_steps()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks as they stand, (source, target) each, on the device, in order with its steps, without waiting. See Engine."""
+        for block_id in itertools.chain.from_iterable(pairs):
+            self._check(block_id)
+        self.order_steps()
+        sources, targets = self._uploader.upload(tuple(np.array(pairs, dtype=np.int64).T))
+        self._bytes.index_copy_(0, targets, self._bytes[sources])
+
+    def _check(self, block_id: int) -> None:
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block {block_id} of a pool of {self.num_blocks}")
+
+    def _host_view(self, block_id: int) -> memoryview:
+        assert self._host is not None
+        return self._host[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
+
+    @property
+    def _staged(self) -> Staging:
+        assert self._staging is not None, (
+            f"a pool on {self.tensor.device} without a staging plan: its blocks cannot be opened"
+        )
+        return self._staging
+
+
+def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in memory that is there, not only promised: a page that is taken from the system at its first write costs that
+    write, in the middle of somebody's stream, a millisecond; and a limit on memory is met at the start, not under load.
+
+    Huge pages where the system has them: a block's layers lie far apart, and with 4 KiB pages faulting a pool in took seven
+    times as long.
+    """
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # older than 5.14: pages come when they are written
+            memory.madvise(_MADV_POPULATE_WRITE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -1,0 +1,310 @@
+"""Between a GPU's KV pool and those who ship and receive blocks: a bounded number of pinned buffers, and copies beside the steps.
+
+A **slot** is pinned memory for one block; all are allocated at the start. Copies run in the order of their launches
+(:mod:`kvrelay.engine.kv.copies`), so none meets a slot or a block that an earlier one still uses. What the *host* reads or writes
+in a slot, and what *steps* compute on, must be ordered behind them; that is what this module does::
+
+    read    open_read ─▶ queued ─▶ copied ahead, on half of the slots ─▶ wait: lent until the reader is done ─▶ close_read
+    write   open_write: a slot whose last copy is over ─▶ filled, proved ─▶ close_write: copied ─▶ order_steps, before a step
+
+Opening and closing a read never waits. ``StagedRead.wait`` belongs on a sender's thread: it waits for the block's own copy, and
+first for a slot, if the block has none. The other half of the slots is for that: blocks that queue for a decode worker that takes
+none hold up no other's. Readers that may take long, as the network decides when they are done, keep a quarter of the slots
+at most: beyond that ``StagedRead.is_scarce`` asks them to copy the bytes elsewhere. So some slots always come back soon, however
+many decode workers take nothing.
+
+``open_write`` belongs on a receiver's thread. It waits for the oldest copy, some tens of microseconds, or, if there are more
+threads than slots, for another one's block to be proved; that is the backpressure.
+
+A step may read a block from ``close_write`` on, in the order of the host: ``order_steps`` makes the *device* wait, behind the last
+of all blocks that were written so far (they come no faster than the host can prove them, so that is seldom more than one copy).
+For the same price a block whose read was closed early is not computed on before its copy has let go of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+import torch
+
+from kvrelay.common.errors import ModelError
+from kvrelay.common.late_bytes import Reader
+from kvrelay.engine.kv.copies import Copied, CopyDevice, StagingPlan
+
+_DEFAULT_NBYTES = 2**28
+_MIN_SLOTS = 4  # two receivers' threads, or two senders', and one for each to go on with
+_LOOK_S = 0.001  # readers do not say when they are done
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    number: int  # in the order of the launches
+    copied: Copied
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    memory: torch.Tensor  # [block_nbytes] uint8, pinned
+    last: _Copy | None = None  # from or to it
+
+
+@dataclass(slots=True, eq=False)
+class StagedRead:
+    """A block's bytes on their way to the host. Made by ``Staging.open_read``; its fields change under the staging's lock only.
+
+    Without a slot it queues, or all who asked for it so far are done; with one it is copied ahead or, with readers, lent.
+    """
+
+    _staging: Staging
+    block_id: int
+    nbytes: int
+    num_open: int = 0
+    slot: _Slot | None = None
+    readers: list[Reader] = field(default_factory=list)
+
+    def wait(self, reader: Reader, timeout_s: float) -> memoryview | None:
+        """The block's bytes (flat), which do not change until ``reader`` is done; None if no slot came free in time.
+
+        On the thread that reads them; ``reader`` must not be done before. Raises RuntimeError if the copy failed, ValueError if
+        the read is closed.
+        """
+        return self._staging.wait(self, reader, timeout_s)
+
+    @property
+    def is_scarce(self) -> bool:
+        """See kvrelay.common.late_bytes.LateBytes: more than a quarter of the slots are lent, this one included."""
+        return self._staging.lends_much()
+
+
+def pinned_pieces(num_slots: int, slot_nbytes: int) -> list[int]:
+    """``num_slots`` in pieces that are pinned one by one: torch rounds each up to a power of two, and 300 MiB would take 512.
+
+    Each piece is nearly a power of two, so what they take together is hardly more than the slots.
+    """
+    pieces: list[int] = []
+    while num_slots > 0:
+        power = 1 << ((num_slots * slot_nbytes).bit_length() - 1)
+        pieces.append(max(1, power // slot_nbytes))
+        num_slots -= pieces[-1]
+    return pieces
+
+
+class Staging:
+    """The slots of one pool. Thread-safe; ``order_steps`` is the model thread's."""
+
+    def __init__(self, blocks: torch.Tensor, plan: StagingPlan) -> None:
+        """``blocks``: the pool's bytes, ``[num_blocks, block_nbytes]`` uint8, on ``plan.device``.
+
+        Raises ModelError if that is memory for too few blocks, or cannot be pinned.
+        """
+        self._blocks = blocks
+        self._device: CopyDevice = plan.device
+        self._block_nbytes = blocks.shape[1]
+        self.num_slots = max(_DEFAULT_NBYTES // self._block_nbytes, _MIN_SLOTS)
+        if plan.nbytes is not None:
+            self.num_slots = plan.nbytes // self._block_nbytes
+        if self.num_slots < _MIN_SLOTS:
+            raise ModelError(
+                f"--staging-mb gives {self.num_slots} buffers of {self._block_nbytes / 2**20:.2f} MiB, a KV block each; at least "
+                f"{_MIN_SLOTS} are needed: raise it to {-(-_MIN_SLOTS * self._block_nbytes // 2**20)}"
+            )
+        try:
+            pieces = [
+                plan.device.pinned(count * self._block_nbytes).view(count, -1)
+                for count in pinned_pieces(self.num_slots, self._block_nbytes)
+            ]
+        except RuntimeError as error:
+            raise ModelError(
+                f"cannot pin {self.num_slots * self._block_nbytes / 2**20:.0f} MiB of host memory ({error}): lower --staging-mb"
+            ) from error
+        self._free = deque(_Slot(slot) for piece in pieces for slot in piece)  # given back last, taken last
+        self._changed = threading.Condition()
+        self._reads: dict[int, StagedRead] = {}  # by block
+        self._queued: OrderedDict[int, StagedRead] = OrderedDict()  # of these, who is next to be copied ahead
+        self._num_ahead = 0  # with a slot, and no reader yet
+        self._lent: dict[StagedRead, None] = {}  # with a slot and readers
+        self._num_waiting = 0  # threads that want a slot now
+        self._looked_s = 0.0  # when all who are lent one were last looked at, and too many had theirs still
+        self._writes: dict[int, _Slot] = {}  # by block
+        self._num_copies = 0
+        self._unordered: _Copy | None = None  # that the next step must be behind
+
+    # -- reads -----------------------------------------------------------------------------------------------------
+
+    def open_read(self, block_id: int) -> StagedRead:
+        """Bring a block to the host, in turn; what computed it must have returned. Two readers of one block share a copy."""
+        with self._changed:
+            read = self._reads.get(block_id)
+            if read is None:
+                read = self._reads[block_id] = StagedRead(self, block_id, self._block_nbytes)
+                self._queued[block_id] = read
+                self._copy_ahead()
+            read.num_open += 1
+            return read
+
+    def close_read(self, block_id: int) -> None:
+        """Who opened it once reads no more, or never will. Behind the next ``order_steps`` steps may write the block."""
+        with self._changed:
+            read = self._reads[block_id]
+            read.num_open -= 1
+            if read.num_open == 0:
+                del self._reads[block_id]
+                self._queued.pop(block_id, None)
+                if read.slot is not None:
+                    self._order_behind(read.slot)  # its copy may still run, if nobody has waited for it
+                    self._take_from(read)
+            self._copy_ahead()
+
+    def wait(self, read: StagedRead, reader: Reader, timeout_s: float) -> memoryview | None:
+        """See StagedRead."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            if read.num_open == 0:
+                raise ValueError(f"block {read.block_id} is read, but is not open")
+            if not self._wait_for_slot(read, deadline_s):
+                return None
+            if read.slot is None:
+                self._queued.pop(read.block_id, None)
+                self._bring(read)
+            elif not read.readers:
+                self._num_ahead -= 1
+            slot = read.slot
+            assert slot is not None
+            assert slot.last is not None
+            copied = slot.last.copied
+            read.readers.append(reader)
+            self._lent[read] = None
+            # Not in _copy_ahead, which the network thread calls for every block: it looks at all tickets.
+            if not self._free and 4 * self._num_ahead < self.num_slots:
+                self._reclaim()
+            self._copy_ahead()
+        copied.synchronize()  # the next reader waits by itself, and hears by itself of a copy that failed
+        return slot.memory.numpy().data
+
+    def lends_much(self) -> bool:
+        """Whether readers hold more than a quarter of the slots, or did a moment ago."""
+        with self._changed:
+            now_s = time.monotonic()
+            # Of slots that are held for long, not every block asks anew: it would look at all of them, under the lock.
+            if 4 * len(self._lent) > self.num_slots and now_s >= self._looked_s + _LOOK_S:
+                self._reclaim()
+                self._copy_ahead()
+                self._looked_s = now_s if 4 * len(self._lent) > self.num_slots else 0.0
+            return 4 * len(self._lent) > self.num_slots
+
+    def _copy_ahead(self) -> None:
+        """Give slots to who comes next, up to half of them; none while somebody needs one now."""
+        while self._queued and self._free and not self._num_waiting and 2 * self._num_ahead < self.num_slots:
+            _, read = self._queued.popitem(last=False)
+            with contextlib.suppress(RuntimeError):  # who waits for it tries again, and hears of it
+                self._bring(read)
+                self._num_ahead += 1
+
+    def _bring(self, read: StagedRead) -> None:
+        slot = self._free.popleft()
+        try:
+            self._copy(slot, slot.memory, self._blocks[read.block_id])
+        except BaseException:
+            self._give(slot)
+            raise
+        read.slot = slot
+
+    def _take_from(self, read: StagedRead) -> None:
+        """Its slot is free again. Nobody looks at it, and what copies are left on it come before all that are launched later."""
+        assert read.slot is not None
+        self._give(read.slot)
+        read.slot = None
+        if read.readers:
+            del self._lent[read]
+            read.readers.clear()
+        else:
+            self._num_ahead -= 1
+
+    # -- writes ----------------------------------------------------------------------------------------------------
+
+    def open_write(self, block_id: int) -> memoryview:
+        """Memory (flat, of one block) to fill; nothing else uses it. Raises ValueError if the block is open for writing already."""
+        with self._changed:
+            self._wait_for_slot(None, math.inf)
+            if block_id in self._writes:
+                raise ValueError(f"block {block_id} is open for writing already")
+            slot = self._writes[block_id] = self._free.popleft()
+        if slot.last is not None:
+            try:
+                slot.last.copied.synchronize()
+            except RuntimeError:
+                with self._changed:
+                    self._give(self._writes.pop(block_id))
+                raise
+        return slot.memory.numpy().data
+
+    def close_write(self, block_id: int) -> None:
+        """Copy what was filled in to its block; steps behind the next ``order_steps`` see it. Raises RuntimeError if it cannot."""
+        with self._changed:
+            slot = self._writes.pop(block_id)
+            try:
+                self._copy(slot, self._blocks[block_id], slot.memory)
+                self._order_behind(slot)
+            finally:
+                self._give(slot)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def order_steps(self) -> Copied | None:
+        """What is launched to compute from now on runs behind all writes that were closed, and all reads that were closed early.
+
+        Returns what it runs behind, which whoever waits for the step must ask for errors afterwards; None if all is over. Raises
+        RuntimeError if a copy has failed: nothing may be computed then.
+        """
+        with self._changed:
+            if self._unordered is None:
+                return None
+            copied = self._unordered.copied
+            if copied.query():
+                self._unordered = None
+                return None
+            self._device.hold_steps(copied)
+            return copied  # and the next step asks again: who it was that failed is not forgotten
+
+    def _order_behind(self, slot: _Slot) -> None:
+        assert slot.last is not None
+        if self._unordered is None or slot.last.number > self._unordered.number:
+            self._unordered = slot.last
+
+    # -- slots -----------------------------------------------------------------------------------------------------
+
+    def _copy(self, slot: _Slot, target: torch.Tensor, source: torch.Tensor) -> None:
+        copied = self._device.copy(target, source)
+        self._num_copies += 1
+        slot.last = _Copy(self._num_copies, copied)
+
+    def _wait_for_slot(self, read: StagedRead | None, deadline_s: float) -> bool:
+        """Wait until a slot is free, or ``read`` has one; False if that takes too long. Whoever waits comes before copies ahead."""
+        self._num_waiting += 1
+        try:
+            while read is None or read.slot is None:
+                if not self._free:
+                    self._reclaim()
+                if self._free:
+                    break
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._changed.wait(min(left_s, _LOOK_S))
+            return True
+        finally:
+            self._num_waiting -= 1
+
+    def _reclaim(self) -> None:
+        """Take back the slots whose readers are done meanwhile."""
+        for read in [read for read in self._lent if all(reader.is_done for reader in read.readers)]:
+            self._take_from(read)
+
+    def _give(self, slot: _Slot) -> None:
+        self._free.append(slot)
+        self._changed.notify_all()

@@ -1,0 +1,1 @@
+"""Forward passes, written once over the operations of a device."""

@@ -1,0 +1,86 @@
+"""The Llama family's forward pass over a packed ragged batch. No state but weights; K/V live in the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.models.ops import Linear, Ops, StepContext
+from kvrelay.engine.weights.checkpoint import LayerWeights, ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One decoder layer, its products ready to run."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: Linear
+    q_norm: torch.Tensor | None  # [head_dim]
+    k_norm: torch.Tensor | None
+    o: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class DecoderModel:
+    """Runs one step's tokens through all layers."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops) -> None:
+        """Takes ``weights`` over: its layers are emptied one by one, as ``ops`` brings them into the form it multiplies with."""
+        self._config = config
+        self._ops = ops
+        self._embed = weights.embed
+        self._norm = weights.norm
+        self._lm_head = ops.make_linear(weights.lm_head, None)
+        weights.layers.reverse()
+        self._layers = [_make_layer(weights.layers.pop(), ops) for _ in range(config.num_layers)]
+
+    def forward(self, token_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Hidden states behind the last norm. ``token_ids`` ``[num_tokens]`` -> ``[num_tokens, hidden]``.
+
+        Side effect: K/V of every token are written into the pool.
+        """
+        ops, layers = self._ops, self._layers
+        residual = F.embedding(token_ids, self._embed)
+        hidden = ops.rms_norm(residual, layers[0].input_norm)
+        for index, layer in enumerate(layers):
+            hidden = self._attention(hidden, layer, index, step)
+            hidden = ops.add_rms_norm(hidden, residual, layer.post_norm)
+            hidden = layer.down(ops.silu_mul(layer.gate_up(hidden)))
+            is_last = index + 1 == len(layers)
+            hidden = ops.add_rms_norm(hidden, residual, self._norm if is_last else layers[index + 1].input_norm)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[n, hidden]`` -> ``[n, vocab]`` in the model's dtype. Call it with the rows that sample only."""
+        return self._lm_head(hidden)
+
+    def _attention(self, hidden: torch.Tensor, layer: _Layer, index: int, step: StepContext) -> torch.Tensor:
+        config, ops = self._config, self._ops
+        qkv = layer.qkv(hidden)
+        query, key, value = qkv.split_with_sizes((config.q_size, config.kv_size, config.kv_size), dim=-1)
+        query = query.view(-1, config.num_q_heads, config.head_dim)
+        key = key.view(-1, config.num_kv_heads, config.head_dim)
+        value = value.view(-1, config.num_kv_heads, config.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query, key = ops.rms_norm(query, layer.q_norm), ops.rms_norm(key, layer.k_norm)
+        query = step.rotary_kv_write(query, key, value, index)
+        attended = step.attention(query, index)
+        return layer.o(attended.flatten(-2))
+
+
+def _make_layer(weights: LayerWeights, ops: Ops) -> _Layer:
+    return _Layer(
+        input_norm=weights.input_norm,
+        qkv=ops.make_linear(weights.qkv, weights.qkv_bias),
+        q_norm=weights.q_norm,
+        k_norm=weights.k_norm,
+        o=ops.make_linear(weights.o, weights.o_bias),
+        post_norm=weights.post_norm,
+        gate_up=ops.make_linear(weights.gate_up, weights.gate_up_bias),
+        down=ops.make_linear(weights.down, weights.down_bias),
+    )

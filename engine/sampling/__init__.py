@@ -1,0 +1,1 @@
+"""From logits to tokens; each step of that is a module."""

@@ -1,0 +1,42 @@
+"""Raises the logits of green tokens (:mod:`kvrelay.common.watermark`), for the rows that ask for a watermark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from kvrelay.common.watermark import MULTIPLIERS, Words, keys_of, mix, threshold_of
+from kvrelay.engine.step.sequence import Sequence
+
+_LOW32 = 2**32 - 1
+
+
+def add_watermark(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
+    """``logits`` ``[num_rows, vocab]`` fp32, in place: plus ``delta`` where the token is green behind its row's last one."""
+    vocab_size = logits.shape[-1]
+    for row, sequence in enumerate(sequences):
+        if (watermark := sequence.sampling.watermark) is not None:
+            keys = keys_of(np.array(sequence.token_ids[-1:], dtype=np.uint32))
+            threshold = threshold_of(watermark.gamma)
+            make = _green_cpu if logits.device.type == "cpu" else green_on_device
+            logits[row].add_(make(keys, vocab_size, threshold, logits.device), alpha=watermark.delta)
+
+
+def _green_cpu(keys: Words, vocab_size: int, threshold: int, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(mix(np.arange(vocab_size, dtype=np.uint32) ^ keys) < threshold)
+
+
+def green_on_device(keys: Words, vocab_size: int, threshold: int, device: torch.device) -> torch.Tensor:
+    """Whether each token ``[vocab]`` is green, by the hash of :func:`kvrelay.common.watermark.mix` in 64-bit integers.
+
+    For GPUs; on a CPU numpy, which knows unsigned words, is several times as fast.
+    """
+    words = torch.arange(vocab_size, dtype=torch.int64, device=device).bitwise_xor_(int(keys[0]))
+    for shift, multiplier in zip((16, 13), MULTIPLIERS, strict=True):
+        words ^= words >> shift
+        # The product may pass 2**63: what wraps around is above the 32 bits that stay.
+        words = words.mul_(multiplier).bitwise_and_(_LOW32)
+    words ^= words >> 16
+    return words < threshold

@@ -1,0 +1,174 @@
+"""The door between the workers and the model: an ``Engine`` runs steps, its ``BlockStore`` hands out block bytes.
+
+Workers import this module and :mod:`kvrelay.engine.kv.block_manager`, never a tensor. Two implementations exist:
+:class:`kvrelay.engine.torch_engine.TorchEngine` (the real one) and :class:`kvrelay.engine.fake.engine.FakeEngine`.
+
+Threads: ``step`` runs on the model thread only. ``BlockStore`` methods may be called from any thread, ``open_write`` only where
+waiting does not hurt; the caller guarantees, by holding a lease or a sequence's reference, that nobody computes on a block that
+is being written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrelay.common.errors import KvrelayError
+from kvrelay.common.late_bytes import LateBytes
+from kvrelay.common.model_card import ModelCard
+from kvrelay.common.sampling import SampledToken
+from kvrelay.engine.step.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One sequence's share of a step: ``num_tokens`` tokens from ``sequence.num_computed_tokens`` on.
+
+    The row samples a token exactly if the step computes the sequence's last token, that is if
+    ``num_tokens == sequence.num_uncomputed_tokens``. ``sequence.block_table`` must already cover the computed tokens.
+
+    ``num_ahead``: how many tokens behind ``sequence.num_computed_tokens`` a step that still runs computes; this row starts behind
+    those. The last of its input tokens is then one that step samples, and that nobody knows yet (see ``Engine.launch``).
+
+    If ``sequence.sampling.num_prompt_logprobs`` is set, the engine appends to ``sequence.prompt_logprobs`` an entry for each
+    prompt token that the row's tokens predict (a row over tokens ``s`` to ``e`` predicts ``s + 1`` to ``e + 1``).
+    """
+
+    sequence: Sequence
+    num_tokens: int
+    num_ahead: int = 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step yields a token for this row."""
+        # A step that runs ahead computes tokens that the sequence does not have yet, one for each that it will have computed.
+        return self.num_tokens == self.sequence.num_uncomputed_tokens
+
+
+class LaunchedStep(Protocol):
+    """A step under way.
+
+    Its sampling is launched with it, unless it is *deferred*: that is a step behind another one with a row that needs the host to
+    sample (``Sequence.needs_host_to_sample``). Of such a step the logits are computed meanwhile. The order of calls is then: launch
+    it, wait for the step in front, let all sequences take the tokens of that in, ``sample``, launch the next one, ``wait``.
+    """
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the step still has to be told to ``sample``."""
+
+    def sample(self) -> None:
+        """Launch the sampling of a deferred step, once; it may wait for the device if its rows ask for that.
+
+        Every row but those of finished sequences must have all its tokens by now. Finished ones yield a token that means nothing,
+        and nobody asks their guides.
+        """
+
+    def wait(self) -> list[SampledToken | None]:
+        """What ``Engine.step`` returns, once it is there: everything that the step wrote is then visible. Call it once.
+
+        Of a deferred step it raises AssertionError, when the step writes to no block any more.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A step that was over when it was launched. Implements :class:`LaunchedStep`."""
+
+    tokens: list[SampledToken | None]
+    is_deferred: bool = False
+
+    def sample(self) -> None:
+        """See LaunchedStep: there is nothing left to sample."""
+
+    def wait(self) -> list[SampledToken | None]:
+        """See LaunchedStep."""
+        return self.tokens
+
+
+class BlockStore(Protocol):
+    """Byte access to the KV pool, block by block, for shipping and receiving.
+
+    On CPU the views are the pool's own memory. On a GPU they are pinned staging memory: ``open_read`` begins to copy out and
+    ``close_write`` to copy in, and neither waits for the copy. Whoever reads waits, by the read; steps wait by themselves.
+    """
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block: all layers, K and V."""
+
+    def open_read(self, block_id: int) -> memoryview | LateBytes:
+        """The block's bytes (flat, ``block_nbytes``), or their promise; stable until ``close_read``. Never waits.
+
+        The caller holds the block, and the step that computed it has returned.
+        """
+
+    def close_read(self, block_id: int) -> None:
+        """The caller no longer reads what ``open_read`` gave, or never did. It may let go of the block."""
+
+    def open_write(self, block_id: int) -> memoryview:
+        """A writable view (flat, ``block_nbytes``) to fill. The caller owns the block; nobody computes on it.
+
+        On a GPU it may wait for an earlier copy: on a receiver's thread, with no lock held. Raises RuntimeError if that failed.
+        """
+
+    def close_write(self, block_id: int) -> None:
+        """The view is filled and verified (or abandoned): every step that is launched from now on sees it.
+
+        Raises RuntimeError if it cannot be copied. If the copy fails later on, the next steps fail.
+        """
+
+
+class DeviceFailedError(KvrelayError):
+    """The device that computes steps has failed for good: no step of this process will ever succeed again."""
+
+
+class Engine(Protocol):
+    """A loaded model with its KV pool."""
+
+    @property
+    def card(self) -> ModelCard:
+        """Model and limits, as announced to peers."""
+
+    @property
+    def store(self) -> BlockStore:
+        """The pool's bytes."""
+
+    def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
+        """Copy whole blocks inside the pool, (source, target) each; the next ``step`` sees the copies.
+
+        All sources are read before any target is written; no target may come twice. Model thread only.
+        """
+
+    def check_device(self) -> None:
+        """Behind a failed step: raise DeviceFailedError if it was the device that failed, and not only what it was given.
+
+        Waits for the device. Model thread only.
+        """
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether steps are worth launching while the one before them runs."""
+
+    def launch(self, rows: Seq[StepRow], behind: LaunchedStep | None = None) -> LaunchedStep:
+        """Begin a step and return before it is done. Steps run in the order of their launches; at most two are under way.
+
+        ``behind``: the step that was launched before and not waited for, and not deferred any more; rows with ``num_ahead`` get
+        their tokens from it. Until ``wait`` the blocks of all rows belong to the step, also those of sequences that meanwhile
+        turned out to have ended.
+        Model thread only; raises as ``step``.
+        """
+
+    def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:
+        """Compute one ragged batch: write K/V of every row's tokens into its blocks, sample where a row ends.
+
+        Side effects: the pool, and prompt log probabilities (see StepRow). Otherwise sequences are not changed; the scheduler
+        advances them afterwards. The result
+        has one entry per row, None for rows that do not sample. Rows may mix prefill chunks and decode tokens in any
+        order. Raises ValueError on a row of no tokens, or of more than its tokens or its block table hold (a scheduler's bug).
+        """

@@ -1,0 +1,119 @@
+"""TGI's routes: bodies to jobs, and what the endpoint says of itself.
+
+Where TGI answers a stream's error with status 200 and an event, the status says it here, as long as nothing was sent; its clients
+read both.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from fastapi import FastAPI
+from starlette.responses import JSONResponse, Response
+
+from kvrelay import __version__
+from kvrelay.gateway.apis.arrival import arrival_of
+from kvrelay.gateway.apis.docs import REQUEST_HEADERS
+from kvrelay.gateway.apis.jobs import Job, Responder
+from kvrelay.gateway.apis.sampling_schema import MAX_CHOICES, MAX_STOPS
+from kvrelay.gateway.apis.tgi.docs import HEALTHY, GenerateAnswer, Info, StreamEvent, tgi_answers
+from kvrelay.gateway.apis.tgi.format import GenerateFormat, Wanted
+from kvrelay.gateway.apis.tgi.schema import CompatBody, GenerateBody
+from kvrelay.gateway.http.api_request import ApiRequest
+from kvrelay.gateway.text.intake import Intake, aside
+
+_MAX_PROMPTS = 128  # of one body, which only /v1/completions takes several in
+
+
+class TgiRoutes:
+    """Answers TGI's clients."""
+
+    def __init__(self, intake: Intake, responder: Responder, max_queued: int) -> None:
+        """``max_queued``: what ``/info`` calls concurrent requests."""
+        self._intake = intake
+        self._responder = responder
+        self._max_queued = max_queued
+
+    def add_to(self, app: FastAPI) -> None:
+        """Declare the routes."""
+        tags: list[str | Enum] = ["Text Generation Inference"]
+        for path, endpoint, answers in (
+            ("/generate", self.generate, tgi_answers(GenerateAnswer)),
+            ("/generate_stream", self.generate_stream, tgi_answers(events=StreamEvent)),
+            ("/", self.compat_generate, tgi_answers(list[GenerateAnswer], events=StreamEvent)),
+        ):
+            app.post(path, tags=tags, responses=answers, openapi_extra=REQUEST_HEADERS)(endpoint)
+        app.get("/info", tags=tags, responses=tgi_answers(Info))(self.info)
+        for path in ("/health", "/ping"):
+            app.get(path, tags=tags, response_class=Response, responses=HEALTHY)(self.health)
+
+    async def generate(self, body: GenerateBody, request: ApiRequest) -> Response:
+        """Continue a text."""
+        return await self._respond(body, request, is_stream=False)
+
+    async def generate_stream(self, body: GenerateBody, request: ApiRequest) -> Response:
+        """Continue a text, an event for each token."""
+        return await self._respond(body, request, is_stream=True)
+
+    async def compat_generate(self, body: CompatBody, request: ApiRequest) -> Response:
+        """Continue a text, with ``stream`` in events. The answer begins with the prompt unless ``return_full_text`` is false."""
+        return await self._respond(body, request, is_stream=bool(body.stream), is_compat=True)
+
+    async def info(self) -> Response:
+        """What is served, and within which limits."""
+        limit, card = self._intake.limits().max_model_len, self._intake.pool.cards[0]
+        layout = card.layout
+        body = {
+            "model_id": self._intake.model_name,
+            "model_sha": layout.weights_digest,
+            "model_dtype": f"torch.{layout.kv_dtype}",
+            "model_device_type": card.device_type,
+            "model_pipeline_tag": "text-generation",
+            "max_concurrent_requests": self._max_queued,
+            "max_best_of": MAX_CHOICES,
+            "max_stop_sequences": MAX_STOPS,
+            "max_input_tokens": limit - 1,
+            "max_input_length": limit - 1,  # as TGI called it before 2.3
+            "max_total_tokens": limit,
+            "validation_workers": 1,
+            "max_client_batch_size": _MAX_PROMPTS,
+            "router": "kvrelay",
+            "version": __version__,
+            "sha": None,
+            "docker_label": None,
+        }
+        return JSONResponse(body)
+
+    async def health(self) -> Response:
+        """Nothing, if there are workers that could generate; else 503 with the reason."""
+        self._intake.limits()
+        return Response()
+
+    async def _respond(
+        self, body: GenerateBody, request: ApiRequest, *, is_stream: bool, is_compat: bool = False
+    ) -> Response:
+        self._intake.check(None)
+        parameters = body.wanted
+        spec = parameters.spec(is_stream=is_stream)
+        adds_special_tokens = body.add_special_tokens is not False
+        prompt = await aside(
+            lambda: self._intake.encode(body.inputs, "inputs", add_special_tokens=adds_special_tokens),
+            len(await request.body()),
+        )
+        generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="inputs")
+        is_full = is_compat if parameters.return_full_text is None else parameters.return_full_text
+        wanted = Wanted(
+            details=bool(parameters.details or parameters.decoder_input_details),
+            prefill=bool(parameters.decoder_input_details),
+            top_tokens=bool(parameters.top_n_tokens),
+            prefix=body.inputs if is_full else "",
+            is_list=is_compat,
+        )
+        job = Job(
+            generations,
+            GenerateFormat(self._intake.tokenizer, generations[0], wanted),
+            is_stream=is_stream,
+            num_per_prompt=spec.best_of,
+            num_returned=spec.num_choices,
+        )
+        return await self._responder.respond(request, job)

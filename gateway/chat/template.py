@@ -1,0 +1,149 @@
+"""Chat messages to a prompt, by the model's own Jinja template, rendered as transformers renders it.
+
+Templates come from model directories, so they run in Jinja's immutable sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from kvrelay.common.errors import ModelError
+from kvrelay.gateway.errors import ChatTemplateError, InvalidRequestError
+from kvrelay.gateway.text.tokenizer import read_json
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}``: marks the assistant's text for training; here it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it this way
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The body, in a scope of its own as in transformers."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [jinja2.nodes.Scope(body).set_lineno(line)]
+
+
+class ChatTemplate:
+    """A compiled template; None-like models (no template) refuse chat with a clear error."""
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        self.source = source or ""  # what a model can do is read off it, too
+        self._special_tokens = dict(special_tokens)
+        self._template: jinja2.Template | None = None
+        if source is None:
+            return
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the model's chat template does not compile: {error}") from error
+
+    @classmethod
+    def load(cls, directory: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
+        """From ``chat_template.jinja``, or ``tokenizer_config.json`` (a string, or a list of named ones)."""
+        path = directory / "chat_template.jinja"
+        if path.is_file():
+            return cls(path.read_text(encoding="utf-8"), special_tokens)
+        source = read_json(directory / "tokenizer_config.json").get("chat_template")
+        if isinstance(source, list):
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        return cls(source, special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continues: bool = False,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt, ready for the assistant's answer.
+
+        ``continues``: the last message is the answer's beginning, and left open. ``variables``: more names for the template, as
+        ``enable_thinking``; they cannot hide its own. Raises ChatTemplateError quoting the template's complaint.
+        """
+        if self._template is None:
+            raise ChatTemplateError(
+                "the model has no chat template; use /v1/completions, or add a chat_template.jinja to its directory",
+                param="messages",
+            )
+        # Where the open message ends cannot be found by its text, which may stand elsewhere, too.
+        mark = secrets.token_hex(16)
+        shown = [*messages[:-1], _marked(messages[-1], mark)] if continues else messages
+        # Templates ask whether tools are none: undefined would not be.
+        names = {
+            **(variables or {}),
+            **self._special_tokens,
+            "messages": shown,
+            "tools": tools or None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt and not continues,
+        }
+        try:
+            text = self._template.render(names)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the chat template refuses these messages: {error}", param="messages") from error
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ChatTemplateError(
+                f"the chat template cannot render these messages: {error}", param="messages"
+            ) from error
+        return _up_to(text, mark) if continues else text
+
+
+def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """``message`` with ``mark`` behind its content. A space follows, which a template that strips contents strips, too."""
+    content = message.get("content")
+    if not isinstance(content, str) or not content.strip():
+        raise _not_shown()
+    return {**message, "content": f"{content}{mark} "}
+
+
+def _up_to(text: str, mark: str) -> str:
+    """``text`` in front of ``mark``, without the spaces there if the template strips contents."""
+    before, found, behind = text.rpartition(mark)
+    if not found:
+        raise _not_shown()
+    return before if behind.startswith(" ") else before.rstrip()
+
+
+def _not_shown() -> InvalidRequestError:
+    return InvalidRequestError(
+        "continue_final_message needs a last message with text that the chat template shows as it is",
+        param="continue_final_message",
+    )
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)

@@ -1,0 +1,138 @@
+"""Conversations with calls in them, as chat templates expect them.
+
+Clients send a call's arguments as JSON text, its result as a message of role ``tool``, and null where the model said nothing beside
+its calls. Templates differ: most want arguments as an object, some as text; some tell null from empty, most cannot take null; some
+accept only short ids, or ids that say who is called. A :class:`MessageStyle` says which, from what the template does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvrelay.gateway.chat.tools.json_text import is_json_object
+from kvrelay.gateway.errors import InvalidRequestError
+
+Message = dict[str, Any]
+
+_TEXT_ARGUMENTS = re.compile(r"arguments['\"]?\]?\s*[+~]")  # joined to text as they are
+_NULL_CONTENT = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
+_SHORT_IDS = re.compile(r"length\s*!=\s*9")
+_SHORT_ID_LENGTH = 9
+_NUMBERED_IDS = re.compile(r"<\|tool_call_argument_begin\|>")  # Kimi K2's calls are called by their ids
+_THINKING = re.compile(r"message(\.thinking|\[['\"]thinking['\"]\])")  # what clients call reasoning_content
+
+
+@dataclass(frozen=True, slots=True)
+class MessageStyle:
+    """What a template expects of messages."""
+
+    has_text_arguments: bool = False
+    takes_null: bool = False
+    has_short_ids: bool = False  # exactly nine letters and digits
+    has_numbered_ids: bool = False  # ``functions.NAME:0``, counted through the conversation
+    has_thinking: bool = False  # thoughts are in a field ``thinking``
+
+    @classmethod
+    def of(cls, chat_template: str) -> MessageStyle:
+        """What this template's source shows."""
+        return cls(
+            has_text_arguments=_TEXT_ARGUMENTS.search(chat_template) is not None,
+            takes_null=_NULL_CONTENT.search(chat_template) is not None,
+            has_short_ids=_SHORT_IDS.search(chat_template) is not None,
+            has_numbered_ids=_NUMBERED_IDS.search(chat_template) is not None,
+            has_thinking=_THINKING.search(chat_template) is not None,
+        )
+
+
+@dataclass(slots=True)
+class _Calls:
+    """The calls of a conversation, as far as it was read."""
+
+    names: dict[str, str] = field(default_factory=dict)  # of functions, by the client's ids of their calls
+    ids: dict[str, str] = field(default_factory=dict)  # the template's, by the client's
+    number: int = 0
+
+
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], style: MessageStyle, param: str = "messages"
+) -> list[Message]:
+    """The messages in the template's style; what else they hold stays. ``messages`` themselves are left alone.
+
+    Raises InvalidRequestError that names the field of a call that is malformed.
+    """
+    known = _Calls()
+    return [_message(message, style, known, f"{param}[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: Mapping[str, Any], style: MessageStyle, known: _Calls, param: str) -> Message:
+    result = dict(message)
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if isinstance(part, Mapping) and "text" in part)
+    calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise InvalidRequestError(f"{param}.tool_calls must be a list of calls", param=f"{param}.tool_calls")
+    result.pop("tool_calls", None)
+    if calls:
+        result["tool_calls"] = [
+            _call(call, style, known, f"{param}.tool_calls[{index}]") for index, call in enumerate(calls)
+        ]
+    result["content"] = None if content is None and calls and style.takes_null else content or ""
+    call_id = message.get("tool_call_id")
+    if call_id is not None:
+        if not isinstance(call_id, str):
+            raise InvalidRequestError(f"{param}.tool_call_id must be text", param=f"{param}.tool_call_id")
+        result["tool_call_id"] = known.ids.get(call_id) or _id(call_id, style)
+        if result.get("name") is None and call_id in known.names:
+            result["name"] = known.names[call_id]
+    thoughts = message.get("reasoning_content")
+    if style.has_thinking and isinstance(thoughts, str) and not (calls and content):  # gpt-oss has one of the two then
+        result.setdefault("thinking", thoughts)
+    return result
+
+
+def _call(call: Any, style: MessageStyle, known: _Calls, param: str) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str):
+        raise InvalidRequestError(
+            f"{param}.function must be an object with the name and arguments of a call", param=f"{param}.function"
+        )
+    arguments = _arguments(function.get("arguments"), style, f"{param}.function.arguments")
+    result: Message = {**call, "type": "function", "function": {**function, "arguments": arguments}}
+    call_id = call.get("id")
+    if style.has_numbered_ids:
+        result["id"] = f"functions.{name}:{known.number}"
+    elif isinstance(call_id, str):
+        result["id"] = _id(call_id, style)
+    if isinstance(call_id, str):
+        known.names[call_id], known.ids[call_id] = name, result["id"]
+    known.number += 1
+    return result
+
+
+def _arguments(arguments: Any, style: MessageStyle, param: str) -> dict[str, Any] | str:
+    """The arguments as an object, or as its JSON text."""
+    try:
+        if isinstance(arguments, str) and is_json_object(arguments.strip()):
+            arguments = json.loads(arguments)
+        arguments = {} if arguments in (None, "") else arguments
+        if isinstance(arguments, Mapping):
+            return json.dumps(arguments, ensure_ascii=False) if style.has_text_arguments else dict(arguments)
+    except RecursionError:
+        pass  # nested deeper than anybody could follow
+    raise InvalidRequestError(
+        f"{param} is no JSON object: {str(arguments)[:80]!r}; leave out a call whose arguments were cut off",
+        param=param,
+    )
+
+
+def _id(call_id: str, style: MessageStyle) -> str:
+    if not style.has_short_ids or (len(call_id) == _SHORT_ID_LENGTH and call_id.isalnum() and call_id.isascii()):
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:_SHORT_ID_LENGTH]

@@ -1,0 +1,186 @@
+"""The parser that all families share: text until a marker, then calls, then text again.
+
+A family says where its calls begin (:class:`Syntax`) and how one is read (a function over a :class:`Context`). What looks like one
+and is none (JSON that does not parse, a function that nobody declared) is content: nothing the model wrote gets lost. A call whose
+arguments break off in the middle keeps what was sent of them; the rest of the text is content.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from kvrelay.gateway.chat.tools.calls import CallIds, Outbox, ParsedDelta
+from kvrelay.gateway.chat.tools.functions import Function, ToolChoice
+from kvrelay.gateway.chat.tools.json_text import is_json_object
+from kvrelay.gateway.chat.tools.reader import Reader, Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What one answer's calls are read from and written to."""
+
+    reader: Reader
+    out: Outbox
+    functions: Mapping[str, Function]
+    max_calls: int | None = None
+
+    def may_call(self, name: str | None) -> bool:
+        """Whether a call of ``name`` can be one."""
+        return name in self.functions and (self.max_calls is None or self.out.num_calls < self.max_calls)
+
+    def writer(self, name: str) -> Callable[[str], None]:
+        """Takes a new call's arguments as they are read; the first piece opens it. Settles what was read."""
+        if self.out.has_open_call:  # whose end never came
+            self.out.close_call()
+
+        def write(text: str) -> None:
+            if not self.out.has_open_call:
+                self.out.open_call(name)
+            self.out.add_arguments(text)
+            self.reader.settle()
+
+        return write
+
+    def close(self, *ends: str) -> Reading[None]:
+        """The call is over: reads spaces and the end marker, if one of ``ends`` comes. One that is cut off is none of the text."""
+        reader = self.reader
+        reader.settle()
+        if ends:
+            yield from reader.spaces()
+            end = yield from reader.next_is(*ends)
+            if end is None and reader.is_finished and any(end.startswith(reader.rest) for end in ends):
+                reader.skip(len(reader.rest))
+            elif end is None:
+                return
+            reader.settle()
+        self.out.close_call()
+
+
+@dataclass(frozen=True, slots=True)
+class Syntax:
+    """Where calls begin and how they are read.
+
+    ``read(context, marker)`` reads the calls that begin with ``marker``, which was read already, and says whether all was right.
+    ``starts``: characters that begin a call without a marker (then it is ""), at the start of an answer only.
+    """
+
+    markers: tuple[str, ...]
+    read: Callable[[Context, str], Reading[bool]]
+    starts: str = ""
+
+
+def _read_no_calls(context: Context, marker: str) -> Reading[bool]:
+    raise AssertionError(f"{marker!r} is no marker")
+
+
+NO_CALLS = Syntax((), _read_no_calls)
+"""Of answers that are text, behind thoughts."""
+
+
+class CallParser:
+    """Reads one answer of a model that may think and call functions. Implements
+    :class:`kvrelay.gateway.chat.tools.calls.OutputParser`.
+
+    ``read_first``: reads what comes before the answer itself, such as thoughts.
+    """
+
+    def __init__(
+        self,
+        syntax: Syntax,
+        choice: ToolChoice,
+        new_id: CallIds,
+        read_first: Callable[[Context], Reading[None]] | None = None,
+    ) -> None:
+        self._syntax = syntax
+        self._read_first = read_first
+        functions = {function.name: function for function in choice.functions}
+        self._context = Context(Reader(), Outbox(new_id), functions, choice.max_calls)
+        self._steps = self._parse()
+
+    def push(self, text: str) -> ParsedDelta:
+        """Take new text in; returns all that is certain."""
+        self._context.reader.feed(text)
+        next(self._steps)
+        return self._context.out.take()
+
+    def finish(self) -> ParsedDelta:
+        """The text is over: what was held back."""
+        self._context.reader.finish()
+        num_waits = sum(1 for _ in islice(self._steps, 1))
+        assert num_waits == 0, "a parser waits for text after the end"
+        return self._context.out.take()
+
+    def _parse(self) -> Reading[None]:
+        reader, out = self._context.reader, self._context.out
+        if self._read_first is not None:
+            yield from self._read_first(self._context)
+        is_start = True
+        while is_start or not reader.is_over():
+            # Spaces at the start and after a call belong to the call that follows, if one does.
+            yield from reader.spaces()
+            char = yield from reader.char()
+            marker = "" if is_start and char and char in self._syntax.starts else None
+            if marker is None:
+                marker = yield from reader.next_is(*self._syntax.markers)
+            if marker is None:
+                spaces = reader.settle()
+                if not (reader.is_over() and out.num_calls):
+                    out.add_content(spaces)
+                marker = yield from reader.free(self._syntax.markers, out.add_content)
+            if marker is not None:
+                yield from self._calls(marker)
+            is_start = False
+
+    def _calls(self, marker: str) -> Reading[None]:
+        reader, out = self._context.reader, self._context.out
+        is_good = yield from self._syntax.read(self._context, marker)
+        rest = reader.settle()
+        if not is_good and not (reader.is_over() and out.has_open_call):
+            out.add_content(rest)
+        out.close_call()
+
+
+def read_arguments(reader: Reader, on_text: Callable[[str], None]) -> Reading[bool]:
+    """Read a call's arguments: an object, an object written in a string, or null for none. False if they are something else."""
+    char = yield from reader.char()
+    if char == "{":
+        return (yield from reader.json_value(on_text))
+    if char == '"':
+        text = yield from reader.json_string()
+        if text is None or not is_json_object(text.strip()):
+            return False
+        on_text(text.strip())
+        return True
+    if (yield from reader.next_is("null")):
+        on_text("{}")
+        return True
+    return False
+
+
+class ListEnd(enum.Enum):
+    """How a list of calls ended."""
+
+    CLOSED = "closed"
+    CUT_OFF = "cut off"  # the text is over
+    MALFORMED = "malformed"
+
+
+def read_rest(context: Context, read_call: Callable[[Context], Reading[bool]]) -> Reading[ListEnd]:
+    """Read a list of calls, behind its ``[``; each call is closed."""
+    reader = context.reader
+    end: str | None = ","
+    while end == ",":
+        yield from reader.spaces()
+        if not (yield from read_call(context)):
+            return ListEnd.MALFORMED
+        yield from context.close()
+        yield from reader.spaces()
+        end = yield from reader.next_is(",", "]")
+        if end is not None:
+            reader.settle()
+    if end is None:
+        return ListEnd.CUT_OFF if reader.is_over() else ListEnd.MALFORMED
+    return ListEnd.CLOSED

@@ -1,0 +1,187 @@
+"""Calls as Python writes them: ``[f(a=1, b="x"), g()]``, by Llama 4 and LFM2.
+
+An answer that begins with ``[`` and the call of a known function is one. Llama may put ``<|python_start|>`` and ``<|python_end|>``
+around it, LFM2 always puts ``<|tool_call_start|>`` and ``<|tool_call_end|>``. Values are literals: parsed as JSON or as Python's
+syntax tree, never evaluated. In a guide they are JSON.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import warnings
+from typing import Any, NoReturn
+
+from kvrelay.gateway.chat.structural_tag import Format, const, either, json_schema, optional, regex, sequence, star
+from kvrelay.gateway.chat.tools.parser import Context, ListEnd, Syntax, read_rest
+from kvrelay.gateway.chat.tools.reader import Reader, Reading
+
+BEGIN, END = "<|python_start|>", "<|python_end|>"
+LFM_BEGIN, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
+
+_KEY = re.compile(r"""[^\s=(),:'"\[\]{}]*""")
+_ANY_KEY = "[a-zA-Z_][a-zA-Z0-9_]{0,63}"
+_ENDS = {BEGIN: END, LFM_BEGIN: LFM_END}
+_NAMES: dict[str, Any] = {"true": True, "false": False, "null": None}  # models mix the two languages
+
+
+def _read(context: Context, marker: str) -> Reading[bool]:
+    reader = context.reader
+    yield from reader.spaces()
+    if not (yield from reader.next_is("[")):
+        return False
+    end = yield from read_rest(context, _read_call)
+    if end is ListEnd.CLOSED and marker:
+        yield from context.close(_ENDS[marker])
+    return end is not ListEnd.MALFORMED
+
+
+def _read_call(context: Context) -> Reading[bool]:
+    reader = context.reader
+    name = yield from reader.word()
+    if not context.may_call(name) or not (yield from reader.next_is("(")):
+        return False
+    write = context.writer(name)
+    yield from reader.spaces()
+    if (yield from reader.next_is(")")):
+        write("{}")
+        return True
+    before, end = "{", ","
+    while end == ",":
+        yield from reader.spaces()
+        key = yield from reader.word(_KEY, 256)
+        yield from reader.spaces()
+        if not key or not (yield from reader.next_is("=")):
+            return False
+        text = yield from _literal(reader)
+        value = None if text is None else literal_json(text)
+        if value is None:
+            return False
+        end = (yield from reader.next_is(",", ")")) or ""
+        write(f"{before}{json.dumps(key, ensure_ascii=False)}: {value}" + ("}" if end == ")" else ""))
+        before = ", "
+    return True
+
+
+def _literal(reader: Reader) -> Reading[str | None]:
+    """Read up to the comma or bracket behind a value; None if there is none."""
+    at, depth, quote = 0, 0, ""
+    while True:
+        rest = reader.rest
+        while at < len(rest):
+            char = rest[at]
+            if quote and char == "\\":
+                at += 1  # nor is the next one the end
+            elif quote:
+                quote = "" if char == quote else quote
+            elif char in "'\"":
+                quote = char
+            elif char in "([{":
+                depth += 1
+            elif depth and char in ")]}":
+                depth -= 1
+            elif not depth and char in ",)]}":
+                reader.skip(at)
+                return rest[:at] if char in ",)" else None
+            at += 1
+        if reader.is_finished:
+            reader.skip(len(rest))
+            return None
+        yield
+
+
+def literal_json(text: str) -> str | None:
+    """A literal of JSON or Python as JSON; None if it is none, or says what JSON cannot."""
+    try:
+        value = json.loads(text, parse_constant=refuse_constant)
+    except (ValueError, RecursionError):
+        try:
+            with warnings.catch_warnings():  # of backslashes that escape nothing, which models write
+                warnings.simplefilter("ignore")
+                value = _plain(ast.parse(text.strip(), mode="eval").body)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        written.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    except (ValueError, RecursionError):
+        return None
+    return written
+
+
+def refuse_constant(text: str) -> NoReturn:
+    """For ``json.loads``. Raises ValueError on ``NaN`` and infinities."""
+    raise ValueError(f"{text} is not JSON")
+
+
+def _plain(node: ast.expr) -> Any:
+    """The value of a literal. Raises ValueError on anything else."""
+    match node:
+        case ast.Constant(value=None | bool() | int() | str() as value):
+            return value
+        case ast.Constant(value=float() as value) if math.isfinite(value):
+            return value
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as value)):
+            return -value if isinstance(sign, ast.USub) else value
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return [_plain(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): _plain(value) for key, value in zip(keys, values, strict=True)}
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+        case _:
+            raise ValueError(f"{ast.dump(node)[:80]} is no literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case _:
+            raise ValueError("keys are text")
+
+
+def keyword_arguments(schema: dict[str, Any]) -> Format:
+    """From the schema of an object: what is required first, then what is not, each in the order of the schema.
+
+    Properties are all that counts of the schema itself, so one that has none but is open admits any. Names that are no identifiers
+    cannot be written as keywords and are left out.
+    """
+    properties = {name: value for name, value in schema.get("properties", {}).items() if name.isidentifier()}
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    if not properties:
+        return _any_arguments() if schema.get("additionalProperties", True) else const("")
+
+    def argument(name: str, separator: str) -> Format:
+        value = properties[name]
+        value = {**value, **definitions} if isinstance(value, dict) else value
+        return sequence(const(f"{separator}{name}="), json_schema(value))
+
+    required = [name for name in properties if name in schema.get("required", [])]
+    others = [name for name in properties if name not in required]
+    if required:
+        first, *rest = required
+        more = [optional(argument(name, ", ")) for name in others]
+        return sequence(argument(first, ""), *(argument(name, ", ") for name in rest), *more)
+    beginnings = [
+        sequence(argument(name, ""), *(optional(argument(later, ", ")) for later in others[index + 1 :]))
+        for index, name in enumerate(others)
+    ]
+    return optional(either(beginnings))
+
+
+def write_keywords(arguments: str) -> str:
+    """JSON text of an object as keyword arguments."""
+    return ", ".join(f"{name}={value!r}" for name, value in json.loads(arguments).items())
+
+
+def _any_arguments() -> Format:
+    one = sequence(regex(f"{_ANY_KEY}="), json_schema(True))
+    return optional(sequence(one, star(sequence(const(", "), one))))
+
+
+SYNTAX = Syntax((BEGIN, LFM_BEGIN), _read, starts="[")

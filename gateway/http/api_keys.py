@@ -1,0 +1,135 @@
+"""Who may ask: API keys, known here by their hashes only.
+
+The file has a line per key, ``NAME SHA256`` (hexadecimal; ``kvrelay api-key NAME`` makes both), and behind that, if the key
+shall have limits, ``requests_per_s=5``, ``burst=20``, ``concurrency=8``, ``min_priority=-10`` or some of them. Limits hold for
+each gateway by itself. Blank lines, and what stands behind a ``#``, do not count. The file is looked at again when it has
+changed, so keys come and go without a restart; a file that is broken then is reported, and the keys read last stay in force.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrelay.common.clock import Clock
+from kvrelay.common.errors import SettingsError
+from kvrelay.gateway.errors import UnauthorizedError
+from kvrelay.gateway.http.key_limits import OPTIONS, KeyLimits, KeyUse
+
+logger = logging.getLogger(__name__)
+
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})\s+(?P<digest>[0-9a-f]{64})(?P<options>(\s+[a-z_]+=-?[0-9.]+)*)")
+_LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    digest: str
+    limits: KeyLimits
+
+
+class ApiKeys:
+    """The keys of one file. Raises SettingsError if it cannot be read at first."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._path = path
+        self._clock = clock
+        self._version = _version(path)
+        self._take(_read(path))
+        self._uses: dict[str, KeyUse] = {}  # by name; what runs is counted on when the file changes
+        self._looked_s = clock()
+
+    def check(self, authorization: str | None) -> str:
+        """The name of the key in an ``Authorization: Bearer KEY`` header. Raises UnauthorizedError."""
+        self._look_again()
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise UnauthorizedError("no API key: send it as 'Authorization: Bearer KEY'")
+        # How long a look-up by hash takes tells nothing about a key: nobody can choose what his key's hash begins with.
+        name = self._names.get(hash_key(key.strip()))
+        if name is None:
+            raise UnauthorizedError("this API key is not known here")
+        return name
+
+    def enter(self, authorization: str | None) -> KeyUse:
+        """A request begins; ``leave`` of what is returned must follow. Raises UnauthorizedError and TooManyRequestsError."""
+        name = self.check(authorization)
+        if (use := self._uses.get(name)) is None:
+            use = self._uses[name] = KeyUse()
+        use.enter(self._keys[name].limits, self._clock())
+        return use
+
+    def _take(self, keys: dict[str, _Key]) -> None:
+        self._keys = keys
+        self._names = {key.digest: name for name, key in reversed(keys.items())}
+
+    def _look_again(self) -> None:
+        now_s = self._clock()
+        if now_s - self._looked_s < _LOOK_EVERY_S:
+            return
+        self._looked_s = now_s
+        version = _version(self._path)
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._take(_read(self._path))
+            logger.info("read %d API keys from %s", len(self._keys), self._path)
+        except SettingsError as error:
+            logger.error("%s; the keys read before stay in force", error)
+
+
+def hash_key(key: str) -> str:
+    """What the file has of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Differs when the file does: Kubernetes replaces it, an editor may write into it."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def line_of(name: str, key: str) -> str:
+    """The line of the file that makes ``key`` known by ``name``. Raises SettingsError on a name that no line can have."""
+    line = f"{name} {hash_key(key)}"
+    if (match := _LINE.fullmatch(line)) is None or match["name"] != name:
+        raise SettingsError(f"the key's name is {name!r}; it must be 1 to 64 letters, digits, '.', '_' or '-'")
+    return line
+
+
+def _read(path: Path) -> dict[str, _Key]:
+    """Keys by name. The text of an error never has a line's content: somebody may have put a key there."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--api-keys: cannot read {path}: {error}") from error
+    keys: dict[str, _Key] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        match = _LINE.fullmatch(content)
+        if match is None:
+            raise SettingsError(
+                f"--api-keys: line {number} of {path} is not 'NAME SHA256' (kvrelay api-key NAME makes one), "
+                f"with {', '.join(f'{name}=NUMBER' for name in OPTIONS)} behind it if there shall be limits"
+            )
+        if match["name"] in keys:
+            raise SettingsError(f"--api-keys: line {number} of {path} has the name {match['name']!r} a second time")
+        try:
+            limits = KeyLimits.parse(dict(option.split("=") for option in match["options"].split()))
+        except ValueError as error:
+            raise SettingsError(f"--api-keys: line {number} of {path}: {error}") from error
+        keys[match["name"]] = _Key(match["digest"], limits)
+    if not keys:
+        raise SettingsError(
+            f"--api-keys: {path} has no key, so nobody could ask anything; leave --api-keys out, or add one"
+        )
+    return keys

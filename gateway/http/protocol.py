@@ -1,0 +1,315 @@
+"""HTTP/1.1 of one connection: uvicorn's protocol, with bounds that it lacks. The one module that knows uvicorn from inside.
+
+uvicorn waits for a request's headers for ever and keeps all of them; it waits for ever for a client that does not read. Here
+each of these ends. Request line and headers have bounds in bytes, number and time, requests sent ahead in number. A client that
+takes next to nothing of an answer is disconnected, which ends its request. None of this is done per token. How long a body may
+take is :mod:`kvrelay.gateway.http.edge`'s matter.
+
+Whoever is refused gets an answer if that cannot be taken for the answer to another request, and loses the connection. llhttp
+itself refuses what two parsers could read differently: Content-Length beside Transfer-Encoding, or twice, line ends without CR,
+folded headers, spaces before a colon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from kvrelay.gateway.errors import ApiError, ConnectionsError, HeadersTooLargeError, InvalidHttpError, SlowClientError
+from kvrelay.gateway.http.gathered_writes import GatheredWrites
+from kvrelay.gateway.http.refusals import Reason, Refusals
+from kvrelay.gateway.http.settings import HttpLimits
+
+EXTENSION = "kvrelay.exchange"  # of the ASGI scope, with an Exchange
+
+_MAX_HEADERS = 256  # each is compared with the names that are looked for
+_MAX_PIPELINED = 16  # requests behind the one that is being answered
+_HIGH_WATER_BYTES = 64 * 2**10  # of an answer that the kernel does not take; then writing pauses
+_LOW_WATER_BYTES = 16 * 2**10
+_LINGER_S = 2.0
+
+
+class Exchange:
+    """One request's answer on its connection, beside ASGI: writes chunks as ``send`` would, in the very call that makes them."""
+
+    def __init__(self, cycle: RequestResponseCycle, writes: GatheredWrites) -> None:
+        """``writes``: of all connections."""
+        self._cycle = cycle
+        self._writes = writes
+
+    def begin(self, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Write a head of status 200 and a first part; False, and nothing written, if the client is behind, or gone."""
+        cycle = self._cycle
+        if cycle.disconnected or cycle.flow.write_paused or cycle.response_started:
+            return False
+        cycle.response_started = True
+        cycle.waiting_for_100_continue = False
+        cycle.chunked_encoding = True
+        lines = [name + b": " + value + b"\r\n" for name, value in (*cycle.default_headers, *headers)]
+        if not cycle.keep_alive:
+            lines.append(b"connection: close\r\n")
+        head = b"HTTP/1.1 200 OK\r\n" + b"".join(lines) + b"transfer-encoding: chunked\r\n\r\n"
+        cycle.transport.write(head + _chunk(body) if body else head)
+        return True
+
+    def write(self, body: bytes) -> bool:
+        """Write one more part, not empty, soon; False, and nothing written, if the client is behind, or gone."""
+        cycle = self._cycle
+        if cycle.disconnected or cycle.flow.write_paused:
+            return False
+        self._writes.add(cycle.transport, _chunk(body))
+        return True
+
+    def write_now(self) -> None:
+        """Write the parts that wait to be; to be called before anything else is sent."""
+        self._writes.write_now(self._cycle.transport)
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection, within ``limits``."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: HttpLimits,
+        refusals: Refusals,
+        writes: GatheredWrites,
+    ) -> None:
+        """``writes``: of all connections."""
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = limits
+        self._refusals = refusals
+        self._writes = writes
+        self._is_refused = False
+        self._is_in_headers = False
+        self._num_unparsed_bytes = 0  # since a request began, or a part of its body came
+        # uvicorn's ``cycle`` is the newest, which may wait for this one.
+        self._running: RequestResponseCycle | None = None
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._client_timer: asyncio.TimerHandle | None = None  # runs while the answer is not taken
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The first request's headers are waited for, unless there are too many connections. Of TLS, the handshake is over."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=_LOW_WATER_BYTES)  # TLS has others
+        most = self._limits.max_connections
+        if len(self.connections) > most:
+            text = f"the server has {most} connections, which is its limit; try again in a moment"
+            self._is_refused = True
+            self._refusals.count(Reason.TOO_MANY_CONNECTIONS, text, self.client)
+            transport.write(raw_response(ConnectionsError(text, retry_after_s=1)))
+            transport.close()
+            self._watch_client()
+            return
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The requests end, also one that runs before others that were sent ahead."""
+        self._headers_came()
+        self._client_reads()
+        self._disconnect_requests()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def data_received(self, data: bytes) -> None:
+        """What the client sent; after a refusal it is thrown away."""
+        if self._is_refused:
+            return
+        self._num_unparsed_bytes += len(data)
+        super().data_received(data)
+        if self._num_unparsed_bytes > self._limits.max_header_bytes:
+            # Of headers, or of what surrounds a body's chunks, which has no business to be this long either.
+            self._refuse(Reason.HEADERS_TOO_LARGE, self._too_large())
+        elif self._header_timer is None and (self._is_in_headers or self._is_idle()):
+            self._await_headers()  # blank lines, too, must become a request in time
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser, or a callback of it, has raised an error."""
+        error = sys.exception()
+        assert error is not None, "uvicorn calls it for an error of the parser"
+        reason = error.__context__ or error
+        self._refuse(Reason.INVALID_HTTP, InvalidHttpError(f"this is not HTTP/1.1: {reason}"))
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._is_in_headers = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header; a trailer behind a body is nobody's."""
+        if self._is_in_headers:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The request starts, or waits for those before it. Raises what ends the parser's work, after a refusal."""
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._limits.max_header_bytes:
+            self._refuse(Reason.HEADERS_TOO_LARGE, self._too_large())
+        elif len(self.headers) > _MAX_HEADERS:
+            text = f"the request has more than {_MAX_HEADERS} headers, which is the limit; send fewer"
+            self._refuse(Reason.HEADERS_TOO_LARGE, HeadersTooLargeError(text))
+        elif len(self.pipeline) >= _MAX_PIPELINED and not self._is_idle():
+            text = f"more than {_MAX_PIPELINED} requests wait on this connection; open another one"
+            self._refuse(Reason.PIPELINE, InvalidHttpError(text))
+        if self._is_refused:
+            raise ValueError("refused")
+        self._headers_came()
+        super().on_headers_complete()
+        self._is_in_headers = False
+        self._num_unparsed_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        """A part of it."""
+        self._num_unparsed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The whole request is there."""
+        self._num_unparsed_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The next request may start. If the connection ends instead, the client has to take the answer in time."""
+        super().on_response_complete()
+        if self._is_in_headers:
+            self._unset_keepalive_if_required()  # it has begun already, and has its own time
+        if self.transport.is_closing():
+            self._watch_client()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that nobody has used for a while."""
+        super().timeout_keep_alive_handler()
+        self._watch_client()
+
+    def pause_writing(self) -> None:
+        """The client takes less than is written. Called by the transport."""
+        super().pause_writing()
+        self._watch_client()
+
+    def resume_writing(self) -> None:
+        """It has caught up. Called by the transport."""
+        super().resume_writing()
+        if not self._is_refused and not self.transport.is_closing():
+            self._client_reads()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        extensions: dict[str, Any] = {EXTENSION: Exchange(cycle, self._writes)}
+        cycle.scope["extensions"] = extensions
+        super()._start_asgi_task(cycle, app)
+
+    def _is_idle(self) -> bool:
+        """Whether all requests so far are answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_headers(self) -> None:
+        if not self._is_refused:
+            self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._on_header_timeout)
+
+    def _headers_came(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _on_header_timeout(self) -> None:
+        text = (
+            f"the headers of a request were not complete after {self._limits.header_timeout_s:g} s; send them at once"
+        )
+        self._refuse(Reason.HEADER_TIMEOUT, SlowClientError(text))
+
+    def _too_large(self) -> ApiError:
+        limit = self._limits.max_header_bytes
+        return HeadersTooLargeError(f"request line and headers have more than {limit} bytes, which is the limit")
+
+    def _watch_client(self) -> None:
+        if self._client_timer is None:
+            size = self.transport.get_write_buffer_size()
+            self._client_timer = self.loop.call_later(self._limits.client_timeout_s, self._on_client_timeout, size)
+
+    def _on_client_timeout(self, size_before: int) -> None:
+        """A client that takes a long answer slowly has taken what separates the marks; one that reads nothing has not."""
+        self._client_timer = None
+        size = self.transport.get_write_buffer_size()
+        if size == 0:  # TLS waits for the client's goodbye
+            self.transport.abort()
+            return
+        if size_before - size >= _HIGH_WATER_BYTES - _LOW_WATER_BYTES:
+            self._watch_client()
+            return
+        text = f"it took {max(0, size_before - size)} bytes of an answer in {self._limits.client_timeout_s:g} s"
+        self._refusals.count(Reason.CLIENT_READS_NOTHING, text, self.client)
+        self.transport.abort()
+
+    def _client_reads(self) -> None:
+        if self._client_timer is not None:
+            self._client_timer.cancel()
+            self._client_timer = None
+
+    def _refuse(self, reason: Reason, error: ApiError) -> None:
+        """End the connection, with ``error`` as its last answer if nothing else is being answered. Nothing after a refusal."""
+        if self._is_refused:
+            return
+        self._refusals.count(reason, str(error), self.client)
+        self._is_refused = True
+        self._headers_came()
+        self._unset_keepalive_if_required()
+        is_answerable = self._is_answerable()
+        self._disconnect_requests()
+        if not is_answerable or self.transport.is_closing():
+            self.transport.abort()
+            return
+        self.transport.write(raw_response(error))
+        # A close with unread bytes in the kernel is a reset, which can overtake the answer: what still comes is thrown away.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self.flow.resume_reading()
+        else:
+            self.transport.close()
+        self._client_reads()
+        self._client_timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+
+    def _is_answerable(self) -> bool:
+        """Whether an error would be taken for the answer to what caused it, and not to another request, or for a part of one."""
+        running = self._running
+        if running is None:
+            return self._is_in_headers or self._num_unparsed_bytes > 0  # else somebody only connected
+        if running is self.cycle and running.more_body:
+            return not running.response_started
+        return running.response_complete
+
+    def _disconnect_requests(self) -> None:
+        self.pipeline.clear()
+        for cycle in (self._running, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
+
+def raw_response(error: ApiError) -> bytes:
+    """An HTTP response with an OpenAI error object, for a connection that ends with it."""
+    body = json.dumps(error.body()).encode()
+    lines = [
+        f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+    ]
+    if error.retry_after is not None:
+        lines.append(f"retry-after: {error.retry_after}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def _chunk(body: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(body), body)

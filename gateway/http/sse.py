@@ -1,0 +1,143 @@
+"""Server-sent events, and how they reach a client: at once where it keeps up, behind one another where it does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvrelay.gateway.errors import ApiError, ClientBehindError, ShuttingDownError
+from kvrelay.gateway.http.api_request import ApiRequest
+from kvrelay.gateway.http.protocol import EXTENSION, Exchange
+
+# Within JSON they may stand as they are, and no event ends with one; but some clients split lines wherever Unicode sees an end.
+_LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in ("\x85", "\u2028", "\u2029"))
+
+MAX_WAITING_BYTES = 2**20  # of one stream, beside what its connection was given: some thousand events
+
+DONE = b"data: [DONE]\n\n"  # OpenAI's last event
+
+
+def sse(body: Any, name: str | None = None) -> bytes:
+    """A server-sent event with ``body`` as JSON; ``name`` is its type, where a client looks at that."""
+    head = b"data: " if name is None else b"event: " + name.encode() + b"\ndata: "
+    return head + _json(body) + b"\n\n"
+
+
+class ChunkTemplate:
+    """Events that differ in the last field of their body only: what comes before it is encoded once."""
+
+    def __init__(self, head: Mapping[str, Any], last_field: str) -> None:
+        """``head``: the fields before it, at least one."""
+        self._begin = b"data: " + _json(head)[:-1] + b',"' + last_field.encode() + b'":'
+
+    def event(self, value: Any) -> bytes:
+        """One with this value of the last field."""
+        return self._begin + _json(value) + b"}\n\n"
+
+
+def _json(body: Any) -> bytes:
+    data = msgspec.json.encode(body)
+    if not data.isascii():
+        for character, escape in _LINE_ENDS:
+            data = data.replace(character, escape)
+    return data
+
+
+class EventStream(Response):
+    """A response of server-sent events. ``produce`` gives them to :meth:`write` as they come, and returns the last ones.
+
+    It is cancelled when the client leaves. What it raises before the first event is answered as any error; later it must not
+    raise. ``failed`` writes the last words of a stream that is cut off.
+
+    ASGI sends by coroutines, and so by tasks. For a token that is too long a way: an :class:`Exchange` writes to the connection in
+    the very call that brings a first one, and just behind what brings more. It refuses if the client is behind; then ``send``,
+    which waits, is the way.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        produce: Callable[[EventStream], Awaitable[bytes]],
+        failed: Callable[[ApiError], bytes],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """``headers``: what the answer's head has beside those of every stream."""
+        self.status_code = 200
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+        self.has_begun = False  # there is a status, and no other answer any more
+        self._produce = produce
+        self._failed = failed
+        self._pending: list[bytes] = []  # what the client could not take at once
+        self._num_pending_bytes = 0
+        self._sender: asyncio.Task[None] | None = None  # while something is pending
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events, or stop when cancelled."""
+        self._send = send
+        self._request: ApiRequest = scope["state"]["api_request"]
+        self._exchange: Exchange | None = scope.get("extensions", {}).get(EXTENSION)
+        try:
+            last_words = await self._produce(self)
+            if self._sender is not None:
+                await self._sender
+        except asyncio.CancelledError:
+            # By a client that leaves, which reads nothing more, or by a gateway that has to end and has waited long enough.
+            if not self.has_begun:
+                raise
+            last_words = self._failed(ShuttingDownError())
+        finally:
+            if self._exchange is not None:  # also if the connection is closed for an error that nobody expected
+                self._exchange.write_now()
+            if self._sender is not None:
+                self._sender.cancel()
+                await asyncio.gather(self._sender, return_exceptions=True)
+        await self._send_pending()
+        await send({"type": "http.response.body", "body": last_words, "more_body": False})
+
+    def write(self, events: bytes) -> None:
+        """Send ``events``, maybe none; the first call sends the head, too. What the client cannot take now waits for it.
+
+        Raises ClientBehindError, and keeps nothing of ``events``, if MAX_WAITING_BYTES wait already.
+        """
+        if self._sender is not None or not self._is_sent(events):
+            if self._num_pending_bytes >= MAX_WAITING_BYTES:
+                raise ClientBehindError(
+                    f"{self._num_pending_bytes} bytes of the answer wait for its client, and no more than {MAX_WAITING_BYTES} "
+                    "may; read as fast as the answer comes, or ask for it in one piece"
+                )
+            self._pending.append(events)
+            self._num_pending_bytes += len(events)
+            self._sender = self._sender or asyncio.create_task(self._send_pending())
+        self.has_begun = True
+
+    def _is_sent(self, events: bytes) -> bool:
+        """Whether it could be done at once."""
+        if self._exchange is None:
+            return False
+        if self.has_begun:
+            return not events or self._exchange.write(events)
+        request = self._request
+        if "origin" in request.headers:  # a web page's: CORS adds to the head, on its way through ``send``
+            return False
+        if not self._exchange.begin((*self.raw_headers, (b"x-request-id", request.request_id.encode())), events):
+            return False
+        request.status = self.status_code
+        return True
+
+    async def _send_pending(self) -> None:
+        if self._exchange is not None:
+            self._exchange.write_now()
+        if self._request.status == 0:
+            await self._send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        while num_taken := len(self._pending):
+            body = b"".join(self._pending)
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            del self._pending[:num_taken]
+            self._num_pending_bytes -= len(body)
+        self._sender = None

@@ -1,0 +1,240 @@
+"""One attempt at a request on a pair of workers: what they say of it becomes output in the very call that brings it.
+
+A token goes from a worker's message to the client's connection through plain calls, and meets no queue, task or iterator on its
+way: switching tasks costs more than all that is done with a token. So nothing here waits while an event is handled, and whoever
+takes the output must not, either. Only the attempt's end is waited for (:meth:`Attempt.run`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvrelay.gateway.errors import AttemptsFailedError
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.relay.failover import blamed_roles
+from kvrelay.gateway.relay.placement import Pair, views
+from kvrelay.gateway.relay.progress import Progress
+from kvrelay.gateway.routing.breaker import Trial
+from kvrelay.gateway.workers.pool import WorkerPool
+from kvrelay.gateway.workers.worker import AttemptEvent, DeadlinePassed, GaveUp, Worker, WorkerLost
+from kvrelay.wire.messages import (
+    Cancel,
+    Cancelled,
+    Failed,
+    FailureCode,
+    HandedOver,
+    Preempted,
+    Role,
+    Submit,
+    TokenDelta,
+)
+
+_RETRY_AFTER_S = 1.0
+_PROVED_TOKENS = 8
+
+Take = Callable[[TokenDelta], bool]
+"""Takes what is new of an output over all attempts, and tells whether more is wanted. Must not wait."""
+
+
+class AttemptFailedError(Exception):
+    """An attempt is over without a finish reason; another may follow."""
+
+    def __init__(
+        self,
+        code: FailureCode,
+        detail: str,
+        blamed: Sequence[str] = (),
+        retry_after_s: float | None = None,
+        about: str | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.about = about  # as in Failed
+        self.blamed = blamed  # address of the worker, or addresses of the pair, that should not be asked again at once
+        self.retry_after_s = retry_after_s
+
+
+class AttemptMovedError(Exception):
+    """The attempt is given up for a place on another decode worker, which the request has now."""
+
+
+class Attempt:
+    """``run`` once; lives on the gateway's asyncio loop."""
+
+    def __init__(
+        self, pool: WorkerPool, progress: Progress, pair: Pair, take: Take, metrics: GatewayMetrics, trial: Trial
+    ) -> None:
+        """``trial`` hears what goes well; who made it says when it is over."""
+        prefill, decode = pair
+        self._trial = trial
+        self._proved_len = len(progress.output) + _PROVED_TOKENS  # output that shows that the decode worker generates
+        self._is_proved = False
+        self._pool = pool
+        self._metrics = metrics
+        self._progress = progress
+        self._take = take
+        self._involved = [decode] if prefill is None else [prefill, decode]
+        self._decode = decode
+        self._is_handed_over = False
+        # Held back until the prompt's log probabilities are here, which come another way.
+        self._last: TokenDelta | None = None
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._error: Exception | None = None  # why it ended
+        self.is_finished = False  # all of the output has been taken
+        self._find_room: Callable[[], Pair | None]
+
+    async def run(self, submit: Submit, now_s: float, find_room: Callable[[], Pair | None]) -> None:
+        """Submit it; returns when all of its output was taken, or as much as was wanted. Cancel to give it up.
+
+        ``find_room`` is asked for another decode worker when this one has no room any more, until the request has moved once.
+
+        Raises AttemptFailedError, AttemptMovedError, ApiError if no other attempt can help, and what ``take`` raises.
+        """
+        self._find_room = find_room
+        progress, involved, first = self._progress, self._involved, self._involved[0]
+        key = (submit.request_id, submit.attempt)
+        accept_s = progress.request.timings.on_submit(now_s)
+        # Before all else, as the client waits; nothing is heard of the attempt until this function waits, too.
+        if not first.client.send(submit):
+            raise AttemptFailedError(FailureCode.PEER_LOST, "the worker's link just went down", (first.address,))
+        if accept_s is not None:
+            self._metrics.part_s.labels("accept").observe(accept_s)
+        self._pool.open_attempt(key, involved, len(submit.token_ids) + 1, self._on_event, progress.prefix.cached)
+        timer = asyncio.get_running_loop().call_at(progress.deadline_s, self._on_event, DeadlinePassed())
+        try:
+            await self._end
+            if self._error is not None:
+                raise self._error
+        finally:
+            timer.cancel()
+            for view in views([self._decode], 0):  # the K/V of the last token is not computed
+                progress.prefix.on_end(progress.output[:-1], view)
+            self._pool.close_attempt(key, involved, submit.num_prompt_tokens + len(progress.output))
+            if not self.is_finished:
+                for worker in involved:
+                    worker.client.send(Cancel(request_id=key[0], attempt=key[1]))
+
+    def _on_event(self, event: AttemptEvent) -> None:
+        """Called with everything that is said of the attempt; raises nothing, and ignores what comes behind its end."""
+        if self._end.done():
+            return
+        try:
+            is_over = self._on_tokens(event) if isinstance(event, TokenDelta) else self._on_news(event)
+        except Exception as error:
+            self._error, is_over = error, True
+        if is_over:
+            self._end.set_result(None)
+
+    def _on_tokens(self, item: TokenDelta) -> bool:
+        """Whether the attempt is over."""
+        is_wanted = True
+        delta = self._accept(item)
+        if item.finish_reason is not None:
+            self._last = delta
+        elif delta is not None:
+            is_wanted = self._take(delta)
+        is_over = self._is_over()
+        if not self._is_proved and (is_over or not is_wanted or len(self._progress.output) >= self._proved_len):
+            self._is_proved = True
+            self._trial.decode_succeeded()
+        if item.timings is not None:  # behind the token, which somebody waits for
+            self._on_first_token(item)
+        return is_over or not is_wanted
+
+    def _on_news(self, event: AttemptEvent) -> bool:
+        """Whether the attempt is over."""
+        match event:
+            case HandedOver():
+                self._is_handed_over = True
+                self._on_verified(self._progress.output)
+            case Preempted():
+                self._move()
+            case DeadlinePassed():
+                raise self._progress.timed_out()
+            case WorkerLost() | GaveUp() if self._last is not None:
+                raise AttemptsFailedError(
+                    "the prompt's log probabilities were lost with a worker; ask again", retry_after_s=_RETRY_AFTER_S
+                )
+            case WorkerLost(role=Role.PREFILL) | GaveUp(role=Role.PREFILL) if self._needs_no_prefill_worker:
+                pass  # the decode worker owns the request; neither the prefill worker's death nor its last word concerns it
+            case _:
+                raise _failure(event, self._involved)
+        return False
+
+    def _move(self) -> None:
+        """Go on elsewhere if there is room; else the decode worker goes on when it has some."""
+        if not self._progress.has_moved and (place := self._find_room()) is not None:
+            self._progress.has_moved, self._progress.place = True, place
+            raise AttemptMovedError
+
+    @property
+    def _needs_no_prefill_worker(self) -> bool:
+        return self._is_handed_over and not self._progress.lacks_prompt_logprobs
+
+    def _is_over(self) -> bool:
+        if self._last is None or self._progress.lacks_prompt_logprobs:
+            return False
+        self.is_finished = True
+        self._take(self._last)
+        return True
+
+    def _on_first_token(self, item: TokenDelta) -> None:
+        """A worker computed the prompt, or the decode worker's own stream begins."""
+        assert item.timings is not None
+        self._is_handed_over |= item.timings.transfer_s is not None  # only a decode worker that verified it
+        self._pool.on_first_token((item.request_id, item.attempt), self._involved)
+        computed = self._progress.output[: item.index]
+        for view in views(self._involved[:1], 0):
+            self._progress.prefix.on_cached(computed, view)
+        if self._is_handed_over or len(self._involved) == 1:
+            self._on_verified(computed)
+
+    def _on_verified(self, output: Sequence[int]) -> None:
+        """The K/V of prompt and ``output`` lie on the decode worker."""
+        self._trial.hand_over_succeeded()
+        self._progress.request.settle(self._decode.address)
+        for view in views([self._decode], 0):
+            self._progress.prefix.on_cached(output, view)
+
+    def _accept(self, item: TokenDelta) -> TokenDelta | None:
+        """The part of ``item`` that is new; None if nothing is."""
+        progress = self._progress
+        num_known = len(progress.output)
+        if item.index > num_known:
+            raise AttemptFailedError(
+                FailureCode.INTERNAL, f"tokens from position {item.index} on came after {num_known} tokens"
+            )
+        tokens = item.tokens[num_known - item.index :] if item.index < num_known else item.tokens
+        progress.output.extend([token.token_id for token in tokens])
+        if tokens:
+            progress.waits_since_s = None
+        if not tokens and item.finish_reason is None and item.timings is None:
+            return None
+        if item.num_cached_tokens is not None:
+            # What an earlier attempt computed is cached for a later one; for this request it was computed all the same.
+            known = progress.num_cached_tokens
+            progress.num_cached_tokens = item.num_cached_tokens if known is None else min(known, item.num_cached_tokens)
+        num_cached_tokens = None if item.num_cached_tokens is None else progress.num_cached_tokens
+        prompt_logprobs = None if progress.has_prompt_logprobs else item.prompt_logprobs
+        # Who computed the prompt tells them with the first token, or, being of an older version, never.
+        is_from_prefill = item.timings is not None and item.timings.prefill_s is not None
+        progress.has_prompt_logprobs |= prompt_logprobs is not None or is_from_prefill
+        return msgspec.structs.replace(
+            item, tokens=tokens, num_cached_tokens=num_cached_tokens, prompt_logprobs=prompt_logprobs
+        )
+
+
+def _failure(event: AttemptEvent, involved: Sequence[Worker]) -> AttemptFailedError:
+    match event:
+        case GaveUp(role=role, answer=Failed(code=code, detail=detail, retry_after_s=retry_after_s, about=about)):
+            blamed = [w.address for w in involved if w.role in blamed_roles(code, role)]
+            return AttemptFailedError(code, detail, blamed, retry_after_s, about)
+        case GaveUp(answer=Cancelled()):
+            return AttemptFailedError(FailureCode.PEER_LOST, "the worker gave the request up")
+        case WorkerLost(address=address, reason=reason):
+            return AttemptFailedError(FailureCode.PEER_LOST, f"{address}: {reason}")  # not asked before it is up again
+        case _:
+            raise AssertionError(f"unexpected {event}")

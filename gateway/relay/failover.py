@@ -1,0 +1,105 @@
+"""Which workers a failed attempt speaks against, and whom the next attempt avoids. Pure state; the caller brings the time.
+
+A failure that one worker is to blame for pauses that worker for the request, unless it comes up anew meanwhile. Where it may
+have been either of a pair (a prefill worker passes on what the decode worker said of the hand-off), the pair is not used
+again, and both are avoided as long as there is somebody else: a broken worker never costs a request more than one attempt
+while there is a healthy one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from kvrelay.gateway.routing.breaker import Part
+from kvrelay.wire.messages import FailureCode, Role
+
+# A prefill worker says these of itself, or of the decode worker that refused its offer or broke its hand-off.
+_OF_EITHER = frozenset(
+    {
+        FailureCode.QUEUE_FULL,
+        FailureCode.DRAINING,
+        FailureCode.PEER_LOST,
+        FailureCode.INTEGRITY,
+        FailureCode.LEASE_EXPIRED,
+        FailureCode.LAYOUT_MISMATCH,
+    }
+)
+
+
+def blamed_roles(code: FailureCode, reporter: Role) -> frozenset[Role]:
+    """Whose doing a failure is, when ``reporter`` says so; both roles if that cannot be known."""
+    if reporter is Role.DECODE:
+        return frozenset({Role.DECODE})
+    if code in _OF_EITHER:
+        return frozenset({Role.PREFILL, Role.DECODE})
+    return frozenset({Role.DECODE if code is FailureCode.NO_ROOM else Role.PREFILL})
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    since_s: float
+    until_s: float
+
+
+@dataclass(slots=True)
+class Avoidance:
+    """Whom one request avoids, until when. All times are seconds on one monotonic clock."""
+
+    workers: dict[str, _Pause] = field(default_factory=dict)  # by address
+    pairs: dict[tuple[str, str], _Pause] = field(default_factory=dict)  # by addresses of prefill and decode worker
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anybody has been blamed."""
+        return bool(self.workers or self.pairs)
+
+    def blame(self, addresses: Collection[str], now_s: float, until_s: float) -> None:
+        """Avoid a worker, or a pair (prefill worker first), from ``now_s`` until ``until_s``."""
+        match tuple(addresses):
+            case (address,):
+                self.workers[address] = _Pause(now_s, until_s)
+            case (prefill, decode):
+                self.pairs[prefill, decode] = _Pause(now_s, until_s)
+            case ():
+                pass
+            case _:
+                raise AssertionError(f"{addresses} are more than a pair")
+
+    def forgive(self, address: str, up_since_s: float) -> None:
+        """What was said of a worker before it came up anew at ``up_since_s`` does not count any more."""
+        self.workers = {
+            worker: pause for worker, pause in self.workers.items() if worker != address or pause.since_s > up_since_s
+        }
+        self.pairs = {
+            pair: pause for pair, pause in self.pairs.items() if address not in pair or pause.since_s > up_since_s
+        }
+
+    def next_change_s(self, now_s: float) -> float | None:
+        """When there will be more to choose from than at ``now_s``; None if nobody is avoided."""
+        pauses = (*self.workers.values(), *self.pairs.values())
+        return min((pause.until_s for pause in pauses if pause.until_s > now_s), default=None)
+
+    def choices(
+        self, prefills: Collection[str], decodes: Collection[str], now_s: float, shut: Collection[Part] = ()
+    ) -> Iterator[tuple[set[str], set[str]]]:
+        """Addresses to pick a pair from, the best choice first. Without ``prefills`` only decode workers are picked.
+
+        ``shut``: workers and pairs that nobody may use, whatever this request knows of them.
+        """
+        paused = {address for address, pause in self.workers.items() if pause.until_s > now_s}
+        paused |= {part[0] for part in shut if len(part) == 1}
+        pairs = {pair for pair, pause in self.pairs.items() if pause.until_s > now_s}
+        pairs |= {(part[0], part[1]) for part in shut if len(part) == 2}
+        suspects = {address for pair in pairs for address in pair}
+        left, right = set(prefills) - paused, set(decodes) - paused
+        if not prefills:
+            yield set(), right - suspects
+            yield set(), right  # the suspicion was about a hand-off; there is none
+            return
+        for some, others in ((left - suspects, right - suspects), (left - suspects, right), (left, right - suspects)):
+            if some and others:
+                yield some, others
+        for prefill in sorted(left if pairs else ()):
+            if fitting := {decode for decode in right if (prefill, decode) not in pairs}:
+                yield {prefill}, fitting

@@ -1,0 +1,115 @@
+"""One request of the gateway's relay: what it asks for, what it has achieved over all its attempts, what its client gets."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvrelay.common.retention import Retention
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.gateway.errors import ApiError, RequestTimeoutError
+from kvrelay.gateway.relay.failover import Avoidance
+from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.gateway.routing.prefixes import RequestPrefix
+from kvrelay.gateway.workers.worker import Worker
+
+
+class PromptShare:
+    """The choices of one prompt (``n``, ``best_of``) compute it once: the first one goes ahead, the others follow its K/V.
+
+    As soon as its K/V lie verified on a decode worker, the others are sent there: they find all full blocks of the prompt in that
+    worker's prefix cache, and compute what is left. Every choice is a request with attempts of its own; where the first one's
+    worker has no room for them, or is lost, they are routed as anybody. Lives on the gateway's asyncio loop.
+    """
+
+    def __init__(self) -> None:
+        self._is_settled = asyncio.Event()
+        self.decode_address: str | None = None  # where the prompt's K/V lie, as far as known
+
+    def settle(self, decode_address: str | None) -> None:
+        """The first choice's K/V lie on that worker; or, with None, it is over. The first word counts."""
+        if not self._is_settled.is_set():
+            self.decode_address = decode_address
+            self._is_settled.set()
+
+    async def settled(self) -> None:
+        """Returns when it is known where the K/V lie, or that nobody will know."""
+        await self._is_settled.wait()
+
+
+class GenerationRequest(msgspec.Struct, frozen=True):
+    """A validated request."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    timings: RequestTimings  # filled while it runs
+    timeout_s: float | None = None  # the client's own; no longer than that of the settings counts
+    share: PromptShare | None = None  # with the other choices of the prompt
+    priority: int = 0  # in the line for a place; the smaller, the earlier
+    retention: Retention | None = None  # how long its KV should stay cached
+    cache_salt: str = ""  # only requests with the same one share cached KV
+    guide_param: str | None = None  # the client's field that ``sampling.guide`` was made from
+
+    @property
+    def follows(self) -> bool:
+        """Whether the prompt is computed for another choice of it, already."""
+        return self.share is not None and self.sampling.choice > 0
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of prompt and output, if all of it is generated."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
+    def settle(self, decode_address: str | None) -> None:
+        """Tell the prompt's other choices where its K/V lie, or, with None, that they must not wait for that any more."""
+        if self.share is not None and not self.follows:
+            self.share.settle(decode_address)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a request has achieved over all its attempts."""
+
+    request: GenerationRequest
+    timeout_s: float  # of all of it
+    deadline_s: float
+    prefix: RequestPrefix  # whose caches have how much of it
+    place: tuple[Worker | None, Worker] | None = None  # for the next attempt, if it has one already
+    output: list[int] = field(default_factory=list)
+    attempt: int = 0
+    num_failures: int = 0
+    has_moved: bool = False  # from a decode worker that had no room for it any more; once is enough
+    avoidance: Avoidance = field(default_factory=Avoidance)
+    has_prompt_logprobs: bool = False
+    num_cached_tokens: int | None = None  # of the prompt, that nobody computed for this request
+    waits_since_s: float | None = None  # when room was first missing; None once an attempt gets further than that
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing left to generate."""
+        return len(self.output) >= self.request.sampling.max_tokens
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether the prompt's log probabilities are asked for and not here yet."""
+        return self.request.sampling.num_prompt_logprobs is not None and not self.has_prompt_logprobs
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Of the next attempt: what the client has already is not computed again."""
+        sampling = self.request.sampling
+        return msgspec.structs.replace(sampling, num_prompt_logprobs=None) if self.has_prompt_logprobs else sampling
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output so far."""
+        return len(self.request.prompt_token_ids) + len(self.output)
+
+    def timed_out(self) -> ApiError:
+        """The error for a client whose request's time is up."""
+        return RequestTimeoutError(
+            f"the request took longer than {self.timeout_s:g} s; ask for fewer tokens, or give it more time"
+        )

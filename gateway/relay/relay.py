@@ -1,0 +1,240 @@
+"""The life of a request in the gateway: route, submit, take tokens, and try again so that the client does not notice.
+
+An attempt is one try on one pair of workers. When it fails, the next one sends the prompt *and the output so far*, with the same
+seed; the noise of sampling depends on positions only, so the text goes on as if nothing had happened. Tokens carry their output
+position: what came before is dropped, a gap fails the attempt. Every request ends in exactly one of: a finish reason, or one
+ApiError. A request that is given up (its task is cancelled) is cancelled on its workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from functools import partial
+
+from kvrelay.common.clock import Clock
+from kvrelay.common.sampling import FinishReason
+from kvrelay.gateway.errors import (
+    AttemptsFailedError,
+    InvalidRequestError,
+    OverloadedError,
+    UnusableGuideError,
+)
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.relay.attempt import Attempt, AttemptFailedError, AttemptMovedError, Take
+from kvrelay.gateway.relay.placement import Pair, Placement, views
+from kvrelay.gateway.relay.progress import GenerationRequest, Progress
+from kvrelay.gateway.relay.settings import RelaySettings
+from kvrelay.gateway.routing.admission import Admission, Asked
+from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
+from kvrelay.gateway.workers.pool import WorkerPool
+from kvrelay.gateway.workers.worker import Worker
+from kvrelay.wire.messages import ABOUT_GUIDE, DecodeTarget, FailureCode, Submit, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+_AVOID_S = 2.0  # how long a request avoids what failed it, unless that comes up anew: also if it is the only worker
+_DEFAULT_RETRY_S = 0.5
+_RETRY_AFTER_S = 1.0
+_SHORTAGES = (FailureCode.NO_ROOM, FailureCode.QUEUE_FULL, FailureCode.DRAINING)  # waiting helps; nothing is broken
+_EXPECTED = (*_SHORTAGES, FailureCode.NOT_CACHED, FailureCode.INVALID)
+
+
+class Relay:
+    """Runs requests over a worker pool."""
+
+    def __init__(self, pool: WorkerPool, settings: RelaySettings, metrics: GatewayMetrics, clock: Clock) -> None:
+        self._pool = pool
+        self._settings = settings
+        self._metrics = metrics
+        self._clock = clock
+        self.breakers = CircuitBreakers(self._on_breaker)
+        self._placement = Placement(pool, settings, self.breakers, clock)
+        self.admission = Admission(
+            settings.max_queued,
+            settings.room_timeout_s,
+            pool.changed,
+            metrics,
+            self._placement.supply,
+            clock,
+        )
+
+    async def run(self, request: GenerationRequest, take: Take) -> None:
+        """Give ``take`` the output of ``request``, up to a finish reason, or as much as it wants. Cancel to give it up.
+
+        Raises ApiError if the output cannot be had, and what ``take`` raises.
+        """
+        asked = Asked(len(request.prompt_token_ids), request.sampling.max_tokens, priority=request.priority)
+        try:
+            progress = await self._admitted(request, asked)
+        except BaseException:
+            request.settle(None)
+            raise
+        try:
+            while not await self._is_over(progress, take):
+                pass
+        finally:
+            request.settle(None)
+            self.admission.on_end(asked, len(progress.output), request.timings.first_token_s)
+
+    async def _admitted(self, request: GenerationRequest, asked: Asked) -> Progress:
+        """The request with its place on workers. Raises ApiError if it gets none."""
+        limit_s = self._settings.request_timeout_s
+        timeout_s = limit_s if request.timeout_s is None else min(request.timeout_s, limit_s)
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        progress = Progress(request, timeout_s, deadline_s, self._placement.prefix_of(request))
+        if request.share is not None and request.follows:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await request.share.settled()
+            except TimeoutError as error:
+                raise progress.timed_out() from error
+            timeout_left_s = progress.deadline_s - asyncio.get_running_loop().time()
+        else:
+            timeout_left_s = timeout_s
+        progress.place = await self.admission.place(
+            lambda: self._place(progress, asked),
+            asked,
+            timeout_left_s,
+            lambda: self._placement.no_room(request.max_len),
+        )
+        return progress
+
+    def _place(self, progress: Progress, asked: Asked) -> Pair | None:
+        found = self._placement.place(progress, self.admission.num_to_hold(asked))
+        asked.num_to_compute = self._placement.num_to_compute(progress)
+        return found
+
+    def _on_failure(self, progress: Progress, failure: AttemptFailedError) -> None:
+        extra = {"request_id": progress.request.request_id, "attempt": progress.attempt}
+        # Refused for want of room, many requests ask again twice a second: the counter tells that better than a log.
+        level = logging.DEBUG if failure.code in _EXPECTED else logging.WARNING
+        logger.log(level, "an attempt failed (%s): %s", failure.code.value, failure, extra=extra)
+        match failure.code:
+            case FailureCode.INVALID if failure.about == ABOUT_GUIDE:
+                raise UnusableGuideError(progress.request.guide_param, str(failure)) from failure
+            case FailureCode.INVALID:
+                raise InvalidRequestError(str(failure)) from failure
+            case FailureCode.DEADLINE:
+                raise progress.timed_out() from failure
+            case FailureCode.NOT_CACHED:
+                for view in views((w for w in self._pool.workers if w.address in failure.blamed), 0):
+                    progress.prefix.on_miss(view)
+                return  # the worker is as good as any; the next attempt goes by a prefill worker
+            case _:
+                pass  # another attempt may succeed, also after a cancellation: it was not ours
+        pause_s = _AVOID_S if failure.retry_after_s is None else failure.retry_after_s
+        now_s = self._clock()
+        progress.avoidance.blame(failure.blamed, now_s, now_s + pause_s)
+        if failure.code not in _SHORTAGES:
+            progress.num_failures += 1
+            progress.waits_since_s = None
+        elif progress.waits_since_s is None:
+            progress.waits_since_s = asyncio.get_running_loop().time()
+        if progress.num_failures >= self._settings.max_attempts:
+            raise AttemptsFailedError(
+                f"{progress.num_failures} attempts failed, the last one: {failure.code.value}; try again",
+                retry_after_s=_RETRY_AFTER_S,
+            ) from failure
+
+    def _on_breaker(self, part: Part, is_open: bool) -> None:
+        self._metrics.breakers_open.labels("worker" if len(part) == 1 else "pair").inc(1 if is_open else -1)
+        name = " with ".join(part)
+        if is_open:
+            logger.warning("%s failed several requests one after another: only probes are sent there", name)
+        else:
+            logger.info("%s is asked as usual again", name)
+
+    # -- routing ---------------------------------------------------------------------------------------------------
+
+    async def _find_workers(self, progress: Progress) -> Pair:
+        """A pair of workers, waiting for one if need be. Raises OverloadedError when that takes too long.
+
+        Waits add up over attempts that are refused one after the other.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            if loop.time() >= progress.deadline_s:
+                raise progress.timed_out()
+            give_up_s = progress.deadline_s
+            if progress.waits_since_s is not None:
+                give_up_s = min(give_up_s, progress.waits_since_s + self._settings.room_timeout_s)
+            remaining_s = give_up_s - loop.time()
+            if remaining_s <= 0:
+                text = self._placement.no_room(progress.request.max_len)
+                raise OverloadedError(f"{text}; try again later", retry_after_s=_RETRY_AFTER_S)
+            route = self._placement.route(progress)
+            if route is not None:
+                return route
+            if progress.waits_since_s is None:
+                progress.waits_since_s = loop.time()
+                continue
+            self._pool.changed.clear()
+            wait_s = min(remaining_s, _DEFAULT_RETRY_S)
+            now_s = self._clock()
+            if (change_s := progress.avoidance.next_change_s(now_s)) is not None:
+                wait_s = min(wait_s, change_s - now_s)
+            # Not wait_for: up to Python 3.11 it swallows a cancellation that comes with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._pool.changed.wait()
+
+    async def _is_over(self, progress: Progress, take: Take) -> bool:
+        """Make one more attempt; whether there is nothing left to attempt."""
+        request = progress.request
+        pair = progress.place or await self._find_workers(progress)
+        progress.place = None
+        progress.attempt += 1
+        part = tuple(worker.address for worker in pair if worker is not None)
+        trial = self.breakers.begin(request.share or request.request_id, part, self._clock())
+        attempt = Attempt(self._pool, progress, pair, take, self._metrics, trial)
+        outcome = "given_up"  # by its client, or by us, its time being up
+        try:
+            elsewhere = partial(self._placement.elsewhere, progress, pair[1])
+            await attempt.run(self._submit(progress, *pair), self._clock(), elsewhere)
+            outcome = "finished" if attempt.is_finished else "stopped"
+            if progress.num_failures:
+                text = "the request went on after %d failed attempts; its client got all of it"
+                logger.info(text, progress.num_failures, extra={"request_id": request.request_id})
+        except AttemptMovedError:
+            outcome = "moved"
+            return False
+        except AttemptFailedError as failure:
+            outcome = failure.code.value
+            if failure.blamed and failure.code.is_fault:
+                self.breakers.on_failure(trial, tuple(failure.blamed), self._clock())
+            if not progress.is_complete:
+                self._on_failure(progress, failure)
+                return False
+            # Nothing is missing but the word that it is over.
+            is_stopped = progress.output[-1] in request.sampling.stop_token_ids
+            end = FinishReason.STOP if is_stopped else FinishReason.LENGTH
+            index = len(progress.output)
+            take(
+                TokenDelta(
+                    request_id=request.request_id, attempt=progress.attempt, index=index, tokens=[], finish_reason=end
+                )
+            )
+            outcome = "finished"
+        finally:
+            self.breakers.on_end(trial)
+            self._metrics.attempts.labels(outcome).inc()
+        return True
+
+    def _submit(self, progress: Progress, prefill: Worker | None, decode: Worker) -> Submit:
+        request = progress.request
+        token_ids = request.prompt_token_ids + progress.output
+        max_uncached = None if prefill else self._placement.max_uncached_tokens(request, len(token_ids))
+        return Submit(
+            request_id=request.request_id,
+            attempt=progress.attempt,
+            token_ids=token_ids,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            sampling=progress.sampling,
+            decode=None if prefill is None else DecodeTarget(address=decode.address),
+            timeout_s=progress.deadline_s - asyncio.get_running_loop().time(),
+            retention=request.retention,
+            cache_salt=request.cache_salt,
+            max_uncached_tokens=max_uncached,
+        )

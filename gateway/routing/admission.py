@@ -1,0 +1,207 @@
+"""Who gets a place on the workers, and when: one line of waiting requests, bounded three ways.
+
+First come, first served, among those of one priority; a request of a better one (a smaller number) passes the others.
+
+A request that finds a place does not wait. One that does not stands in line, unless the line is full, or it would get its place
+later than it may wait, or so late that it could not be answered in its time: then it is refused at once, with a hint when to
+come again, and costs nobody anything. The wait is forecast from what workers report and from what runs
+(:mod:`kvrelay.gateway.routing.forecast`), the answer from how long others like it took (:mod:`kvrelay.gateway.routing.pace`);
+without others like it nobody is refused on an estimate. When its turn comes and too little of its time is left, it is refused as
+well: nobody computes what nobody waits for. Attempts after the first do not stand in line: their clients are being answered.
+
+Lives on the gateway's asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvrelay.common.clock import Clock
+from kvrelay.gateway.errors import OverloadedError, RequestTimeoutError
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.routing.forecast import Forecast, Need, Supply
+from kvrelay.gateway.routing.pace import Kind, Pace, Served, kind_of
+
+T = TypeVar("T")
+
+_MARGIN = 1.15  # that estimates are short by: whoever is refused at once has lost nothing, who is late has cost others
+_LOOK_S = 0.5  # how often the first in line looks for a place, should nobody tell
+_MAX_RETRY_S = 60.0
+_FORECAST_S = 0.25  # how long a forecast of the whole line is used, and continued, before it is made anew
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """What one request asks for."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    num_to_compute: int = 0  # of the prompt, by a prefill worker, as whoever looks for a place last knew
+    priority: int = 0  # among those that wait; the smallest come first
+    kind: Kind = field(init=False)
+    is_first: asyncio.Event = field(init=False, default_factory=asyncio.Event)  # of the line, while it waits
+
+    def __post_init__(self) -> None:
+        self.kind = kind_of(self.num_prompt_tokens, self.max_tokens)
+
+
+class Admission:
+    """The line of one gateway."""
+
+    def __init__(
+        self,
+        max_queued: int,
+        room_timeout_s: float,
+        changed: asyncio.Event,
+        metrics: GatewayMetrics,
+        supply: Callable[[], Supply],
+        clock: Clock,
+    ) -> None:
+        """``changed`` is set by others when there may be a place; the first in line clears it."""
+        self._pace = Pace()
+        self._max_queued = max_queued
+        self._room_timeout_s = room_timeout_s
+        self._changed = changed
+        self._metrics = metrics
+        self._supply = supply
+        self._clock = clock
+        self._line: list[Asked] = []
+        self._running: dict[Asked, float] = {}  # since when they have their places
+        self._forecast: tuple[float, Forecast] | None = None  # of the whole line, and when it was made
+        metrics.queued.set_function(lambda: self.num_queued)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._line)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have their places."""
+        return len(self._running)
+
+    def check_not_full(self) -> None:
+        """Raises OverloadedError if a request could only be refused, before any work goes into it."""
+        if len(self._line) >= self._max_queued:
+            raise self._refusal("queue_full", f"{len(self._line)} requests wait already, which is the limit")
+
+    def num_to_hold(self, asked: Asked) -> float:
+        """The tokens of prompt and output that a request will hold, as far as one can know."""
+        return asked.num_prompt_tokens + self._pace.output_tokens(asked.kind, asked.max_tokens)
+
+    def expected_wait_s(self, asked: Asked) -> float | None:
+        """When a request that stood in line from now on would get its place; None if that cannot be known."""
+        now_s = self._clock()
+        place_s = self._forecast_to(self._index(asked.priority), now_s).copy().place(self._need(asked))
+        return None if place_s is None else place_s - now_s
+
+    async def place(self, find: Callable[[], T | None], asked: Asked, timeout_s: float, why: Callable[[], str]) -> T:
+        """What ``find`` gives, at once or when its turn has come; ``timeout_s`` of the whole request. ``on_end`` must follow.
+
+        Raises OverloadedError, with what ``why`` says if there was no place for too long, and RequestTimeoutError.
+        """
+        if not self._line and (found := find()) is not None:
+            self._running[asked] = self._clock()
+            return found
+        self.check_not_full()
+        begun_s = self._clock()
+        index = self._index(asked.priority)
+        self._check_in_time(asked, timeout_s, begun_s)
+        if self._forecast is not None and index == len(self._line):
+            self._forecast[1].place(self._need(asked))
+        else:
+            self._forecast = None
+        if index == 0:
+            if self._line:
+                self._line[0].is_first.clear()
+            asked.is_first.set()
+        self._line.insert(index, asked)
+        try:
+            found = await self._turn(asked, find, timeout_s, why)
+            now_s = self._clock()
+            self._running[asked] = now_s
+            self._metrics.queued_s.observe(now_s - begun_s)
+            return found
+        finally:
+            self._line.remove(asked)
+            if self._line:
+                self._line[0].is_first.set()
+
+    def on_end(self, asked: Asked, num_output_tokens: int, first_token_s: float | None) -> None:
+        """A request that had its place is over. ``first_token_s``: when its first token came, on the clock; None: none did."""
+        now_s, placed_s = self._clock(), self._running.pop(asked)
+        # Also if a stop string, or its client, ended it: so much it cost.
+        if num_output_tokens and first_token_s is not None:
+            served = Served(asked.num_prompt_tokens, num_output_tokens, first_token_s - placed_s, now_s - placed_s)
+            self._pace.on_served(asked.kind, served, now_s)
+
+    async def _turn(self, asked: Asked, find: Callable[[], T | None], timeout_s: float, why: Callable[[], str]) -> T:
+        begun_s = self._clock()
+        until_s = begun_s + min(timeout_s, self._room_timeout_s)
+        while (now_s := self._clock()) < until_s:
+            if not asked.is_first.is_set():
+                # Not wait_for: up to Python 3.11 it swallows a cancellation that comes with the event.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(until_s - now_s):
+                        await asked.is_first.wait()
+                continue
+            if (found := find()) is not None:
+                left_s = timeout_s - (now_s - begun_s)
+                if (needed_s := _MARGIN * (self._service_s(asked, now_s) or 0.0)) > left_s:
+                    detail = f"{left_s:.1f} s are left of the request's time, and an answer takes {needed_s:.1f} s"
+                    raise self._refusal("too_late", detail)
+                return found
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(_LOOK_S, until_s - now_s)):
+                    await self._changed.wait()
+        if timeout_s <= self._room_timeout_s:
+            self._metrics.refused.labels("timeout").inc()
+            raise RequestTimeoutError(f"no worker had a place within the request's {timeout_s:g} s; give it more time")
+        raise self._refusal("no_place", why())
+
+    def _check_in_time(self, asked: Asked, timeout_s: float, now_s: float) -> None:
+        service_s = self._service_s(asked, now_s)
+        if service_s is None or (wait_s := self.expected_wait_s(asked)) is None:
+            return
+        if wait_s > self._room_timeout_s:
+            detail = f"a place would come free in some {wait_s:.0f} s; the limit is {self._room_timeout_s:g} s"
+            raise self._refusal("would_wait", detail, wait_s - self._room_timeout_s)
+        needed_s = _MARGIN * (wait_s + service_s)
+        if needed_s > timeout_s:
+            detail = f"waiting and answering take some {needed_s:.1f} s, the request has {timeout_s:g} s"
+            raise self._refusal("would_be_late", detail, wait_s)
+
+    def _refusal(self, reason: str, detail: str, retry_after_s: float = 0.0) -> OverloadedError:
+        self._metrics.refused.labels(reason).inc()
+        return OverloadedError(f"{detail}; try again later", retry_after_s=min(max(1.0, retry_after_s), _MAX_RETRY_S))
+
+    # -- estimates -------------------------------------------------------------------------------------------------
+
+    def _index(self, priority: int) -> int:
+        """Where in line a request of that priority comes."""
+        return bisect.bisect_right(self._line, priority, key=lambda asked: asked.priority)
+
+    def _service_s(self, asked: Asked, now_s: float) -> float | None:
+        return self._pace.service_s(asked.kind, asked.num_prompt_tokens, asked.max_tokens, now_s)
+
+    def _need(self, asked: Asked) -> Need:
+        return Need(asked.num_to_compute, self.num_to_hold(asked), self._pace.durations_s(asked.kind))
+
+    def _forecast_to(self, index: int, now_s: float) -> Forecast:
+        """Of those before that place in the line."""
+        is_whole = index == len(self._line)
+        if is_whole and self._forecast is not None and now_s - self._forecast[0] < _FORECAST_S:
+            return self._forecast[1]
+        running = [(self._need(asked), since_s) for asked, since_s in self._running.items()]
+        forecast = Forecast(self._supply(), running, now_s)
+        for asked in self._line[:index]:
+            forecast.place(self._need(asked))
+        if is_whole:
+            self._forecast = (now_s, forecast)
+        return forecast

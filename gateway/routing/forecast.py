@@ -1,0 +1,117 @@
+"""When requests in a line get their places, if workers go on as they do: the line is played forward, one request after the other.
+
+A place needs three things: a prefill worker that has little enough waiting, a place in a decode batch, and KV blocks. The first is
+known from what prefill workers report, their speed and their backlog. The others come free as requests end, and when those do is
+drawn from how long requests of their kind had their places: not at random, but spread evenly over what was seen, so that the
+next end of many is as soon as it is, and requests that take equally long end when they do.
+
+Pure; times are seconds on one clock.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvrelay.gateway.workers.view import WorkerView
+
+_GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly, however many are taken
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one request takes."""
+
+    num_to_compute: int  # tokens of the prompt, by a prefill worker; 0: a decode worker computes it
+    num_to_hold: float  # tokens of prompt and output
+    durations_s: Sequence[float]  # how long requests like it had their places, the shortest first
+
+
+@dataclass(frozen=True, slots=True)
+class Prefiller:
+    """One prefill worker."""
+
+    num_waiting_tokens: float
+    tokens_per_s: float  # 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """What workers have now."""
+
+    prefillers: Sequence[Prefiller]
+    backlog_s: float  # of work that may wait at a prefill worker
+    free_places: float  # in batches
+    free_tokens: float  # of KV
+
+    @classmethod
+    def of(cls, prefillers: Sequence[Prefiller], decodes: Sequence[WorkerView], backlog_s: float) -> Supply:
+        """``decodes``: the decode workers that could be asked."""
+        places = sum(view.max_taken - view.num_requests for view in decodes)
+        tokens = sum(view.num_free_blocks * view.block_size for view in decodes)
+        return cls(prefillers, backlog_s, places, tokens)
+
+
+class Forecast:
+    """Of one line; requests are asked about in its order."""
+
+    def __init__(self, supply: Supply, running: Iterable[tuple[Need, float]], now_s: float) -> None:
+        """``running``: what requests that have their places take, and since when they have them."""
+        self._backlog_s = supply.backlog_s
+        # When each prefill worker has little enough waiting, and its speed.
+        self._prefillers = [
+            [now_s + one.num_waiting_tokens / one.tokens_per_s - supply.backlog_s, one.tokens_per_s]
+            for one in supply.prefillers
+            if one.tokens_per_s > 0
+        ]
+        self._places = supply.free_places
+        self._tokens = supply.free_tokens
+        self._at_s = now_s
+        self._num_drawn = 0
+        self._ends: list[tuple[float, float]] = []  # a heap: when, and how many tokens are free then
+        for need, since_s in running:
+            if (left_s := self._draw(need.durations_s, now_s - since_s)) is not None:
+                heapq.heappush(self._ends, (now_s + left_s, need.num_to_hold))
+
+    def copy(self) -> Forecast:
+        """One that goes on from here by itself."""
+        other = copy.copy(self)
+        other._prefillers = [list(one) for one in self._prefillers]
+        other._ends = list(self._ends)
+        return other
+
+    def place(self, need: Need) -> float | None:
+        """When the next one of the line gets its place, if all before it do; None if that cannot be known."""
+        at_s = self._at_s
+        prefiller = min(self._prefillers, default=None) if need.num_to_compute else None
+        if prefiller is not None:
+            at_s = max(at_s, prefiller[0])
+        while self._places < 1 or self._tokens < need.num_to_hold or (self._ends and self._ends[0][0] <= at_s):
+            if not self._ends:
+                return None
+            end_s, num_tokens = heapq.heappop(self._ends)
+            self._places += 1
+            self._tokens += num_tokens
+            at_s = max(at_s, end_s)
+        if prefiller is not None:
+            prefiller[0] = max(prefiller[0], at_s - self._backlog_s) + need.num_to_compute / prefiller[1]
+        self._at_s = at_s
+        self._places -= 1
+        self._tokens -= need.num_to_hold
+        if (left_s := self._draw(need.durations_s, 0.0)) is not None:
+            heapq.heappush(self._ends, (at_s + left_s, need.num_to_hold))
+        return at_s
+
+    def _draw(self, durations_s: Sequence[float], elapsed_s: float) -> float | None:
+        """How much longer one takes that has had its place for so long; None if nothing like it was seen."""
+        if not durations_s:
+            return None
+        self._num_drawn += 1
+        first = bisect_right(durations_s, elapsed_s)
+        if first == len(durations_s):
+            return 0.0  # longer than any: it may end at any moment
+        share = (self._num_drawn * _GOLDEN) % 1.0
+        return durations_s[first + int(share * (len(durations_s) - first))] - elapsed_s

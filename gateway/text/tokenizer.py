@@ -1,0 +1,125 @@
+"""Text to token ids and back, from a model directory's ``tokenizer.json``. Torch and transformers are not needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import tokenizers.decoders
+
+from kvrelay.common.errors import ModelError
+from kvrelay.gateway.text.detokenizer import Detokenizer
+
+
+class Tokenizer:
+    """A model's tokenizer and what belongs to it: special tokens and end-of-text ids. Thread-safe."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str], eos_ids: tuple[int, ...]) -> None:
+        # A file may ask for truncation or padding, which is for training: a prompt must never be cut in silence.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.skipped_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )  # left out by ``decode``
+        self.special_tokens = special_tokens  # such as {"bos_token": "<s>"}
+        self.eos_ids = eos_ids
+        # Every token of every output is decoded on its own, too (see detokenizer.py). As many as the model has ids.
+        self._token_texts: dict[int, str] = {}
+        self._decodes_bytes = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Read ``tokenizer.json`` and its neighbours. Raises ModelError that names the file and the way out."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(
+                f"{directory} has no tokenizer.json; make one with transformers: "
+                f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        config = read_json(directory / "tokenizer_config.json")
+        special = {
+            name: text for name, value in config.items() if name.endswith("_token") and (text := _content(value))
+        }
+        eos_ids: list[int] = []
+        for source in (read_json(directory / "generation_config.json"), read_json(directory / "config.json")):
+            value = source.get("eos_token_id")
+            eos_ids += [value] if isinstance(value, int) else (value or [])
+        if "eos_token" in special:
+            token_id = backend.token_to_id(special["eos_token"])
+            eos_ids += [] if token_id is None else [token_id]
+        return cls(backend, special, tuple(dict.fromkeys(eos_ids)))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of ``text``. Long texts belong on a thread: the interpreter's lock is free while it works."""
+        # ``encode`` of the library would keep the lock for as long as it works.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def spans(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, int, int]]:
+        """As ``encode``: of each token its id, and where in ``text`` it begins and ends (in characters)."""
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        # One by one: all offsets at a time are made without a pause for others.
+        places = (encoding.token_to_chars(index) or (0, 0) for index in range(len(encoding)))
+        return [(token_id, *place) for token_id, place in zip(encoding.ids, places, strict=True)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``, special tokens left out."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids``, special tokens included."""
+        if len(token_ids) == 1:
+            return self.token_text(token_ids[0])
+        text: str = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
+        return text
+
+    def detokenizer(self, silent_ids: Collection[int] = ()) -> Detokenizer:
+        """For one sequence's output, special tokens included, but for ``silent_ids``."""
+        return Detokenizer(self.decode_all, silent_ids, text_of=self.token_text if self._decodes_bytes else None)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name in the vocabulary, such as ``<tool_call>``; None if there is none."""
+        return self._backend.token_to_id(token)
+
+    def token_name(self, token_id: int) -> str:
+        """How the vocabulary writes a token, such as ``Ġthe``; empty if it has none of this id."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text on its own, special tokens included."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self._backend.decode([token_id], skip_special_tokens=False)
+        return text
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file. Raises ModelError if it is not one."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return value
+
+
+def _content(token: Any) -> str:
+    """A special token's text; empty for what is none, such as the switch ``add_bos_token``."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""

@@ -1,0 +1,214 @@
+"""Which workers there are, from the Kubernetes API: the pods of a namespace that a label selector names.
+
+:meth:`Pods.follow` is finite: it lists the pods, then hears of every change until the API ends that, forgets the version it was at
+(410), or is away. :class:`Discovery` calls it again for ever, on a thread of its own, because the client library blocks. While the
+API is away the last known workers stay; who of them really answers, the links to them know.
+
+A worker is a pod with the label ``kvrelay.dev/role`` and a container port named ``control``. It takes requests while it is ready
+and nobody has asked for its deletion; it stays known until it is gone or has ended, because what it has may still finish.
+
+It needs ``get``, ``list`` and ``watch`` on pods of one namespace, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrelay.common.errors import SettingsError
+from kvrelay.gateway.workers.pool import FoundWorker
+from kvrelay.wire.messages import Role
+
+if TYPE_CHECKING:
+    from kubernetes.client import CoreV1Api
+
+logger = logging.getLogger(__name__)
+
+OnWorkers = Callable[[Sequence[FoundWorker]], None]
+
+ROLE_LABEL = "kvrelay.dev/role"
+CONTROL_PORT = "control"
+
+_ROLES = {role.value: role for role in (Role.PREFILL, Role.DECODE)}
+_ENDED = ("Succeeded", "Failed")
+_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_CONNECT_S = 3.0
+_LIST_S = 10.0
+_WATCH_S = 30  # the server ends a watch after this; a connection that has died unnoticed lasts little longer
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 10.0
+_STOP_S = 2.0  # how long the end of the thread is waited for
+
+
+class Pods:
+    """The pods of one namespace that a selector names."""
+
+    def __init__(self, api: CoreV1Api, namespace: str, selector: str) -> None:
+        from kubernetes.watch import Watch  # noqa: PLC0415 - 40 MB that only this needs
+
+        self._api = api
+        self._namespace = namespace
+        self._selector = selector
+        self._watch = Watch()
+
+    @classmethod
+    def connect(cls, namespace: str | None, selector: str) -> Pods:
+        """As the pod's service account, or as ``KUBECONFIG`` says outside of a cluster. Raises SettingsError."""
+        from kubernetes import client, config  # noqa: PLC0415 - 40 MB that only this needs
+
+        try:
+            config.load_incluster_config()
+        except config.ConfigException:
+            try:
+                config.load_kube_config()
+            except config.ConfigException as error:
+                raise SettingsError(
+                    "--discovery is kubernetes, but this is no pod with a service account and KUBECONFIG names no cluster "
+                    f"({error}); use --discovery static with --decode-workers"
+                ) from error
+        if namespace is None:
+            namespace = _OWN_NAMESPACE.read_text().strip() if _OWN_NAMESPACE.exists() else "default"
+        return cls(client.CoreV1Api(), namespace, selector)
+
+    def follow(self, on_workers: OnWorkers, wait: Callable[[float], bool]) -> None:
+        """List, then follow; ``on_workers`` gets all workers at first and after every change.
+
+        Returns when a watch heard nothing new. ``wait`` lets so many seconds pass between two watches, which an API may end at
+        once; True ends it all.
+
+        Raises ApiException (of ``kubernetes``; 410: the version last seen is too old), urllib3's HTTPError, and OSError.
+        """
+        listed = self._api.list_namespaced_pod(
+            self._namespace, label_selector=self._selector, _request_timeout=(_CONNECT_S, _LIST_S)
+        )
+        body = self._api.api_client.sanitize_for_serialization(listed)
+        version = body["metadata"]["resourceVersion"]
+        pods: dict[str, dict[str, Any]] = {pod["metadata"]["uid"]: pod for pod in body["items"]}
+        known = workers_of(pods.values())
+        on_workers(known)
+        while True:
+            before = version
+            for event in self._watch.stream(
+                self._api.list_namespaced_pod,
+                self._namespace,
+                label_selector=self._selector,
+                resource_version=version,
+                timeout_seconds=_WATCH_S,
+                allow_watch_bookmarks=True,
+                _request_timeout=(_CONNECT_S, _WATCH_S + _LIST_S),
+            ):
+                pod = event["raw_object"]
+                version = pod["metadata"]["resourceVersion"]
+                if event["type"] == "DELETED":
+                    pods.pop(pod["metadata"]["uid"], None)
+                elif event["type"] in ("ADDED", "MODIFIED"):
+                    pods[pod["metadata"]["uid"]] = pod
+                found = workers_of(pods.values())
+                if found != known:
+                    known = found
+                    on_workers(found)
+            if wait(_FIRST_PAUSE_S) or version == before:
+                return  # a version gets too old when nothing happens; a list is cheap then
+
+    def stop(self) -> None:
+        """End the watch that is under way, on another thread. One that begins later is not ended."""
+        self._watch.stop()
+
+
+class Discovery:
+    """Follows the pods from ``start`` to ``stop``, on a daemon thread; ``on_workers`` is called on the asyncio loop."""
+
+    def __init__(self, pods: Pods, on_workers: OnWorkers) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._pods = pods
+        self._on_workers = on_workers
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Nothing is reported from now on. Waits for the thread's end; one that waits for a list of the API outlives it."""
+        self._ended.set()
+        until_s = time.monotonic() + _STOP_S
+        while self._thread.is_alive() and time.monotonic() < until_s:
+            self._pods.stop()  # again: a watch may have begun since
+            self._thread.join(0.05)
+
+    def _run(self) -> None:
+        from kubernetes.client import ApiException  # noqa: PLC0415
+        from urllib3.exceptions import HTTPError  # noqa: PLC0415
+
+        pause_s, was_away = _FIRST_PAUSE_S, False
+
+        def report(found: Sequence[FoundWorker]) -> None:
+            nonlocal pause_s, was_away
+            if was_away:
+                logger.info("the Kubernetes API is back")
+            pause_s, was_away = _FIRST_PAUSE_S, False
+            if not self._ended.is_set():
+                with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                    self._loop.call_soon_threadsafe(self._on_workers, found)
+
+        while not self._ended.is_set():
+            try:
+                self._pods.follow(report, self._ended.wait)
+                continue
+            except (ApiException, HTTPError, OSError) as error:
+                if isinstance(error, ApiException) and error.status == 410:
+                    logger.info("listing the workers' pods anew: the version last seen is too old")
+                else:
+                    if not was_away:
+                        text = "the Kubernetes API is away (%.200s); going on with the workers last known"
+                        logger.warning(
+                            text, f"{error.status} {error.reason}" if isinstance(error, ApiException) else error
+                        )
+                    was_away = True
+            except Exception:
+                logger.exception("discovery failed; it tries again")
+            self._ended.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def worker_of(pod: dict[str, Any]) -> FoundWorker | None:
+    """The worker in a pod; None if there is none, or none yet, or not any more."""
+    metadata, status = pod["metadata"], pod.get("status", {})
+    role = _ROLES.get(metadata.get("labels", {}).get(ROLE_LABEL, ""))
+    host, port = status.get("podIP"), _control_port(pod)
+    if role is None or not host or port is None or status.get("phase") in _ENDED:
+        return None
+    is_ready = any(
+        condition["type"] == "Ready" and condition["status"] == "True" for condition in status.get("conditions", [])
+    )
+    return FoundWorker(
+        role=role,
+        address=f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
+        uid=metadata["uid"],
+        accepts=is_ready and "deletionTimestamp" not in metadata,
+    )
+
+
+def workers_of(pods: Iterable[dict[str, Any]]) -> list[FoundWorker]:
+    """The workers in pods, one for each address: a pod that is going may still show the address that another has by now."""
+    found: dict[tuple[Role, str], FoundWorker] = {}
+    for pod in pods:
+        worker = worker_of(pod)
+        if worker is None:
+            continue
+        key = (worker.role, worker.address)
+        if key not in found or worker.accepts:
+            found[key] = worker
+    return list(found.values())
+
+
+def _control_port(pod: dict[str, Any]) -> int | None:
+    ports = [port for container in pod.get("spec", {}).get("containers", []) for port in container.get("ports", [])]
+    return next((port["containerPort"] for port in ports if port.get("name") == CONTROL_PORT), None)

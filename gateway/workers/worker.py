@@ -1,0 +1,193 @@
+"""One worker, as its gateway knows it: a control link, the last reported state, and the attempts that it has a part in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvrelay.gateway.workers.load import Load
+from kvrelay.gateway.workers.view import WorkerView
+from kvrelay.wire.control.client import ControlClient
+from kvrelay.wire.messages import (
+    Cancelled,
+    Failed,
+    HandedOver,
+    Hello,
+    HelloRefused,
+    Message,
+    Preempted,
+    Role,
+    Status,
+    TokenDelta,
+    Tokens,
+    Welcome,
+    WorkerState,
+)
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
+from kvrelay.wire.security.authentication import ClientProof
+from kvrelay.wire.security.keys import WireKeys
+from kvrelay.wire.settings import LinkSettings
+
+if TYPE_CHECKING:
+    from kvrelay.gateway.workers.pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """What an attempt hears when one of its workers is gone."""
+
+    role: Role
+    address: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """A worker's last word on an attempt that it did not finish, and which worker it was."""
+
+    role: Role
+    answer: Failed | Cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """What an attempt hears when the request's time is up."""
+
+
+AttemptEvent = TokenDelta | HandedOver | Preempted | GaveUp | WorkerLost | DeadlinePassed
+Listener = Callable[[AttemptEvent], None]  # an attempt; raises nothing, and does not wait
+
+
+class Worker:
+    """One worker's address. Implements :class:`kvrelay.wire.control.client.ClientHandler`."""
+
+    def __init__(
+        self,
+        role: Role,
+        address: str,
+        uid: str,
+        owner: WorkerPool,
+        hello: Hello,
+        link: tuple[LinkSettings, WireMetrics, Network, WireKeys | None],
+    ) -> None:
+        self.role = role
+        self.address = address
+        self.uid = uid
+        self.welcome: Welcome | None = None
+        self.fingerprint: bytes | None = None  # of its KV layout, while it is up
+        self.status: Status | None = None
+        self.problem = "not connected yet"
+        self.up_since_s = 0.0  # on the network's clock
+        self.misfit = ""  # why it cannot be used together with the other workers
+        self.is_retiring = False  # on its way out: finishes what it has, gets nothing new
+        self.load: Load | None = None  # and its attempts; while it is up
+        self._owner = owner
+        settings, metrics, network, keys = link
+        self._clock = network.clock
+        proof = None if keys is None else ClientProof(keys, role)
+        self.client = ControlClient(address, hello, self, settings, metrics=metrics, network=network, proof=proof)
+
+    def on_welcome(self, welcome: Welcome) -> None:
+        """The link is up."""
+        if welcome.role is not self.role:
+            self.problem = f"{self.address} is a {welcome.role} worker, but was given as a {self.role} worker"
+            logger.error("%s", self.problem)
+            return
+        self.welcome, self.fingerprint = welcome, welcome.card.layout.fingerprint()
+        self.status = None
+        self.up_since_s = self._clock()
+        card = welcome.card
+        self.load = Load(card.layout.block_size)
+        logger.info(
+            "%s worker %s at %s: up, %s, %d KV blocks",
+            self.role, welcome.worker_id, self.address, card.layout.model_id, card.num_blocks,
+        )  # fmt: skip
+        self._owner.take_stock()
+
+    def on_message(self, message: Message) -> None:
+        """Take a report, or pass an answer on to its attempt."""
+        match message:
+            case Status():
+                self.status = message
+                if self.load is not None:
+                    self.load.on_status(message, self._clock())
+                self._owner.changed.set()
+            case Tokens(items=items):
+                for item in first_tokens_first(items):
+                    self._owner.deliver((item.request_id, item.attempt), item)
+            case HandedOver() | Preempted():
+                self._owner.deliver((message.request_id, message.attempt), message)
+            case Failed() | Cancelled():
+                self._owner.deliver((message.request_id, message.attempt), GaveUp(self.role, message))
+            case _:
+                logger.warning("unexpected %s from %s", type(message).__name__, self.address)
+
+    def on_lost(self, reason: str) -> None:
+        """The worker is gone; its attempts hear of it."""
+        logger.warning("%s worker at %s is lost: %s", self.role, self.address, reason)
+        self.abandon(reason)
+        self.welcome = self.fingerprint = self.status = self.load = None
+        self.problem, self.misfit = reason, ""  # who comes back may be another
+        self._owner.take_stock()
+
+    def on_refused(self, refused: HelloRefused) -> None:
+        """The worker does not talk to gateways like us."""
+        if self.problem != refused.detail:
+            logger.error("%s worker at %s refuses this gateway: %s", self.role, self.address, refused.detail)
+        self.problem = refused.detail
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether requests can be sent to it."""
+        is_leaving = self.is_retiring or (self.status is not None and self.status.state is WorkerState.DRAINING)
+        return self.welcome is not None and self.client.is_up and not is_leaving and not self.misfit
+
+    def differences(self, other: Worker) -> str:
+        """How its KV layout differs from that of ``other``; empty if it does not, or if one of them is not up."""
+        if self.welcome is None or other.welcome is None:
+            return ""
+        differences = other.welcome.card.layout.differences(self.welcome.card.layout)
+        return f"its KV is not that of {other.address} ({'; '.join(differences)})" if differences else ""
+
+    def abandon(self, reason: str) -> None:
+        """Tell its attempts that it is lost."""
+        for key in [] if self.load is None else self.load.attempts:
+            self._owner.deliver(key, WorkerLost(self.role, self.address, reason))
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens, output included, is within its limit."""
+        return self.welcome is not None and num_tokens <= self.welcome.card.max_model_len
+
+    def view(self, num_tokens: int) -> WorkerView | None:
+        """What routing sees; None if it is not usable, or does not hold a request of so many tokens."""
+        if self.welcome is None or self.fingerprint is None or self.load is None or not self.is_usable:
+            return None
+        card, status = self.welcome.card, self.status
+        if num_tokens > card.max_model_len:
+            return None
+        return WorkerView(
+            address=self.address,
+            fingerprint=self.fingerprint,
+            epoch=self.welcome.epoch,
+            num_requests=self.load.num_requests,
+            num_waiting_tokens=self.load.num_waiting_tokens,
+            num_free_blocks=self.load.num_free_blocks(card.num_blocks),
+            num_blocks=card.num_blocks,
+            block_size=card.layout.block_size,
+            max_running=0 if status is None else status.max_running,
+            tokens_per_s=0.0 if status is None else status.prompt_tokens_per_s,
+        )
+
+
+def first_tokens_first(items: list[TokenDelta]) -> list[TokenDelta]:
+    """One step's tokens in the order in which they are worth most: a request that has none yet has waited longest.
+
+    Newcomers are the last in a worker's batch, and each request before them takes the gateway some of their time.
+    """
+    firsts = [item for item in items if item.index == 0]
+    return firsts + [item for item in items if item.index] if firsts else items

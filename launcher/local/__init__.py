@@ -1,0 +1,1 @@
+"""One command that serves a model on this machine: plan, processes, terminal view."""

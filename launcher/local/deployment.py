@@ -1,0 +1,168 @@
+"""A whole deployment on this machine: for people (``kvrelay local``), and for programs (:class:`LocalDeployment`).
+
+    with LocalDeployment.from_settings(LocalSettings.of(port=0), directory) as deployment:
+        deployment.wait_ready(timeout_s=120)
+        httpx.get(f"{deployment.url}/v1/models")
+
+Stop order: the gateway (no new requests), prefill workers (hand-offs end), decode workers.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from kvrelay.common.cores import available_cores
+from kvrelay.launcher.local.plan import Plan, num_ports, plan_deployment
+from kvrelay.launcher.local.ports import check_free, free_ports
+from kvrelay.launcher.local.supervisor import Status, Supervisor
+from kvrelay.launcher.local.traffic import Traffic
+from kvrelay.launcher.local.view import View
+from kvrelay.launcher.models import resolve_model, served_name
+from kvrelay.launcher.settings import LocalSettings
+
+_POLL_S = 0.2  # how soon a signal is acted upon
+
+
+class LogRecorder:
+    """An observer that keeps all log lines, for deployments nobody watches."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_line(self, name: str, line: str) -> None:
+        """Kept."""
+        self.lines.append(f"{name} | {line}")
+
+    def on_state(self, status: Status) -> None:
+        """Kept as a line."""
+        self.on_line("kvrelay", f"{status.name}: {status.state.value} {status.detail}")
+
+
+class LocalDeployment(Supervisor):
+    """Gateway and workers as processes, from ``start`` (or enter) to ``stop`` (or exit)."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Nothing runs yet."""
+        super().__init__(plan.specs)
+        self.plan = plan
+        self.url = plan.url  # of the HTTP API, such as ``http://127.0.0.1:8000``
+        self.admin_urls = plan.admin_urls  # by name: what /health, /metrics and (of workers) /debug/kv are under
+        self.log = LogRecorder()
+
+    @classmethod
+    def from_settings(cls, settings: LocalSettings, model_directory: Path) -> Self:
+        """Choose the ports. Raises PortTakenError."""
+        front = settings.gateway
+        http_port, *ports = free_ports(1 + num_ports(settings), without=front.port)
+        return cls(
+            plan_deployment(
+                settings,
+                model_directory,
+                http_port=front.port or http_port,
+                ports=ports,
+                num_cores=available_cores(),
+            )
+        )
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """By name, of the components that run now."""
+        return {status.name: status.pid for status in self.statuses() if status.pid is not None}
+
+    def __enter__(self) -> Self:
+        self.start(self.log)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class StopSignals:
+    """Counts what asks us to stop. A handler may interrupt any line, also one that holds a lock: so it only counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Between enter and exit SIGINT, SIGTERM and SIGHUP (the terminal went away) are counted. Main thread only."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def run(settings: LocalSettings) -> int:
+    """``kvrelay local``: serve until Ctrl-C, SIGTERM or a failure; returns 0 after an orderly stop.
+
+    Raises PortTakenError before anything is loaded, ModelError, and ComponentDiedError after all others were stopped.
+    """
+    front = settings.gateway
+    if front.port:
+        check_free(front.host, front.port)
+    directory = resolve_model(front.model, needs_weights=settings.components.get("engine") != "fake")
+    name = front.served_model_name or served_name(front.model, directory)
+    deployment = LocalDeployment.from_settings(settings, directory)
+    text = ready_text(deployment.url, name, has_keys=front.api_keys is not None)
+    return serve_until_stopped(deployment, text, hide_logs=settings.deployment.quiet)
+
+
+def serve_until_stopped(deployment: LocalDeployment, when_ready: str, *, hide_logs: bool) -> int:
+    """Start, show (``when_ready``, once all are), and stop in order at SIGINT, SIGTERM or SIGHUP; returns 0.
+
+    Raises ComponentDiedError. Main thread only.
+    """
+    signals = StopSignals()
+    view = View(Console(), deployment.statuses, Traffic(deployment.admin_urls), hide_logs=hide_logs)
+    with signals.caught(), view.shown():
+        view.say(f"kvrelay: starting {', '.join(deployment.plan.admin_urls)} (Ctrl-C stops)")
+        deployment.start(view)
+        was_ready = False
+        try:
+            while not signals.count:
+                if was_ready:
+                    deployment.wait_ended(_POLL_S)
+                elif deployment.is_ready(_POLL_S):
+                    was_ready = True
+                    view.say(when_ready)
+        finally:
+            _stop(deployment, signals)
+            view.say("kvrelay: all processes have ended")
+    return 0
+
+
+def ready_text(url: str, model: str, *, has_keys: bool) -> str:
+    """What to do next. ``has_keys``: the gateway asks for one."""
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": model, "temperature": 0, "messages": messages}).replace("'", "'\\''")
+    # The certificate is for a name, and this is an address.
+    insecure = " -k" if url.startswith("https") else ""
+    key = ' \\\n    -H "Authorization: Bearer $API_KEY"' if has_keys else ""
+    return (
+        f"\nkvrelay is ready at {url} (API documentation: {url}/docs)\n"
+        + ("API_KEY is to be one of the keys of --api-keys.\n" if has_keys else "")
+        + f"\n  curl{insecure} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n    -d '{body}'\n"
+    )
+
+
+def _stop(deployment: LocalDeployment, signals: StopSignals) -> None:
+    """Stop in order; one more Ctrl-C while that goes on ends the grace."""
+    before = signals.count
+    while not deployment.stop(_POLL_S, hurry=signals.count > before):
+        pass

@@ -1,0 +1,140 @@
+"""Which processes a local deployment consists of: a pure function of settings, directory and ports.
+
+    gateway ──tcp──▶ prefill-0 … ──tcp: control, KV blocks──▶ decode-0 … ◀──tcp── gateway
+
+Everything listens on loopback only, except the HTTP API if --host says so.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.decode_worker.settings import DecodeSettings
+from kvrelay.gateway.settings import GatewaySettings
+from kvrelay.launcher.local.process import ComponentSpec
+from kvrelay.launcher.models import served_name
+from kvrelay.launcher.options import command_line
+from kvrelay.launcher.settings import LocalSettings, options_for
+from kvrelay.prefill_worker.settings import PrefillSettings
+
+_LOOPBACK = "127.0.0.1"
+_KILL_AFTER_DRAIN_S = 5.0  # what a component may take to end after its drain time
+_GPU_SHARE = 0.9  # of a GPU that one or two workers share …
+_CUDA_SHARE = 0.03  # … less what CUDA itself takes for each further one: half a gigabyte, and the smallest GPUs have 16
+_PREFILL_PARTS, _DECODE_PARTS = 4, 5  # of that, by worker
+_SMALLEST_SHARE = 0.01  # that the setting takes
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPorts:
+    """Loopback ports of one worker."""
+
+    control: int
+    admin: int
+    data: int | None = None  # of a decode worker
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The processes, and where they are reached."""
+
+    specs: tuple[ComponentSpec, ...]
+    url: str  # of the HTTP API
+    admin_urls: dict[str, str]  # of each component: /health, /metrics; of workers also /debug/kv
+
+
+def num_ports(settings: LocalSettings) -> int:
+    """How many loopback ports the workers need."""
+    return 2 * settings.deployment.prefill + 3 * settings.deployment.decode
+
+
+def gpu_shares(num_prefill: int, num_decode: int) -> tuple[float, float]:
+    """What each prefill and each decode worker may have of the memory of a GPU that all of them share.
+
+    A prefill worker's pool holds prompts in progress and the prefix cache, a decode worker's all that is being generated: it
+    gets more. Not much more of the whole, as the weights are in both shares: with 0.4 and 0.5, and weights of a fifth of the GPU,
+    the pools are as two to three; of a third, as two to five. With 0.3 and 0.6, weights of a third would not even fit the smaller.
+    """
+    total = max(_SMALLEST_SHARE, _GPU_SHARE - _CUDA_SHARE * max(0, num_prefill + num_decode - 2))
+    unit = total / max(1, _PREFILL_PARTS * num_prefill + _DECODE_PARTS * num_decode)
+    prefill, decode = (
+        max(_SMALLEST_SHARE, math.floor(1000 * parts * unit) / 1000) for parts in (_PREFILL_PARTS, _DECODE_PARTS)
+    )
+    return prefill, decode
+
+
+def plan_deployment(
+    settings: LocalSettings, model_directory: Path, *, http_port: int, ports: Sequence[int], num_cores: int
+) -> Plan:
+    """The processes of ``settings``; ``ports`` are free loopback ports, :func:`num_ports` of them."""
+    deployment, given = settings.deployment, settings.components
+    free = iter(ports)
+    prefill = [WorkerPorts(next(free), next(free)) for _ in range(deployment.prefill)]
+    decode = [WorkerPorts(next(free), next(free), next(free)) for _ in range(deployment.decode)]
+    threads = deployment.threads or max(1, num_cores // (len(prefill) + len(decode)))
+    prefill_share, decode_share = gpu_shares(len(prefill), len(decode))
+    everywhere = {**given, "model": str(model_directory), "drain_s": deployment.drain_s}
+
+    def worker(name: str, ports: WorkerPorts, share: float, component: type, stop_rank: int) -> ComponentSpec:
+        chosen = {"kv_memory_fraction": share, **everywhere, "threads": threads, "admin_host": _LOOPBACK}
+        return ComponentSpec(
+            name=name,
+            command=_command(f"{name.split('-', maxsplit=1)[0]}-worker", component, {**chosen, **_places(name, ports)}),
+            ready_url=f"http://{_LOOPBACK}:{ports.admin}/health/ready",
+            stop_rank=stop_rank,
+            grace_s=deployment.drain_s + _KILL_AFTER_DRAIN_S,
+            # Torch starts one OpenMP thread per core before --threads is read; several workers would fight for the cores.
+            environment={"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
+        )
+
+    specs = [
+        *(worker(f"prefill-{i}", one, prefill_share, PrefillSettings, 1) for i, one in enumerate(prefill)),
+        *(worker(f"decode-{i}", one, decode_share, DecodeSettings, 2) for i, one in enumerate(decode)),
+    ]
+    scheme = "http" if settings.gateway.tls.tls_cert is None else "https"
+    url = f"{scheme}://{_reachable(settings.gateway.host)}:{http_port}"
+    front = {
+        "served_model_name": served_name(settings.gateway.model, model_directory),
+        **everywhere,
+        "port": http_port,
+        "prefill_workers": [_tcp(one.control) for one in prefill],
+        "decode_workers": [_tcp(one.control) for one in decode],
+    }
+    gateway = ComponentSpec(
+        name="gateway",
+        command=_command("gateway", GatewaySettings, front),
+        ready_url=f"{url}/health/ready",
+        stop_rank=0,
+        grace_s=deployment.drain_s + _KILL_AFTER_DRAIN_S,
+    )
+    admin_urls = {spec.name: spec.ready_url.removesuffix("/health/ready") for spec in [*specs, gateway]}
+    return Plan(specs=(*specs, gateway), url=url, admin_urls=admin_urls)
+
+
+def _places(name: str, ports: WorkerPorts) -> dict[str, Any]:
+    places: dict[str, Any] = {"address": _tcp(ports.control), "admin_port": ports.admin, "worker_id": name}
+    if ports.data is not None:
+        places["data_address"] = _tcp(ports.data)
+    return places
+
+
+def _command(name: str, component: type, values: Mapping[str, Any]) -> tuple[str, ...]:
+    # -P: the working directory must not come before the installed packages.
+    arguments = command_line(component, options_for(component, values))
+    return (sys.executable, "-P", "-m", "kvrelay.launcher", name, *arguments)
+
+
+def _tcp(port: int) -> str:
+    return f"tcp://{_LOOPBACK}:{port}"
+
+
+def _reachable(host: str) -> str:
+    """An address for clients on this machine."""
+    if host in ("0.0.0.0", "::", ""):
+        return _LOOPBACK
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,117 @@
+"""What ``kvrelay local`` shows: each component's state, and its log lines with its name before them.
+
+On a terminal a table stays below the log; elsewhere each change of state is a line. A view is told by the supervisor's
+threads and never fails them: a terminal that is gone is not a reason to stop serving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvrelay.launcher.local.supervisor import State, Status
+from kvrelay.launcher.local.traffic import Traffic
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
+_STATE_STYLES = {
+    State.LOADING: "yellow",
+    State.READY: "bold green",
+    State.UNREADY: "bold yellow",
+    State.DIED: "bold red",
+    State.STOPPED: "dim",
+}
+
+
+def describe(status: Status) -> str:
+    """A status in words, without the component's name."""
+    parts = [status.state.value]
+    if status.state is State.READY and status.load_s is not None:
+        parts.append(f"after {status.load_s:.1f} s")
+    if status.state is State.DIED:
+        # One that was never ready ends the deployment: its next start would fail the same way.
+        parts.append(f"({status.detail})" + ("; it is started again" if status.load_s is not None else ""))
+    if status.rss_bytes is not None and status.state is State.READY:
+        parts.append(f"({status.rss_bytes / 2**20:.0f} MiB)")
+    return " ".join(parts)
+
+
+class View:
+    """Shows a deployment between enter and exit. Implements :class:`kvrelay.launcher.local.supervisor.Observer`."""
+
+    def __init__(
+        self, console: Console, statuses: Callable[[], list[Status]], traffic: Traffic, *, hide_logs: bool
+    ) -> None:
+        """``statuses`` and ``traffic`` are asked whenever the table is drawn."""
+        self._console = console
+        self._statuses = statuses
+        self._traffic = traffic
+        self._hide_logs = hide_logs
+        self._colours: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[Self]:
+        """On a terminal a table stays at the bottom of it."""
+        if not self._console.is_terminal:
+            yield self
+            return
+        live = Live(console=self._console, get_renderable=self._table, refresh_per_second=4, transient=True)
+        with self._traffic.watched():
+            live.start()
+            try:
+                yield self
+            finally:
+                with contextlib.suppress(OSError, ValueError):
+                    live.stop()
+
+    def on_line(self, name: str, line: str) -> None:
+        """``prefill-0 | line``"""
+        if not self._hide_logs:
+            colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
+            self._print(Text.assemble((f"{name:<9} ", colour), ("| ", "dim"), line))
+
+    def on_state(self, status: Status) -> None:
+        """``kvrelay   | prefill-0: ready after 3.1 s (412 MiB)``; where a table shows it, deaths only."""
+        if status.state is State.DIED or not self._console.is_terminal:
+            self._print(Text(f"kvrelay   | {status.name}: {describe(status)}", _STATE_STYLES[status.state]))
+
+    def say(self, text: str) -> None:
+        """A text of the launcher's own."""
+        self._print(Text(text))
+
+    def _print(self, text: Text) -> None:
+        # A reader that went away; rich would end the program.
+        with contextlib.suppress(OSError, ValueError, SystemExit):
+            self._console.print(text, soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, 2), header_style="dim")
+        for title in (
+            "component",
+            "state",
+            "for",
+            "requests",
+            "prompt tokens/s",
+            "output tokens/s",
+            "memory",
+            "restarts",
+        ):
+            table.add_column(title)
+        for status in self._statuses():
+            memory = "" if status.rss_bytes is None else f"{status.rss_bytes / 2**20:.0f} MiB"
+            state = Text(status.state.value, style=_STATE_STYLES[status.state])
+            if status.detail:
+                state.append(f" ({status.detail})", style="red")
+            figures = self._traffic.figures.get(status.name)
+            cells: tuple[str, ...] = ("", "", "")
+            if figures is not None:
+                rates = (figures.prompt_tokens_per_s, figures.output_tokens_per_s)
+                cells = (str(figures.num_requests), *(f"{rate:.0f}" for rate in rates))
+            restarts = str(status.num_restarts or "")
+            table.add_row(status.name, state, f"{status.state_s:.0f} s", *cells, memory, restarts)
+        return table

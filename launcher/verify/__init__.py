@@ -1,0 +1,1 @@
+"""``kvrelay verify``: greedy tokens beside those of transformers."""

@@ -1,0 +1,124 @@
+"""The CPU's paged attention against a dense float64 reference, one sequence at a time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kvrelay.engine.backends.cpu.attention import AttentionPlan, AttentionScratch
+from kvrelay.engine.step.batch import build_batch
+from kvrelay.engine.step.interface import StepRow
+from tests.engine.conftest import sequence
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None) -> torch.Tensor:
+    """query ``[n, q_heads, d]`` are the last of ``[kv_heads, len, d]`` positions."""
+    num_queries, num_q_heads, head_dim = query.shape
+    group = num_q_heads // keys.shape[0]
+    keys, values = (tensor.double().repeat_interleave(group, dim=0) for tensor in (keys, values))
+    scores = query.double().transpose(0, 1) @ keys.mT * head_dim**-0.5
+    position = torch.arange(keys.shape[1] - num_queries, keys.shape[1])[:, None] - torch.arange(keys.shape[1])[None, :]
+    hidden = position < 0
+    if window is not None:
+        hidden |= position >= window
+    return (torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1) @ values).transpose(0, 1)
+
+
+def compare(
+    rows: list[tuple[int, int]],
+    *,
+    heads: tuple[int, int] = (6, 2),
+    window: int | None = None,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    layer: int = 1,
+) -> None:
+    """``rows`` are (computed tokens, tokens of this step)."""
+    head_dim = 16
+    generator = torch.Generator().manual_seed(len(rows))
+    num_blocks = sum(-(-(start + count) // block_size) for start, count in rows) + 3
+    pool = torch.randn(num_blocks, 2, 2, heads[1], block_size, head_dim, generator=generator).to(dtype)
+    free = list(range(num_blocks))
+    random.Random(0).shuffle(free)
+    steps = []
+    for start, count in rows:
+        of = sequence([0] * (start + count), [free.pop() for _ in range(-(-(start + count) // block_size))])
+        of.num_computed_tokens = start
+        steps.append(StepRow(of, count))
+    batch = build_batch(steps, block_size)
+    query = torch.randn(len(batch.positions), heads[0], head_dim, generator=generator).to(dtype)
+    out = torch.full_like(query, torch.nan)
+    AttentionPlan(batch, pool, heads[0], window, AttentionScratch(dtype)).run(query, layer, out)
+    for index, row in enumerate(batch.rows):
+        tokens = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
+        context = pool[row.sequence.block_table, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        keys, values = context[:, :, : int(batch.seq_lens[index])]
+        expected = dense(query[tokens], keys, values, window)
+        torch.testing.assert_close(out[tokens].double(), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+RAGGED = [(0, 1), (300, 1), (0, 200), (700, 65), (15, 1), (16, 1), (255, 1), (256, 1), (40, 3), (0, 64), (511, 2)]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("window", [None, 1, 20, 300])
+def test_ragged_batches(window: int | None, dtype: torch.dtype) -> None:
+    compare(RAGGED, window=window, dtype=dtype)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (9, 3), (8, 2), (8, 1), (14, 2)])
+def test_head_groups(heads: tuple[int, int]) -> None:
+    compare([(600, 1), (3, 1), (0, 70), (300, 90)], heads=heads)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 8, 24, 32, 64, 512])
+def test_block_sizes(block_size: int) -> None:
+    compare([(600, 1), (3, 1), (0, 70), (300, 90)], block_size=block_size)
+
+
+# A chunk of keys is 256 long, a tile of queries 64: contexts and windows that end just before, at and behind them.
+BORDERS = [15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 319, 320, 321, 511, 512, 513]
+
+
+@pytest.mark.parametrize("block_size", [*(pytest.param(one, marks=pytest.mark.full) for one in (4, 32)), 16])
+@pytest.mark.parametrize("window", [None, 64, 65, 256, 257])
+def test_contexts_over_the_borders_of_chunks_and_tiles(window: int | None, block_size: int) -> None:
+    for length in (255, 256, 257, 512, 513):
+        compare([(length - 1, 1)], window=window, block_size=block_size)
+    compare([(length - 1, 1) for length in BORDERS], window=window, block_size=block_size)
+    compare([(0, length) for length in BORDERS[::2]], window=window, block_size=block_size)
+    compare([(length, length % 67 + 2) for length in BORDERS[1::2]], window=window, block_size=block_size)
+
+
+def test_one_long_context_among_many_short_ones() -> None:
+    compare([(2000, 1)] + [(index, 1) for index in range(40)], heads=(8, 2), block_size=32)
+    compare([(3, 1), (1500, 200), (0, 1), (0, 5), (700, 1)], heads=(12, 3), window=100)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches(seed: int) -> None:
+    generator = random.Random(seed)
+    rows = [
+        (generator.choice((0, 1, generator.randrange(700))), generator.choice((1, 1, generator.randrange(1, 150))))
+        for _ in range(generator.randrange(1, 12))
+    ]
+    heads = generator.choice(((2, 2), (6, 2), (4, 1), (16, 2)))
+    window = generator.choice((None, generator.randrange(1, 400)))
+    compare(rows, heads=heads, window=window, block_size=generator.choice((4, 16, 32, 48)))
+
+
+def test_a_long_prompt_does_not_pad_the_others() -> None:
+    rows = [(0, 600)] + [(50, 1)] * 40
+    steps = []
+    for start, count in rows:
+        of = sequence([0] * (start + count), [0] * 40)
+        of.num_computed_tokens = start
+        steps.append(StepRow(of, count))
+    batch = build_batch(steps, 16)
+    plan = AttentionPlan(batch, torch.zeros(1, 1, 2, 2, 16, 16), 2, None, AttentionScratch(torch.float32))
+    scores = sum(group.tile * group.chunk * len(piece.tiles) for group in plan._groups for piece in group.pieces)
+    assert scores < 2 * (600 * 600 / 2 + 40 * 64)

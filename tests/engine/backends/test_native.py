@@ -1,0 +1,319 @@
+"""Our C++ kernels: bit for bit what torch computes where both round alike, and attention against a dense float64 reference."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.backends.cpu.build import cpu_ops, why_no_cpu_kernels
+from kvrelay.engine.backends.cpu.linear import NativeLinear
+from kvrelay.engine.backends.cpu.native import CpuKernels, CpuKernelsError, compiled
+from kvrelay.engine.backends.cpu.native.compiled import default_cache_dir
+from kvrelay.engine.backends.cpu.native_ops import NativeCpuOps
+from kvrelay.engine.backends.cpu.ops import CpuOps
+from kvrelay.engine.backends.options import EngineOptions
+from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.config.rope import RopeConfig
+from kvrelay.engine.step.batch import Batch, build_batch
+from kvrelay.engine.step.interface import StepRow
+from tests.engine.backends.test_attention import RAGGED, dense
+from tests.engine.conftest import sequence
+
+
+@pytest.fixture(scope="module", params=[None, *compiled.VARIANTS], ids=lambda it: "native" if it is None else it.name)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
+    """For this very processor, and for each of the kinds that this one can stand in for."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++")
+    variant: compiled.Variant | None = request.param
+    if variant is None:
+        return CpuKernels.load(default_cache_dir())
+    if not variant.needs <= compiled.processor_flags():
+        pytest.skip("this CPU has not all of its instructions")
+    directory = tmp_path_factory.mktemp(variant.name)
+    compiled.compile_library(compiler, variant.flags, compiled.prebuilt_path(directory, variant))
+    return CpuKernels(ctypes.CDLL(str(compiled.prebuilt_path(directory, variant))))
+
+
+def bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).bfloat16()
+
+
+def config_of(heads: tuple[int, int], head_dim: int, num_layers: int = 2, window: int | None = None) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=300,
+        hidden_size=heads[0] * head_dim,
+        intermediate_size=64,
+        num_layers=num_layers,
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        has_tied_embeddings=True,
+        has_qkv_bias=False,
+        has_o_bias=False,
+        has_mlp_bias=False,
+        has_qk_norm=False,
+        sliding_windows=(window,) * num_layers,
+        rope=RopeConfig.parse({}, "here"),
+        dtype="bfloat16",
+    )
+
+
+def batch_of(rows: list[tuple[int, int]], block_size: int) -> tuple[Batch, int]:
+    """A batch of (computed tokens, tokens of this step) with shuffled blocks, and how many blocks there are."""
+    num_blocks = sum(-(-(start + count) // block_size) for start, count in rows) + 3
+    free = list(range(num_blocks))
+    random.Random(0).shuffle(free)
+    steps = []
+    for start, count in rows:
+        of = sequence([0] * (start + count), [free.pop() for _ in range(-(-(start + count) // block_size))])
+        of.num_computed_tokens = start
+        steps.append(StepRow(of, count))
+    return build_batch(steps, block_size), num_blocks
+
+
+@pytest.mark.parametrize("rows", [1, 3, 200])
+@pytest.mark.parametrize("width", [16, 576, 4096])
+def test_norms(kernels: CpuKernels, rows: int, width: int) -> None:
+    plain = CpuOps(config_of((2, 2), 32), torch.zeros(1, 2, 2, 2, 16, 32, dtype=torch.bfloat16), 64)
+    hidden, residual, weight = bf16(rows, width), bf16(rows, width, seed=1, scale=5), bf16(width, seed=2)
+    theirs = residual.clone()
+    expected = plain.add_rms_norm(hidden, theirs, weight)
+    found = kernels.rms_norm(hidden, residual, weight, 1e-5)
+    assert torch.equal(residual, theirs)
+    # The sum of squares is added up in another order: now and then a result lies on the other side of a rounding.
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=0)
+    assert (found != expected).float().mean() < 0.01
+    alone = kernels.rms_norm(None, residual, weight, 1e-5)
+    assert torch.equal(alone, found)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_silu_mul(kernels: CpuKernels, rows: int) -> None:
+    gate_up = torch.cat((bf16(rows, 96, scale=8), torch.full((rows, 32), -200.0).bfloat16()), dim=1)
+    gate, up = gate_up.chunk(2, dim=-1)
+    expected = F.silu(gate) * up
+    found = kernels.silu_mul(gate_up)
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-30)
+    assert (found != expected).float().mean() < 0.01
+    broken = bf16(2, 64)
+    broken[0, 3] = float("nan")
+    assert kernels.silu_mul(broken).isnan().sum() == 1
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 300, 49_152])
+def test_argmax(kernels: CpuKernels, width: int) -> None:
+    logits = bf16(9, width, seed=width)  # few distinct numbers in bf16: many are equal
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert kernels.argmax(logits).tolist() == expected
+    logits[4] = float("nan")
+    assert 0 <= int(kernels.argmax(logits)[4]) < width
+
+
+def test_argmax_of_logits_that_were_processed(kernels: CpuKernels) -> None:
+    """They are fp32, and closer to each other than bf16 tells apart."""
+    config, pool = config_of((6, 2), 64), torch.zeros(1, 1, 2, 2, 16, 64, dtype=torch.bfloat16)
+    logits = torch.full((2, 300), 5.0)
+    logits[0, 17] = logits[1, 299] = 5.0001
+    assert NativeCpuOps(config, pool, 16, kernels).argmax(logits).tolist() == [17, 299]
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((9, 3), 64), ((4, 4), 32), ((8, 1), 128), ((14, 2), 64), ((2, 2), 96)]
+)
+@pytest.mark.parametrize("block_size", [1, 16, 24])
+def test_a_step_is_that_of_plain_torch(
+    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, block_size: int
+) -> None:
+    """Rotation and pool bit for bit; attention, of decode rows and chunks of prompts in one batch, as exact as torch's."""
+    config = config_of(heads, head_dim)
+    batch, num_blocks = batch_of([(300, 1), (0, 1), (0, 70), (17, 1), (100, 20)], block_size)
+    pool = bf16(num_blocks, 2, 2, heads[1], block_size, head_dim)
+    theirs = pool.clone()
+    num_tokens = len(batch.positions)
+    qkv = bf16(num_tokens, heads[0] + 2 * heads[1], head_dim, seed=3)
+    qkv[1, heads[0]] = float("nan")
+    qkv[2, -1] = float("inf")
+    query, key, value = qkv.split_with_sizes((heads[0], heads[1], heads[1]), dim=1)
+    ours = NativeCpuOps(config, pool, 512, kernels).begin_step(batch)
+    plain = CpuOps(config, theirs, 512).begin_step(batch)
+    rotated = ours.rotary_kv_write(query, key, value, 1)
+    expected = plain.rotary_kv_write(query, key, value, 1)
+    assert torch.equal(rotated, expected)
+    assert torch.equal(pool, theirs)
+    assert not pool.isnan().any()
+    found, reference = ours.attention(rotated, 1), plain.attention(expected, 1)
+    torch.testing.assert_close(found, reference, rtol=0, atol=3e-2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 150, 300])
+@pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 64), ((7, 1), 32), ((2, 2), 256)])
+def test_attention_against_the_dense_reference(
+    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, window: int | None
+) -> None:
+    """Chunks of every length around the sizes of tiles and chunks, with and without what was computed before; single tokens."""
+    rows = [
+        *((start + count - 1, 1) for start, count in RAGGED),
+        *((0, count) for count in (2, 63, 64, 65, 300)),
+        *((9, 1), (5, 128), (127, 129), (300, 3), (128, 256)),
+    ]
+    batch, num_blocks = batch_of(rows, 16)
+    pool = bf16(num_blocks, 2, 2, heads[1], 16, head_dim)
+    # What lies behind a sequence's end must not be read: it may be NaN.
+    for row in batch.rows:
+        pool[row.sequence.block_table[-1], :, :, :, (row.sequence.num_tokens - 1) % 16 + 1 :] = float("nan")
+    query = bf16(len(batch.positions), heads[0], head_dim, seed=5)
+    found = NativeCpuOps(config_of(heads, head_dim, window=window), pool, 1024, kernels).begin_step(batch)
+    found = found.attention(query, 1)
+    for index, row in enumerate(batch.rows):
+        context = pool[row.sequence.block_table, 1].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        keys, values = context[:, :, : int(batch.seq_lens[index])]
+        tokens = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
+        expected = dense(query[tokens], keys, values, window)
+        # For dot products of bf16 weights are rounded before they meet the values; else what is left is the result's rounding.
+        rtol, atol = (2**-7, 4e-3) if kernels.has_bf16_dot_products else (2**-8, 1e-4)
+        torch.testing.assert_close(found[tokens].double(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("window", [None, 20, 150])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "block_size"),
+    [((6, 2), 64, 16), ((14, 1), 32, 16), ((2, 2), 96, 24), ((16, 1), 128, 1), ((2, 1), 256, 16)],
+)
+def test_a_token_is_attended_to_in_one_way(
+    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, block_size: int, window: int | None
+) -> None:
+    """Bit for bit the same as one of a prompt, of any part of one, or alone, whatever else is in the step."""
+    num_tokens = 330
+    sizes = [-(-count // block_size) for count in (num_tokens, 7, 90)]
+    free = iter(random.Random(1).sample(range(sum(sizes)), sum(sizes)))
+    table, begins, far_table = ([next(free) for _ in range(size)] for size in sizes)
+    pool = bf16(sum(sizes), 2, 2, heads[1], block_size, head_dim)
+    query = bf16(num_tokens, heads[0], head_dim, seed=5, scale=2)
+    ops = NativeCpuOps(config_of(heads, head_dim, window=window), pool, 1024, kernels)
+
+    def attended(start: int, end: int) -> torch.Tensor:
+        """Tokens start .. end-1 in one step, beside a sequence that begins and one that has come far."""
+        row = StepRow(sequence([0] * end, table), end - start)
+        row.sequence.num_computed_tokens = start
+        far = sequence([0] * 90, far_table)
+        far.num_computed_tokens = 89
+        batch = build_batch([row, StepRow(sequence([0] * 7, begins), 7), StepRow(far, 1)], block_size)
+        place = next(index for index, other in enumerate(batch.rows) if other.sequence is row.sequence)
+        tokens = slice(int(batch.query_start_loc[place]), int(batch.query_start_loc[place + 1]))
+        packed = bf16(len(batch.positions), heads[0], head_dim, seed=6)
+        packed[tokens] = query[start:end]
+        return ops.begin_step(batch).attention(packed, 1)[tokens]
+
+    whole = attended(0, num_tokens)
+    cuts = [0, 1, 2, 9, 64, 65, 127, 128, 129, 200, 257, num_tokens]
+    assert torch.equal(torch.cat([attended(*part) for part in itertools.pairwise(cuts)]), whole)
+    assert torch.equal(torch.cat([attended(at, at + 1) for at in range(num_tokens)]), whole)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_a_broken_query_is_broken_alone(kernels: CpuKernels, head_dim: int) -> None:
+    """No sense is made of a NaN, wherever it stands in a tile; others do not get it."""
+    batch, num_blocks = batch_of([(40, 1), (0, 200), (300, 1)], 16)
+    pool = bf16(num_blocks, 2, 2, 1, 16, head_dim)
+    query = bf16(len(batch.positions), 2, head_dim)
+    step = NativeCpuOps(config_of((2, 1), head_dim), pool, 512, kernels).begin_step(batch)
+    expected = step.attention(query, 0)
+    broken = [0, 1, 5, 130, 201]
+    query[broken, 1, 7] = float("nan")
+    found = step.attention(query, 0)
+    assert found[broken, 1].isnan().all()
+    found[broken, 1] = expected[broken, 1]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("rows", [[(40, 1), (2, 1)], [(0, 200), (40, 7)]])
+def test_scores_far_apart_do_not_overflow(kernels: CpuKernels, rows: list[tuple[int, int]]) -> None:
+    batch, num_blocks = batch_of(rows, 16)
+    pool = bf16(num_blocks, 2, 2, 1, 16, 32, scale=50)
+    query = bf16(len(batch.positions), 1, 32, scale=50)
+    out = NativeCpuOps(config_of((1, 1), 32), pool, 256, kernels).begin_step(batch).attention(query, 0)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(48, 2), (7, 64), (100, 576), (192, 4096), (49, 2050)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products(kernels: CpuKernels, num_outputs: int, num_inputs: int, has_bias: bool) -> None:
+    """Of every number of rows around the sizes of tiles; and a row's product is its own, whatever lies beside it."""
+    weight = bf16(num_outputs, num_inputs, scale=num_inputs**-0.5)
+    bias = bf16(num_outputs, seed=1) if has_bias else None
+    linear = NativeLinear(kernels, weight, bias)
+    hidden = bf16(130, num_inputs, seed=2)
+    expected = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
+    alone = torch.cat([linear(row) for row in hidden.split(1)])
+    torch.testing.assert_close(alone.double(), expected, rtol=2**-8, atol=1e-4)
+    for num_rows in (2, 3, 4, 5, 6, 7, 8, 9, 17, 63, 64, 65, 68, 130):
+        assert torch.equal(linear(hidden[:num_rows]), alone[:num_rows])
+    assert torch.equal(linear(hidden.repeat(1, 2)[:, :num_inputs]), alone)  # not contiguous
+
+
+def test_inputs_of_a_weight_come_in_pairs(kernels: CpuKernels) -> None:
+    with pytest.raises(ValueError, match="a weight of 3 inputs"):
+        kernels.pack_weight(bf16(4, 3))
+
+
+def test_a_machine_without_compiler_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    with pytest.raises(CpuKernelsError, match=r"no g\+\+"):
+        CpuKernels.load(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_source_that_does_not_compile_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("int main( {")
+    monkeypatch.setattr(compiled, "_SOURCES", (broken,))
+    with pytest.raises(CpuKernelsError, match=r"(?s)fails: .*broken\.cpp"):
+        CpuKernels.load(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_without_kernels_the_engine_runs_on_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: Path) -> CpuKernels:
+        raise CpuKernelsError("there is no g++ (apt install g++)")
+
+    monkeypatch.setattr(CpuKernels, "load", fails)
+    pool = torch.zeros(1, 2, 2, 2, 16, 64, dtype=torch.bfloat16)
+    config = config_of((4, 2), 64)
+
+    def ops(cpu_kernels: str) -> object:
+        options = EngineOptions(Path(), "m", cpu_kernels=cpu_kernels)
+        return cpu_ops(options, config, pool, 64, has_int8_weights=False)
+
+    assert isinstance(ops("auto"), CpuOps)
+    assert "the slower torch operations instead: there is no g++" in caplog.text
+    with pytest.raises(ModelError, match=r"--cpu-kernels is native, but there is no g\+\+"):
+        ops("native")
+    assert isinstance(ops("torch"), CpuOps)
+    assert why_no_cpu_kernels(EngineOptions(Path(), "m"), config) == "there is no g++ (apt install g++)"
+
+
+def test_why_there_are_no_kernels(kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuKernels, "load", lambda _: kernels)
+
+    def why(head_dim: int, asked: str) -> str | None:
+        return why_no_cpu_kernels(EngineOptions(Path(), "m", cpu_kernels=asked), config_of((4, 2), head_dim))
+
+    assert why(64, "auto") is why(64, "native") is None
+    assert why(64, "torch") == "--cpu-kernels is torch"
+    assert str(why(80, "auto")).startswith("they have no code for head_dim 80 with widths")

@@ -1,0 +1,146 @@
+"""What a start compiles is all there is to compile: no later step asks Triton for another specialisation of a kernel.
+
+Nothing is compiled or run here: launches of a whole engine over the GPU's operations are recorded on the CPU, and Triton's own code
+says by which key it would look for their kernels. In a process of its own, because Triton decides at import whether it interprets.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.engine.conftest import SIZES, save_model
+
+SCRIPT = """
+import random
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import jit
+
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.backends.cuda import build as cuda
+from kvrelay.engine.backends.cuda import ops as ops_cuda
+from kvrelay.engine import torch_engine
+from kvrelay.engine.backends.options import EngineOptions
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.config.model import load_config
+from kvrelay.engine.backends.cuda.ops import CudaOps
+from kvrelay.engine.step.sequence import Sequence
+from kvrelay.engine.weights.checkpoint import load_weights
+
+MAX_NUM_SEQS, NUM_BLOCKS = 40, 600
+backend = make_backend(GPUTarget("cuda", 90, 32))
+binders, keys = {}, defaultdict(set)
+
+
+def record(kernel, *args, grid, warmup, **kwargs):
+    if kernel not in binders:
+        binders[kernel] = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+    given, specialisation, options = binders[kernel](*args, **kwargs)
+    keys[kernel.__name__].add(f"{specialisation} {sorted(options.items())}")
+    if "tokens_ptr" in given:
+        given["tokens_ptr"].zero_()  # the next step's input
+
+
+jit.JITFunction.run = record
+random.seed(0)
+block_size = int(sys.argv[2])
+if block_size == 64:  # tiles are boxes there
+    ops_cuda.nvidia_capability = lambda device: (9, 0)
+options = EngineOptions(
+    Path(sys.argv[1]), "tiny", dtype="bfloat16", device="cpu", block_size=block_size, num_blocks=NUM_BLOCKS, run_ahead="on",
+    max_num_seqs=MAX_NUM_SEQS, max_batched_tokens=30,
+)
+
+
+def pool_with_a_spare_block(*of, num_spare, staging):
+    return KvPool(*of, num_spare=1)
+
+
+torch_engine.KvPool = pool_with_a_spare_block
+torch_engine.cpu_ops = lambda options, *of, has_int8_weights: CudaOps(*of, options.max_num_seqs)
+engine = torch_engine.TorchEngine.load(options, lambda done, total: None)
+config = load_config(options.model_dir)
+weights = load_weights(options.model_dir, config, torch.bfloat16, torch.device("cpu"), lambda done, total: None)
+# What a start does on a GPU.
+cuda.run_largest_step(config, weights, torch.bfloat16, torch.device("cpu"), options)
+cuda.compile_steps(engine._model, engine._ops, engine._pool, options)
+cuda.compile_sampling(torch.zeros(1, config.vocab_size), engine._ops)
+known = {name: set(found) for name, found in keys.items()}
+
+
+def params():
+    return SamplingParams(
+        max_tokens=999, seed=1, temperature=random.choice((0.0, 1.0)), top_p=random.choice((1.0, 0.9)),
+        repetition_penalty=random.choice((1.0, 1.3)), presence_penalty=random.choice((0.0, 0.4)),
+        typical_p=random.choice((1.0, 1.0, 0.7)), num_logprobs=random.choice((None, 2)),
+    )
+
+
+def sequence(length, computed):
+    blocks = random.sample(range(NUM_BLOCKS), -(-(length + 2) // options.block_size))
+    return Sequence(str(length), 1, [0] * length, length, params(), 0.0, block_table=blocks, num_computed_tokens=computed)
+
+
+num_mixed = 0
+for _ in range(120):
+    rows = []
+    for _ in range(random.choice((0, 1, random.randrange(MAX_NUM_SEQS + 1)))):
+        length = random.choice((1, 16, random.randrange(1, 200)))
+        rows.append(StepRow(sequence(length, length - 1), 1))
+    num_single = len(rows)
+    for _ in range(random.randrange(5) if rows else random.randrange(1, 5)):
+        length = random.choice((16, random.randrange(2, 200)))
+        count = random.randrange(2, length + 1)
+        start = random.choice((0, length - count))
+        rows.append(StepRow(sequence(length, start), count))
+    num_mixed += 0 < num_single < len(rows)
+    launched = engine.launch(rows)
+    if num_single == len(rows):  # a step ahead
+        engine.launch([StepRow(row.sequence, 1, num_ahead=1) for row in rows], launched)
+for name, found in keys.items():
+    assert found == known.get(name), (name, len(known.get(name, ())), found - known.get(name, set()))
+    print(name, len(found))
+print("mixed", num_mixed)
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "block_size"),
+    [
+        pytest.param(transformers.Qwen3Config, {}, 16, marks=pytest.mark.full),
+        pytest.param(transformers.Qwen3Config, {}, 64, marks=pytest.mark.full),
+        (transformers.MistralConfig, {"sliding_window": 24}, 16),
+    ],
+)
+def test_no_step_compiles_what_the_start_did_not(
+    tmp_path: Path, config: type[transformers.PretrainedConfig], given: dict[str, Any], block_size: int
+) -> None:
+    save_model(tmp_path, config(**{**SIZES, **given}))
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), str(block_size)],
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = dict(line.split() for line in done.stdout.splitlines())
+    assert int(said["mixed"]) > 20
+    # One for all steps, whatever their rows; decode attention one for each power of two, from 16 to what 40 need.
+    assert said["_prefill_attention_kernel"] == "1"
+    assert said["_decode_split_kernel"] == "3"
+    assert said["_penalties_kernel"] == "2"  # with and without a token under way

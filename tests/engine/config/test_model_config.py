@@ -1,0 +1,186 @@
+"""config.json of both transformers generations, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.model import load_config, parse_config
+from kvrelay.engine.config.rope import inverse_frequencies
+from tests.engine.conftest import SIZES
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def parse(**changes: Any) -> Any:
+    return parse_config({**LLAMA, **changes}, "/m")
+
+
+def test_what_a_config_leaves_out() -> None:
+    config = parse()
+    assert (config.num_kv_heads, config.head_dim, config.dtype) == (4, 16, "float32")
+    assert (config.rope.kind, config.rope.theta) == ("default", 10000.0)
+    assert not any((config.has_tied_embeddings, config.has_qkv_bias, config.has_o_bias, config.has_mlp_bias))
+    assert config.sliding_windows == (None,) * 4
+    assert parse(num_key_value_heads=None, head_dim=None, rms_norm_eps=None).head_dim == 16
+    assert parse(rope_parameters={"rope_type": "default", "partial_rotary_factor": None}).rope == config.rope
+
+
+def test_rope_of_transformers_4_and_5_is_the_same() -> None:
+    old = parse(rope_theta=500000.0, rope_scaling=LLAMA3)
+    older = parse(rope_theta=500000.0, rope_scaling={"type": "llama3", **LLAMA3})
+    new = parse(rope_parameters={"rope_theta": 500000.0, **LLAMA3})
+    assert old.rope == older.rope == new.rope
+    assert old.rope.kind == "llama3"
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        LLAMA3,
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0, "beta_fast": 16.0},
+        {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.25, "truncate": False},
+    ],
+)
+def test_frequencies_are_transformers(rope: dict[str, Any]) -> None:
+    parameters = {"rope_theta": 10000.0, **rope}
+    theirs = transformers.LlamaConfig(**{**SIZES, "head_dim": 64, "rope_parameters": parameters})
+    expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, torch.device("cpu"))
+    ours = parse(rope_parameters=parameters, max_position_embeddings=SIZES["max_position_embeddings"]).rope
+    inv_freq, ours_factor = inverse_frequencies(ours, 64)
+    torch.testing.assert_close(inv_freq, expected, rtol=1e-6, atol=0)
+    assert ours_factor == pytest.approx(factor)
+
+
+def test_sliding_windows_per_layer() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert parse(**mistral, sliding_window=None).sliding_windows == (None,) * 4
+    assert parse(**mistral, sliding_window=64).sliding_windows == (64,) * 4
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "max_window_layers": 3}
+    assert parse(**qwen, use_sliding_window=False).sliding_windows == (None,) * 4
+    assert parse(**qwen, use_sliding_window=True).sliding_windows == (None, None, None, 64)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert parse(**qwen, use_sliding_window=True, layer_types=kinds).sliding_windows == (64, None) * 2
+
+
+def test_biases_by_architecture() -> None:
+    qwen2 = parse(architectures=["Qwen2ForCausalLM"])
+    assert (qwen2.has_qkv_bias, qwen2.has_o_bias, qwen2.has_qk_norm) == (True, False, False)
+    qwen3 = parse(architectures=["Qwen3ForCausalLM"], attention_bias=True)
+    assert (qwen3.has_qkv_bias, qwen3.has_o_bias, qwen3.has_qk_norm) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GemmaForCausalLM"]},
+            "GemmaForCausalLM is not supported; supported are LlamaForCausalLM, ",
+        ),
+        ({"architectures": None}, "architecture none is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; only silu is"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "'dynamic' is not supported; supported are default, linear",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one per layer type"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
+        ({"rope_parameters": {**LLAMA3, "high_freq_factor": None}}, "rope type 'llama3' needs 'high_freq_factor'"),
+        ({"dtype": "float64"}, "dtype float64 is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"num_key_value_heads": 3}, "4 attention heads are no multiple of 3 key/value heads"),
+        ({"vocab_size": "many"}, "'vocab_size' is 'many'"),
+        ({"num_key_value_heads": "two"}, "'num_key_value_heads' is 'two'; it must be a positive integer"),
+        ({"num_key_value_heads": -2}, "'num_key_value_heads' is -2"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
+        ({"head_dim": 0}, "'head_dim' is 0"),
+        ({"rms_norm_eps": "small"}, "'rms_norm_eps' is 'small'; it must be a number"),
+        ({"head_dim": 15}, "head_dim is 15; it must be even"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=f"/m.*{message}"):
+        parse(**changes)
+
+
+KV_ONLY = {
+    "quant_method": "compressed-tensors",
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_served"),
+    [
+        ({}, True),
+        ({"config_groups": {}, "ignore": ["lm_head"], "sparsity_config": {}, "transform_config": {}}, True),
+        ({"config_groups": {"attention": {"targets": ["LlamaAttention"], "weights": None}}}, True),
+        ({"quant_method": "modelopt", "quant_algo": None}, True),
+        ({"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}}}, False),
+        ({"config_groups": ["group"]}, False),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, False),
+        ({"transform_config": {"config_groups": {"r3": {}}}}, False),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, False),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, False),
+        ({"kv_cache_scheme": None}, False),
+        ({"quant_method": "fp8"}, False),
+    ],
+)
+def test_a_checkpoint_may_have_scales_for_an_fp8_cache_beside_full_weights(
+    changes: dict[str, Any], is_served: bool
+) -> None:
+    if is_served:
+        assert parse(quantization_config={**KV_ONLY, **changes}) == parse()
+        return
+    with pytest.raises(ModelError, match="quantized checkpoints are not supported, but for scales of an fp8 KV cache"):
+        parse(quantization_config={**KV_ONLY, **changes})
+
+
+def test_files_that_are_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ModelError, match="not a JSON object"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert load_config(tmp_path).num_layers == 4
+
+
+def test_the_layout_tells_models_apart() -> None:
+    ours = parse().layout("m", "digest", "bfloat16", 16)
+    assert ours == parse(rms_norm_eps=1e-6).layout("m", "digest", "bfloat16", 16)
+    other = parse(rope_theta=20000.0).layout("m", "digest", "bfloat16", 32)
+    assert [line.split(":")[0] for line in ours.differences(other)] == ["block_size", "rope"]
+    nearly = parse(rope_theta=10000.0001).layout("m", "digest", "bfloat16", 16)
+    assert nearly.fingerprint() != ours.fingerprint()

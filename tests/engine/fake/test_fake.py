@@ -1,0 +1,255 @@
+"""The fake engine: right tokens for right blocks, an error for any wrong one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvrelay.common.sampling import BeamSearch
+from kvrelay.engine.fake.engine import (
+    FakeEngine,
+    FakePace,
+    KvMismatchError,
+    MemoryStore,
+    expected_output,
+    fake_card,
+    next_token,
+)
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.sequence import Sequence
+from tests.engine.conftest import sequence, tokens
+
+
+def run(engine: FakeEngine, row: Sequence, count: int) -> int | None:
+    (result,) = engine.step([StepRow(row, count)])
+    row.num_computed_tokens += count
+    if result is None:
+        return None
+    row.token_ids.append(result.token_id)
+    return result.token_id
+
+
+def ship(source: FakeEngine, target: FakeEngine, blocks: list[int], places: list[int]) -> None:
+    for ours, theirs in zip(blocks, places, strict=True):
+        target.store.open_write(theirs)[:] = source.store.open_read(ours)
+        source.store.close_read(ours)
+        target.store.close_write(theirs)
+
+
+def test_chunks_and_decode_give_the_expected_output() -> None:
+    engine = FakeEngine(fake_card())
+    prompt = tokens(0, 10)
+    row = sequence(prompt, [9, 3, 5, 7])
+    assert [run(engine, row, 3), run(engine, row, 4)] == [None, None]
+    given = [run(engine, row, row.num_uncomputed_tokens) for _ in range(5)]
+    assert given == expected_output(prompt, 5, engine.card.vocab_size)
+
+
+def test_rows_mix_and_keep_their_order() -> None:
+    engine = FakeEngine(fake_card())
+    decode, prompt, chunk = sequence(tokens(1, 5), [1, 2]), sequence(tokens(2, 6), [3, 4]), sequence([1] * 9, [5, 6])
+    run(engine, decode, 5)
+    results = engine.step([StepRow(prompt, 6), StepRow(chunk, 4), StepRow(decode, 1)])
+    alone = [expected_output(row.token_ids, 1, 1000)[0] for row in (prompt, decode)]
+    assert [result and result.token_id for result in results] == [alone[0], None, alone[1]]
+    assert (decode.num_computed_tokens, len(decode.token_ids)) == (5, 6)  # the scheduler's to change
+    assert engine.step([]) == []
+
+
+def test_random_sampling_depends_on_the_seed_alone() -> None:
+    def first(**sampling: float) -> int | None:
+        return run(FakeEngine(fake_card()), sequence([4, 5], [8], **sampling), 2)
+
+    assert first(temperature=1.0, seed=1) == first(temperature=0.5, seed=1)
+    assert first(temperature=1.0, seed=1) != first(temperature=1.0, seed=2)
+    assert first(seed=1) == first(seed=2)
+
+
+def test_blocks_that_were_shipped_continue_the_sequence() -> None:
+    source, target = FakeEngine(fake_card()), FakeEngine(fake_card())
+    row = sequence(tokens(3, 7), [0, 1])
+    run(source, row, 7)
+    moved = sequence(row.token_ids, [40, 41])
+    moved.num_computed_tokens = 7
+    ship(source, target, [0, 1], [40, 41])
+    assert run(target, moved, 1) == run(source, row, 1)
+
+
+def test_every_kind_of_wrong_block_is_found() -> None:
+    source = FakeEngine(fake_card())
+    row = sequence(tokens(4, 12), [0, 1, 2])
+    run(source, row, 12)
+
+    def decode(target: FakeEngine, position: int) -> None:
+        moved = sequence(row.token_ids, [10, 11, 12, 13])
+        moved.num_computed_tokens = 12
+        with pytest.raises(KvMismatchError, match=f"K/V of position {position} "):
+            run(target, moved, 1)
+
+    missing = FakeEngine(fake_card())
+    ship(source, missing, [0, 2], [10, 12])
+    decode(missing, 4)
+    swapped = FakeEngine(fake_card())
+    ship(source, swapped, [0, 1, 2], [10, 12, 11])
+    decode(swapped, 4)
+    stale = FakeEngine(fake_card())
+    run(stale, sequence(tokens(5, 12), [10, 11, 12]), 12)
+    ship(source, stale, [0, 1], [10, 11])
+    decode(stale, 8)
+    flipped = FakeEngine(fake_card())
+    ship(source, flipped, [0, 1, 2], [10, 11, 12])
+    flipped.store.open_write(12)[-1] ^= 1
+    decode(flipped, 11)
+
+
+def test_a_chunk_that_does_not_sample_is_not_read_back() -> None:
+    engine = FakeEngine(fake_card())
+    row = sequence(tokens(6, 8), [1, 2])
+    row.num_computed_tokens = 4  # a lie
+    assert run(engine, row, 2) is None
+    with pytest.raises(KvMismatchError, match="position 0"):
+        run(engine, row, 2)
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    engine = FakeEngine(fake_card())
+    with pytest.raises(ValueError, match="2 blocks do not hold 9 tokens"):
+        engine.step([StepRow(sequence([1] * 9, [1, 2]), 9)])
+    for count in (0, 5):
+        with pytest.raises(ValueError, match=f"no {count} tokens behind 0"):
+            engine.step([StepRow(sequence([1] * 4, [1, 2]), count)])
+
+
+def test_the_callback_sees_every_step() -> None:
+    seen: list[int] = []
+    engine = FakeEngine(fake_card(), lambda rows: seen.append(len(rows)))
+    run(engine, sequence([1, 2], [0]), 2)
+    engine.step([])
+    assert seen == [1, 0]
+
+
+def test_cards_and_stores() -> None:
+    card = fake_card(num_blocks=3, block_size=8, token_nbytes=24)
+    assert (card.max_model_len, card.block_nbytes) == (24, 192)
+    assert card.layout.fingerprint() == fake_card(num_blocks=9, block_size=8, token_nbytes=24).layout.fingerprint()
+    assert card.layout.fingerprint() != fake_card(block_size=4, token_nbytes=24).layout.fingerprint()
+    store = MemoryStore(3, 4)
+    store.open_write(1)[:] = b"abcd"
+    read = store.open_read(1)
+    assert (bytes(read), read.readonly, bytes(store.open_read(2))) == (b"abcd", True, bytes(4))
+    assert next_token(sequence([1], []), b"digest", 7) in range(7)
+
+
+def test_reading_back_once_still_finds_what_a_hand_off_got_wrong() -> None:
+    source, target = FakeEngine(fake_card()), FakeEngine(fake_card(), reads_back_once=True)
+    row = sequence(tokens(5, 9), [0, 1, 2])
+    run(source, row, 9)
+    moved = sequence(row.token_ids, [10, 11, 12])
+    moved.num_computed_tokens = 9
+    ship(source, target, [0, 1, 2], [10, 12, 11])
+    with pytest.raises(KvMismatchError, match="position 4 "):
+        run(target, moved, 1)
+
+
+def test_reading_back_once_starts_over_with_another_block_table() -> None:
+    engine = FakeEngine(fake_card(), reads_back_once=True)
+    row = sequence(tokens(6, 6), [0, 1, 2])
+    expected = expected_output(row.token_ids, 3, engine.card.vocab_size)
+    assert [run(engine, row, 6), run(engine, row, 1)] == expected[:2]
+    row.block_table[0] = 30  # as after a preemption, but nobody computed block 30
+    with pytest.raises(KvMismatchError, match="position 0 "):
+        run(engine, row, 1)
+
+
+def test_a_pace_counts_steps_and_prompt_tokens() -> None:
+    pace = FakePace(step_s=0.25, token_s=0.5)
+    prompt, decode = sequence(tokens(7, 6), [0, 1]), sequence(tokens(8, 3), [2])
+    assert pace.of([StepRow(prompt, 6), StepRow(decode, 1)]) == 0.25 + 6 * 0.5
+    assert pace.of([StepRow(decode, 1)]) == 0.25
+
+
+def test_a_step_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    run(FakeEngine(fake_card(), pace=FakePace(1000.0, 0.0)), sequence([1, 2], [0]), 2)
+    assert len(slept) == 1
+    assert 0 < 1000.0 - slept[0] < 100.0  # what the step itself took is counted
+
+
+def test_a_large_vocabulary_gives_plain_tokens() -> None:
+    assert set(expected_output([1], 2000, 49_152)) <= set(range(1000, 20_000))
+    assert max(expected_output([1], 2000, 100)) < 100
+
+
+def test_choices_differ_where_there_is_chance() -> None:
+    def first(**sampling: float) -> int | None:
+        return run(FakeEngine(fake_card()), sequence([4, 5], [8], **sampling), 2)
+
+    assert len({first(temperature=1.0, seed=1, choice=choice) for choice in range(8)}) > 6
+    assert first(temperature=1.0, seed=1, choice=0) == first(temperature=1.0, seed=1)
+    assert first(choice=1) == first(choice=2)
+
+
+def test_no_stop_token_before_min_tokens() -> None:
+    prompt = tokens(9, 6)
+    usual = expected_output(prompt, 4, 1000)
+    row = sequence(prompt, [0, 1, 2, 3], min_tokens=2, stop_token_ids=(usual[0], 3))
+    engine = FakeEngine(fake_card())
+    first = run(engine, row, 6)
+    assert first not in (usual[0], 3)
+    unbound = sequence(prompt, [4, 5, 6], min_tokens=0, stop_token_ids=(usual[0],))
+    assert run(engine, unbound, 6) == usual[0]
+    everything = sequence(prompt, [7, 8, 9], min_tokens=2, stop_token_ids=tuple(range(1000)))
+    assert run(engine, everything, 6) in range(1000)
+
+
+def test_log_probabilities_are_made_up_and_the_same_everywhere() -> None:
+    prompt = tokens(10, 9)
+
+    def outcome(*chunks: int) -> Sequence:
+        engine = FakeEngine(fake_card())
+        row = sequence(prompt, [0, 1, 2], num_prompt_logprobs=3, num_logprobs=2)
+        for count in chunks:
+            run(engine, row, count)
+        return row
+
+    whole = outcome(9)
+    assert whole.prompt_logprobs == outcome(2, 1, 6).prompt_logprobs
+    assert [token.token_id for token in whole.prompt_logprobs] == prompt[1:]
+    for token in whole.prompt_logprobs:
+        values = [value for _, value in token.top_logprobs]
+        assert len(values) == 3
+        assert values == sorted(values, reverse=True)
+        assert token.logprob == dict(token.top_logprobs).get(token.token_id, token.logprob)
+    row = sequence(prompt, [0, 1, 2], num_logprobs=2)
+    (sampled,) = FakeEngine(fake_card()).step([StepRow(row, 9)])
+    assert sampled is not None
+    assert sampled.top_logprobs[0] == (sampled.token_id, sampled.logprob)  # greedy is the likeliest
+    assert row.prompt_logprobs == []
+
+
+def test_copied_blocks_hold_what_their_sources_held() -> None:
+    engine = FakeEngine(fake_card())
+    row = sequence(tokens(11, 6), [3, 8])
+    run(engine, row, 6)
+    engine.copy_blocks([(8, 2), (3, 8)])
+    child = sequence(tokens(11, 6), [3, 2])
+    child.num_computed_tokens = 5
+    assert run(engine, child, 1) == row.token_ids[-1]
+    row.num_computed_tokens = 5
+    with pytest.raises(KvMismatchError, match="position 4"):
+        engine.step([StepRow(row, 2)])
+
+
+def test_a_beam_search_gets_its_candidates() -> None:
+    sampling = {"beam_search": BeamSearch(width=3), "stop_token_ids": (7, 9), "num_logprobs": 2}
+    given = set()
+    for seed in range(40):
+        (token,) = FakeEngine(fake_card()).step([StepRow(sequence(tokens(seed, 6), [1, 2], **sampling), 6)])
+        assert token is not None
+        ids, values = zip(*token.top_logprobs, strict=True)
+        assert len(set(ids)) == 5  # as many as the beams, and all stop tokens
+        assert list(values) == sorted(values, reverse=True)
+        given |= {ids[0]}
+    assert given & {7, 9}

@@ -1,0 +1,339 @@
+"""Guides of every kind with the demo model's tokenizer and random logits; what is refused, bounded, cached and closed."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvrelay.common.sampling import Guide, GuideKind
+from kvrelay.engine.guides.child import GuideLimits, GuideProcess, GuideProcessError
+from kvrelay.engine.guides.compiler import GrammarCompiler
+from kvrelay.engine.guides.guidance import GuideCompiler, GuideRefusal, GuideResult
+from kvrelay.engine.guides.process import Answer
+from kvrelay.engine.step.sequence import GuideState
+
+from ..conftest import DEMO_VOCAB
+from ..guided import RandomModel, compiled, refusal, sampling_of
+
+EOS = 2
+START = 1  # <|im_start|>
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<tool_call>\n",
+        "content": {
+            "type": "json_schema",
+            "json_schema": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 200}, "days": {"type": "integer"}},
+                "required": ["city", "days"],
+            },
+        },
+        "end": "\n</tool_call>",
+    },
+}
+
+
+def state_of(result: GuideResult) -> GuideState:
+    assert not isinstance(result, GuideRefusal), result.detail
+    return result
+
+
+def texts(
+    compiler: GuideCompiler, vocabulary: list[bytes], kind: GuideKind, text: str = "", stop: tuple[int, ...] = (EOS,)
+) -> list[str]:
+    """Some outputs, all of them at their end."""
+    found = []
+    for seed in range(8):
+        model = RandomModel(vocabulary, seed)
+        output, is_over = model.generate(state_of(compiled(compiler, kind, text, stop)), stop)
+        assert is_over
+        found.append(model.text(output))
+    return found
+
+
+def is_sum(text: str) -> bool:
+    return isinstance(eval(text), int)  # of digits, plus signs and parentheses
+
+
+def is_tag(text: str) -> bool:
+    inner = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    return set(json.loads(inner)) == {"city", "days"}
+
+
+CHOICES = ['say "hi"', "back\\slash", "line\nbreak", "größe 😀", "a", "ab", '" | "x']
+OF_EACH_KIND: list[tuple[GuideKind, str, Callable[[str], object]]] = [
+    (GuideKind.JSON_OBJECT, "", lambda text: isinstance(json.loads(text), dict)),
+    (GuideKind.JSON_SCHEMA, '{"type": "array", "items": {"enum": [1, "é"]}}', lambda text: set(json.loads(text)) <= {1, "é"}),
+    *((GuideKind.REGEX, pattern, re.compile(pattern).fullmatch)
+      for pattern in (r"[a-c]{3}-\d+", r"(yes|no), .{2,9}!", r"\S{1,5}@example\.(com|org)", "größe: [0-9]")),
+    (GuideKind.GRAMMAR, 'root ::= term ("+" term)*\nterm ::= [0-9] | "(" root ")"', is_sum),
+    (GuideKind.CHOICE, json.dumps(CHOICES), CHOICES.__contains__),
+    (GuideKind.STRUCTURAL_TAG, json.dumps(TAG), is_tag),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "text", "matches"), OF_EACH_KIND)
+def test_outputs_match(
+    guide_compiler: GrammarCompiler,
+    vocabulary: list[bytes],
+    kind: GuideKind,
+    text: str,
+    matches: Callable[[str], object],
+) -> None:
+    found = texts(guide_compiler, vocabulary, kind, text)
+    assert len(set(found)) > 1
+    for one in found:
+        assert matches(one), one
+
+
+def test_without_stop_tokens_the_output_ends_where_nothing_may_follow(
+    guide_compiler: GrammarCompiler, vocabulary: list[bytes]
+) -> None:
+    for text in texts(guide_compiler, vocabulary, GuideKind.CHOICE, '["yes", "no"]', stop=()):
+        assert text in {"yes", "no"}
+
+
+def test_a_grammar_that_may_end_and_go_on_allows_stop_tokens_and_is_not_complete(
+    guide_compiler: GrammarCompiler, vocabulary: list[bytes]
+) -> None:
+    model = RandomModel(vocabulary, 0)
+    state = state_of(compiled(guide_compiler, GuideKind.REGEX, "a+", stop=(5, 7)))
+    assert not {5, 7, EOS} & set(model.allowed(state).tolist())
+    state.accept(vocabulary.index(b"a"))
+    assert {5, 7} <= set(model.allowed(state).tolist())
+    assert EOS not in model.allowed(state)
+    assert not state.is_complete
+    forever = state_of(compiled(guide_compiler, GuideKind.REGEX, "a+", stop=()))
+    forever.accept(vocabulary.index(b"a"))
+    assert not forever.is_complete
+    assert EOS not in model.allowed(forever)
+
+
+def test_special_tokens_are_no_text(guide_compiler: GrammarCompiler, vocabulary: list[bytes]) -> None:
+    special = {token_id for token_id, piece in enumerate(vocabulary) if piece.startswith(b"\xff<|")} - {EOS}
+    assert vocabulary[START] == b"\xff<|im_start|>"
+    for kind, text in (
+        (GuideKind.REGEX, "(<|im_start|>|[<>|_a-z])+"),
+        (GuideKind.REGEX, "[^a]+"),
+        (GuideKind.GRAMMAR, "root ::= [^a]+"),
+        (GuideKind.GRAMMAR, 'root ::= "<|im_start|>" | x\nx ::= "(" x ")" | "x"'),
+        (GuideKind.STRUCTURAL_TAG, '{"type": "structural_tag", "format": {"type": "any_text"}}'),
+        (GuideKind.JSON_SCHEMA, '{"type": "string"}'),
+    ):
+        state = state_of(compiled(guide_compiler, kind, text))
+        if kind is GuideKind.JSON_SCHEMA:
+            state.accept(vocabulary.index(b'"'))
+        assert not special & set(RandomModel(vocabulary, 0).allowed(state).tolist()), text
+
+
+def test_a_structural_tag_may_ask_for_special_tokens(guide_compiler: GrammarCompiler, vocabulary: list[bytes]) -> None:
+    for token_id in (START, vocabulary.index(b"\xff<|endoftext|>"), START):
+        end = {"type": "token", "token": token_id}
+        tag = {"type": "tag", "begin": "a", "content": {"type": "any_text"}, "end": end}
+        text = json.dumps({"type": "structural_tag", "format": tag})
+        output = [vocabulary.index(b"a"), vocabulary.index(b"x")]
+        state = state_of(compiled(guide_compiler, GuideKind.STRUCTURAL_TAG, text, output=output))
+        allowed = RandomModel(vocabulary, 0).allowed(state).tolist()
+        assert [one for one in allowed if vocabulary[one].startswith(b"\xff<|")] == [token_id]
+        state.accept(token_id)
+        assert state.is_complete
+
+
+def test_an_output_is_replayed_and_goes_on_as_it_would_have(
+    guide_compiler: GrammarCompiler, vocabulary: list[bytes]
+) -> None:
+    schema = '{"type": "object", "properties": {"a": {"type": "string", "minLength": 5}}, "required": ["a"]}'
+    model = RandomModel(vocabulary, 3)
+    first = state_of(compiled(guide_compiler, GuideKind.JSON_SCHEMA, schema))
+    output, _ = model.generate(first, max_tokens=4)
+    second = state_of(compiled(guide_compiler, GuideKind.JSON_SCHEMA, schema, output=output))
+    assert model.allowed(first).tolist() == model.allowed(second).tolist()
+
+
+def test_an_output_that_does_not_match_is_refused(guide_compiler: GrammarCompiler, vocabulary: list[bytes]) -> None:
+    output = [vocabulary.index(b"a"), vocabulary.index(b"x")]
+    result = compiled(guide_compiler, GuideKind.REGEX, "a+", output=output)
+    assert isinstance(result, GuideRefusal)
+    assert "does not match the guide at its token 1" in result.detail
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        (GuideKind.REGEX, "(a", "unclosed group"),
+        (GuideKind.REGEX, "a(?=b)", "look-around"),
+        (GuideKind.REGEX, "a^b", "lookarounds not supported"),
+        (GuideKind.GRAMMAR, "root ::= other", "other"),
+        (GuideKind.GRAMMAR, "root ::= root", "nothing can match it"),
+        (GuideKind.CHOICE, "[]", "at least one string"),
+        (GuideKind.CHOICE, "nope", "not JSON"),
+        (GuideKind.JSON_SCHEMA, "[1, 2", "not JSON"),
+        (GuideKind.JSON_SCHEMA, "false", "nothing can match it"),
+        (GuideKind.JSON_SCHEMA, '{"type": "strin"}', "strin"),
+        (GuideKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+        (GuideKind.JSON_SCHEMA, '{"$ref": "#"}', "nothing can match it"),
+        (GuideKind.STRUCTURAL_TAG, '{"type": "structural_tag", "format": {"type": "nothing"}}', "nothing"),
+        (
+            GuideKind.STRUCTURAL_TAG,
+            json.dumps(TAG).replace('"maxLength": 200', '"not": {}'),
+            'Unimplemented keys: ["not"]',
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_reason(
+    guide_compiler: GrammarCompiler, kind: GuideKind, text: str, reason: str
+) -> None:
+    detail = refusal(guide_compiler, kind, text)
+    assert reason in detail
+    assert "start:" not in detail, "a place in our text, of which the client knows nothing"
+    assert len(detail) <= 500
+
+
+def test_a_long_reason_is_cut(guide_compiler: GrammarCompiler) -> None:
+    assert len(refusal(guide_compiler, GuideKind.JSON_SCHEMA, json.dumps({"type": "x" * 5000}))) == 500
+
+
+@pytest.fixture
+def strict_compiler(demo_directory: Path) -> Iterator[Callable[[GuideLimits], GrammarCompiler]]:
+    made: list[GrammarCompiler] = []
+
+    def make(limits: GuideLimits) -> GrammarCompiler:
+        made.append(GrammarCompiler(demo_directory, DEMO_VOCAB, limits=limits))
+        return made[-1]
+
+    yield make
+    for compiler in made:
+        compiler.close()
+
+
+def test_what_takes_too_long_is_refused_and_the_next_guide_compiles(
+    strict_compiler: Callable[[GuideLimits], GrammarCompiler],
+) -> None:
+    compiler = strict_compiler(GuideLimits(cpu_s=0.3))
+    rules = "".join(f"a{number} ::= a{number + 1} a{number + 1}\n" for number in range(40))
+    endless = f"root ::= a0 | [a-z] root [a-z]\n{rules}a40 ::= [a-z]{{1,9000}}"
+    assert "more than 0.3 s to compile" in refusal(compiler, GuideKind.GRAMMAR, endless)
+    state_of(compiled(compiler, GuideKind.REGEX, "a"))
+
+
+def test_what_grows_too_ambiguous_ends_its_sequence_alone(
+    guide_compiler: GrammarCompiler, vocabulary: list[bytes]
+) -> None:
+    state = state_of(compiled(guide_compiler, GuideKind.REGEX, "(abc|[d-z]{3,7})+" * 3500))
+    model = RandomModel(vocabulary, 0)
+    while len(allowed := model.allowed(state)):
+        state.accept(int(allowed[-1]))
+    with pytest.raises(ValueError, match="too ambiguous to follow"):
+        state.accept(0)
+
+
+def test_each_guide_is_compiled_once(demo_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    compile_ = GuideProcess.compile
+
+    def counting(process: GuideProcess, guide: Guide) -> Any:
+        seen.append(guide.text)
+        return compile_(process, guide)
+
+    monkeypatch.setattr(GuideProcess, "compile", counting)
+    compiler = GrammarCompiler(demo_directory, DEMO_VOCAB)
+    try:
+        answers: queue.SimpleQueue[GuideResult] = queue.SimpleQueue()
+        for _ in range(5):  # in flight together
+            for text in ("a+", "(b"):
+                compiler.start(sampling_of(GuideKind.REGEX, text), (), answers.put)
+        found = [answers.get(timeout=120) for _ in range(10)]
+        assert sum(isinstance(one, GuideRefusal) for one in found) == 5
+        compiled(compiler, GuideKind.REGEX, "a+")
+        refusal(compiler, GuideKind.REGEX, "(b")
+        assert sorted(seen) == ["(b", "a+"]
+    finally:
+        compiler.close()
+
+
+def test_a_bounded_number_of_guides_is_kept_and_no_failure_of_the_process(
+    demo_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def failing_once(process: GuideProcess, guide: Guide) -> Answer:
+        seen.append(guide.text[:1])
+        if len(seen) == 1:
+            raise GuideProcessError("it died")
+        return Answer('start: "a"')
+
+    monkeypatch.setattr(GuideProcess, "compile", failing_once)
+    compiler = GrammarCompiler(demo_directory, DEMO_VOCAB)
+    try:
+        failed = compiled(compiler, GuideKind.REGEX, "a" * 3_000_000)
+        assert isinstance(failed, GuideRefusal)
+        assert not failed.is_invalid
+        for letter in "ababcb":  # two of these are kept
+            state_of(compiled(compiler, GuideKind.REGEX, letter * 3_000_000))
+        state_of(compiled(compiler, GuideKind.REGEX, "a" * 3_000_000))
+        assert "".join(seen) == "aabca"
+    finally:
+        compiler.close()
+
+
+def children() -> set[int]:
+    """The processes that compile for this one."""
+    mine = {process.pid for process in psutil.Process().children() if "guide_process" in " ".join(process.cmdline())}
+    return mine
+
+
+def test_close_ends_what_compiles(demo_directory: Path) -> None:
+    before = children()
+    compiler = GrammarCompiler(demo_directory, DEMO_VOCAB)
+    state_of(compiled(compiler, GuideKind.REGEX, "a"))
+    assert children() - before
+    compiler.start(sampling_of(GuideKind.REGEX, "(abc|[d-z]{3,7})+" * 3500), (), lambda result: None)
+    compiler.close()
+    assert not children() - before
+    compiler.start(sampling_of(GuideKind.REGEX, "b"), (), lambda result: pytest.fail("closed"))
+
+
+def test_a_model_without_a_tokenizer_follows_no_guides(tmp_path: Path) -> None:
+    compiler = GrammarCompiler(tmp_path, 100)
+    assert "follows no guides" in refusal(compiler, GuideKind.REGEX, "a")
+    compiler.close()
+
+
+def test_the_process_that_compiles_starts_before_the_first_guide(demo_directory: Path) -> None:
+    before = children()
+    compiler = GrammarCompiler(demo_directory, DEMO_VOCAB)
+    try:
+        deadline_s = time.monotonic() + 60
+        while not children() - before and time.monotonic() < deadline_s:
+            os.sched_yield()
+        assert children() - before
+    finally:
+        compiler.close()
+
+
+def test_the_process_that_compiles_loads_no_torch() -> None:
+    """Which would take it seconds to be ready."""
+    code = "import sys, kvrelay.engine.guides.process; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+
+
+def test_a_dead_end_is_told_by_the_next_token(guide_compiler: GrammarCompiler, vocabulary: list[bytes]) -> None:
+    grammar = 'root ::= "b" | "a" x | "(" root ")"\nx ::= x'
+    state = state_of(compiled(guide_compiler, GuideKind.GRAMMAR, grammar))
+    state.accept(vocabulary.index(b"a"))
+    assert not len(RandomModel(vocabulary, 0).allowed(state))
+    with pytest.raises(ValueError, match="no token at all"):
+        state.accept(vocabulary.index(b"b"))

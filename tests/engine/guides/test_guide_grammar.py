@@ -1,0 +1,98 @@
+"""Clients' grammars, and formats of structural tags beside those that tool calls are made of; what is refused of both."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvrelay.common.sampling import GuideKind
+from kvrelay.engine.guides.compiler import GrammarCompiler
+from kvrelay.engine.guides.guidance import GuideRefusal
+
+from ..guided import compiled, has_end, refusal
+
+NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
+CALLS = [{"type": "tag", "begin": f"<f={name}>", "content": NUMBER, "end": ["</f>", "/>"]} for name in ("a", "b")]
+
+
+def const(text: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": text}
+
+
+def guide(format_: Any) -> str:
+    return json.dumps({"type": "structural_tag", "format": format_})
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        ('root ::= term ("+" term)*\nterm ::= [0-9] | "(" root ")"', ["1", "(1+2)+3"], ["", "1+", "(1"]),
+        ('root ::= "\\u0041b\\u00e9\\\\u0041" [\\u0041-\\u0043]', ["Abé\\u0041B"], ["Abé\\u0041", "AbéAB"]),
+        ('a-1 ::= "a"\nroot ::= (a-1 | "b"){2,3} # twice or thrice\n', ["ab", "bab"], ["a", "abab"]),
+        ('start: "(" start ")" | NUMBER\nNUMBER: /[0-9]+/', ["((12))"], ["((12)", "()"]),  # Lark
+    ],
+)
+def test_a_grammar_matches_what_it_says(
+    guide_compiler: GrammarCompiler, vocabulary: list[bytes], grammar: str, good: list[str], bad: list[str]
+) -> None:
+    for text, is_good in [*((one, True) for one in good), *((one, False) for one in bad)]:
+        state = compiled(guide_compiler, GuideKind.GRAMMAR, grammar)
+        assert not isinstance(state, GuideRefusal), state.detail
+        assert has_end(state, vocabulary, text) is is_good, text
+
+
+@pytest.mark.parametrize(
+    ("format_", "good", "bad"),
+    [
+        ({"type": "triggered_tags", "triggers": ["<f="], "tags": CALLS}, ["x", "x <f=a>1</f> y <f=b>2/>"], ["<f=c>", "<f=a>x"]),
+        (
+            {"type": "triggered_tags", "triggers": ["<f="], "tags": CALLS, "at_least_one": True, "stop_after_first": True},
+            ["<f=a>1</f>"],
+            ["x", "<f=a>1</f> y"],
+        ),
+        ({"type": "dispatch", "rules": [["<f>", NUMBER]], "loop": False}, ["", "ab", "a<f>12"], ["<f>x", "a<f>12 "]),
+        ({"type": "tags_with_separator", "tags": CALLS, "separator": ", "}, ["", "<f=a>1</f>, <f=b>2/>"], ["<f=a>1</f>,"]),
+        ({"type": "repeat", "min": 2, "max": 3, "content": const("ab")}, ["abab", "ababab"], ["ab", "abababab"]),
+        ({"type": "sequence", "elements": [{"type": "plus", "content": const("a")}, NUMBER]}, ["aa1"], ["1", "a"]),
+        ({"type": "tag", "begin": "<", "content": {"type": "any_text", "excludes": ["x"]}, "end": ">"}, ["<a>"], ["<x>", "<a>>"]),
+        ({"type": "grammar", "grammar": 'root ::= "(" root ")" | [0-9]'}, ["((1))"], ["((1)"]),
+        ({"type": "sequence", "elements": [const("{"), NUMBER, const("}")]}, ["{1}"], ["{}"]),
+        (
+            {"type": "json_schema", "style": "qwen_xml", "json_schema": {
+                "properties": {"s": {"type": "string", "maxLength": 4}, "n": {"$ref": "#/$defs/n"}, "e": {"enum": ["x", 1]},
+                               "m": {"anyOf": [{"type": "null"}, {"type": "boolean"}]}},
+                "required": ["s"], "$defs": {"n": {"type": "integer"}}}},
+            ["<parameter=s>\nab\n</parameter>\n<parameter=n>\n12\n</parameter>",
+             "<parameter=s></parameter><parameter=e>x</parameter>",
+             "<parameter=s>1</parameter><parameter=m>null</parameter>"],
+            ["<parameter=n>1</parameter>", "<parameter=s>abcde</parameter>",
+             "<parameter=s></parameter><parameter=e>2</parameter>"],
+        ),
+    ],
+)  # fmt: skip
+def test_formats(
+    guide_compiler: GrammarCompiler, vocabulary: list[bytes], format_: Any, good: list[str], bad: list[str]
+) -> None:
+    for text, is_good in [*((one, True) for one in good), *((one, False) for one in bad)]:
+        state = compiled(guide_compiler, GuideKind.STRUCTURAL_TAG, guide(format_))
+        assert not isinstance(state, GuideRefusal), state.detail
+        assert has_end(state, vocabulary, text) is is_good, text
+
+
+@pytest.mark.parametrize(
+    ("format_", "reason"),
+    [
+        ({"type": "nothing"}, "'nothing', which is not known"),
+        ({"value": "x"}, "malformed"),
+        ({"type": "any_text", "max_tokens": 3}, "'max_tokens' of the format any_text cannot be kept"),
+        ({"type": "token", "token": "<|im_end|>"}, "by their ids"),
+        ({"type": "json_schema", "json_schema": {}, "style": "cohere_xml"}, "the style 'cohere_xml'"),
+        ({"type": "json_schema", "json_schema": {"properties": {"a": {"type": "string", "pattern": "a"}}},
+          "style": "qwen_xml"}, "'pattern'"),
+        ({"type": "json_schema", "json_schema": {"not": {}}}, '["not"]'),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_kept_is_named(guide_compiler: GrammarCompiler, format_: Any, reason: str) -> None:
+    assert reason in refusal(guide_compiler, GuideKind.STRUCTURAL_TAG, guide(format_))

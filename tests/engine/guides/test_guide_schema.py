@@ -1,0 +1,52 @@
+"""What becomes of a schema before llguidance sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvrelay.engine.guides.errors import UnsupportedGuideError
+from kvrelay.engine.guides.schema import followable, parse_json
+
+CLOSED = {"properties": {"a": {}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "prepared"),
+    [
+        (True, {}),
+        ({"properties": {"a": {}}}, CLOSED),
+        ({**CLOSED, "additionalProperties": True}, {**CLOSED, "additionalProperties": True}),
+        (
+            {"properties": {"a": {"items": {"properties": {"a": {}}}}}},
+            {**CLOSED, "properties": {"a": {"items": CLOSED}}},
+        ),
+        ({"properties": {}, "required": ["a"]}, {**CLOSED, "required": ["a"]}),
+        (
+            {"allOf": [{"properties": {"a": {}}}], "properties": {}},
+            {"allOf": [{"properties": {"a": {}}}], "properties": {}},
+        ),
+        ({"anyOf": [{"properties": {"a": {}}}]}, {"anyOf": [CLOSED]}),
+        ({"$defs": {"d": {"properties": {"a": {}}}}}, {"$defs": {"d": CLOSED}}),
+        ({"enum": [{"properties": {}, "format": "x"}]}, {"enum": [{"properties": {}, "format": "x"}]}),
+        ({"type": "string", "format": "password"}, {"type": "string"}),
+        ({"type": "string", "format": "date"}, {"type": "string", "format": "date"}),
+    ],
+)
+def test_objects_are_closed_and_odd_formats_go(schema: Any, prepared: Any) -> None:
+    found = followable(schema)
+    assert found.pop("x-guidance")["item_separator"] == ", "
+    assert found == prepared
+
+
+def test_what_is_no_schema_is_refused() -> None:
+    deep: Any = {}
+    for _ in range(50_000):
+        deep = {"items": deep}
+    for schema in (False, [], 5, deep):
+        with pytest.raises(UnsupportedGuideError):
+            followable(schema)
+    for text in ("[" * 60_000, '{"const": NaN}', "{"):
+        with pytest.raises(UnsupportedGuideError, match="the schema is not JSON"):
+            parse_json(text, "the schema")

@@ -1,0 +1,124 @@
+"""The pool's bytes on the CPU: views, not copies, of the right memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvrelay.engine.config.model import load_config
+from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
+from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.kv.staging import StagedRead
+
+
+@pytest.fixture
+def pool(llama: tuple[Path, Any]) -> KvPool:
+    return KvPool(load_config(llama[0]), 6, 8, torch.bfloat16, torch.device("cpu"))
+
+
+def test_a_new_pool_is_zero_and_has_the_documented_shape(pool: KvPool) -> None:
+    assert pool.tensor.shape == (6, 3, 2, 2, 8, 16)
+    assert pool.tensor.is_contiguous()
+    assert not pool.tensor.any()
+    assert (pool.num_blocks, pool.block_nbytes) == (6, 3 * 2 * 2 * 8 * 16 * 2)
+
+
+def test_views_are_the_pools_own_memory(pool: KvPool) -> None:
+    view = pool.open_write(4)
+    assert (view.format, view.nbytes, view.readonly) == ("B", pool.block_nbytes, False)
+    view[:] = bytes(range(256)) * (pool.block_nbytes // 256)
+    pool.close_write(4)
+    assert bytes(pool.tensor[4].view(torch.uint8).flatten().tolist()) == bytes(view)
+    assert not pool.tensor[3].any()
+    assert not pool.tensor[5].any()
+    pool.tensor[4, 2, 1, 1, 7, 15] = 1.0
+    read = pool.open_read(4)
+    assert bytes(read[-2:]) == b"\x80\x3f"
+    pool.close_read(4)
+
+
+def test_blocks_can_be_copied_bit_for_bit(pool: KvPool) -> None:
+    pool.tensor[1] = torch.randn(pool.tensor[1].shape)
+    pool.open_write(2)[:] = pool.open_read(1)
+    assert torch.equal(pool.tensor[1], pool.tensor[2])
+
+
+def test_many_blocks_are_copied_at_once_as_they_were_before(pool: KvPool) -> None:
+    before = torch.randn(pool.tensor.shape).to(pool.tensor.dtype)
+    pool.tensor.copy_(before)
+    pool.copy_blocks([(1, 4), (1, 5), (0, 1)])
+    assert torch.equal(pool.tensor, before[[0, 0, 2, 3, 1, 1]])
+    with pytest.raises(ValueError, match="block 6 of a pool of 6"):
+        pool.copy_blocks([(1, 4), (2, 6)])
+    assert torch.equal(pool.tensor[4], before[1])
+
+
+@pytest.mark.parametrize("block_id", [-1, 6])
+def test_blocks_outside_the_pool_are_refused(pool: KvPool, block_id: int) -> None:
+    with pytest.raises(ValueError, match=f"block {block_id} of a pool of 6"):
+        pool.open_read(block_id)
+    with pytest.raises(ValueError, match=f"block {block_id} of a pool of 6"):
+        pool.open_write(block_id)
+
+
+class Reader:
+    is_done = False
+
+
+def gpu_pool(directory: Path, num_blocks: int) -> KvPool:
+    config, device = load_config(directory), torch.device("cuda")
+    nbytes = 5 * KvPool(config, 1, 8, torch.bfloat16, device).block_nbytes
+    return KvPool(config, num_blocks, 8, torch.bfloat16, device, staging=StagingPlan(CudaCopies(device), nbytes))
+
+
+def test_a_pool_that_the_host_cannot_read_is_not_opened_without_staging(llama: tuple[Path, Any]) -> None:
+    pool = KvPool(load_config(llama[0]), 6, 8, torch.bfloat16, torch.device("meta"))
+    with pytest.raises(AssertionError, match="a pool on meta without a staging plan"):
+        pool.open_read(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_bytes_travel_through_staging(llama: tuple[Path, Any]) -> None:
+    pool = gpu_pool(llama[0], 64)
+    for block_id in range(32):
+        pool.tensor[block_id] = torch.randn(pool.tensor[1].shape, device="cuda")
+    torch.cuda.current_stream().synchronize()
+    reads = [pool.open_read(block_id) for block_id in range(32)]
+    for block_id, read in enumerate(reads):
+        assert isinstance(read, StagedRead)
+        view = read.wait(Reader(), 10.0)
+        assert view is not None
+        pool.open_write(32 + block_id)[:] = view
+        pool.close_read(block_id)
+        pool.close_write(32 + block_id)
+    pool.order_steps()
+    assert torch.equal(pool.tensor[:32], pool.tensor[32:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_what_is_computed_runs_behind_the_blocks_that_came(llama: tuple[Path, Any]) -> None:
+    pool = gpu_pool(llama[0], 600)
+    content = bytes(range(256)) * (pool.block_nbytes // 256)
+    for block_id in range(600):
+        pool.open_write(block_id)[:] = content
+        pool.close_write(block_id)
+    pool.order_steps()
+    seen = pool.tensor.view(torch.uint8).view(600, -1).clone()
+    expected = torch.frombuffer(bytearray(content), dtype=torch.uint8).cuda()
+    assert torch.equal(seen, expected.expand(600, -1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu_blocks_are_copied_in_order_with_what_is_computed(llama: tuple[Path, Any]) -> None:
+    pool = gpu_pool(llama[0], 6)
+    pool.tensor[1] = torch.randn(pool.tensor[1].shape, device="cuda")
+    pool.copy_blocks([(1, 4), (1, 5)])
+    pool.tensor[1] = 0.0
+    assert torch.equal(pool.tensor[4], pool.tensor[5])
+    assert pool.tensor[4].any()

@@ -1,0 +1,196 @@
+"""``/v1/responses`` with OpenAI's client: items, events, calls, formats, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from kvrelay.common.sampling import FinishReason, GuideKind
+from kvrelay.gateway.apis.response_items import ResponseItems
+from kvrelay.gateway.chat.tools.calls import ParsedDelta, Said, Thought, ToolCallDelta
+from kvrelay.wire.messages import FailureCode, Submit
+
+from ..chat.test_chat_tools import ARGUMENTS, CALL
+from ..http_app import App, app_for, saying, tokens_of
+from ..players import Player, Script
+
+ROUTE = "/v1/responses"
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+
+
+@asynccontextmanager
+async def served(directory: Path, script: Script) -> AsyncIterator[tuple[App, openai.AsyncOpenAI]]:
+    async with (
+        app_for(directory, script, num_blocks=512) as app,
+        openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="x", max_retries=0, http_client=app.client) as client,
+    ):
+        yield app, client
+
+
+async def test_text(model_directory: Path) -> None:
+    async with served(model_directory, saying("the baton, née")) as (app, client):
+        response = await client.responses.create(model="tiny", input="hand over", instructions="Be brief.")
+        assert (response.output_text, response.status) == ("the baton, née", "completed")
+        assert response.usage is not None
+        assert response.usage.output_tokens == len(app.tokenizer.encode("the baton, née", add_special_tokens=False))
+        prompt = app.tokenizer.decode_all(app.player.submits[-1].token_ids)
+        assert prompt.index("Be brief.") < prompt.index("hand over")
+
+
+async def test_events_tell_the_same_as_the_whole(model_directory: Path) -> None:
+    async with served(model_directory, saying("the baton, née")) as (_, client):
+        events = [event async for event in await client.responses.create(model="tiny", input="x", stream=True)]
+        kinds = [event.type for event in events]
+        assert kinds[:4] == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+        ]
+        assert set(kinds[4:-4]) == {"response.output_text.delta"}
+        assert kinds[-4:] == [
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert "".join(deltas) == "the baton, née"
+        last = events[-1]
+        assert last.type == "response.completed"
+        assert last.response.output_text == "the baton, née"
+        async with client.responses.stream(model="tiny", input="x") as stream:
+            final = await stream.get_final_response()
+        assert final.output_text == "the baton, née"
+
+
+async def test_calls_both_ways(model_directory: Path) -> None:
+    async with served(model_directory, saying(f"One moment. {CALL}")) as (app, client):
+        history: Any = [
+            {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": []},
+            {"type": "function_call", "call_id": "call_7", "name": "weather", "arguments": '{"city": "Bern"}'},
+            {"type": "function_call_output", "call_id": "call_7", "output": "snow"},
+        ]
+        response = await client.responses.create(model="tiny", input=history, tools=[WEATHER])
+        message, call = response.output
+        assert (message.type, call.type) == ("message", "function_call")
+        assert call.name == "weather"
+        assert json.loads(call.arguments) == ARGUMENTS
+        prompt = app.tokenizer.decode_all(app.player.submits[-1].token_ids)
+        assert "Bern" in prompt
+        assert "snow" in prompt
+        events = [
+            event
+            async for event in await client.responses.create(model="tiny", input="x", tools=[WEATHER], stream=True)
+        ]
+        pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        assert json.loads("".join(pieces)) == ARGUMENTS
+        assert len(pieces) > 3
+        last = events[-1]
+        assert last.type == "response.completed"
+        assert [item.type for item in last.response.output] == ["message", "function_call"]
+        choice: Any = {"type": "function", "name": "weather"}
+        await client.responses.create(model="tiny", input="x", tools=[WEATHER], tool_choice=choice)
+        guide = app.player.submits[-1].sampling.guide
+        assert guide is not None
+        assert guide.kind is GuideKind.STRUCTURAL_TAG
+
+
+async def test_thoughts_are_an_item_of_their_own(thinking_directory: Path) -> None:
+    async with served(thinking_directory, saying("Well.</think>Yes")) as (_, client):
+        response = await client.responses.create(model="tiny", input="x")
+        thought, said = response.output
+        assert (thought.type, said.type) == ("reasoning", "message")
+        assert thought.content is not None
+        assert thought.content[0].text == "Well."
+        assert response.output_text == "Yes"
+        events = [event async for event in await client.responses.create(model="tiny", input="x", stream=True)]
+        told = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+        assert told == "Well."
+
+
+async def test_what_is_cut_off_is_incomplete(model_directory: Path) -> None:
+    script = saying("the bat", end=FinishReason.LENGTH)
+    async with served(model_directory, script) as (_, client):
+        response = await client.responses.create(model="tiny", input="x", max_output_tokens=16)
+        assert response.status == "incomplete"
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
+        events = [event async for event in await client.responses.create(model="tiny", input="x", stream=True)]
+        assert events[-1].type == "response.incomplete"
+
+
+async def test_a_stream_that_fails_says_so(model_directory: Path) -> None:
+    def script(player: Player, submit: Submit) -> None:
+        if submit.attempt == 1:
+            player.tokens(submit, 0, tokens_of(player.tokenizer, "the"))
+        player.fail(submit, FailureCode.DEADLINE)
+
+    async with served(model_directory, script) as (_, client):
+        events = [event async for event in await client.responses.create(model="tiny", input="x", stream=True)]
+        last = events[-1]
+        assert last.type == "response.failed"
+        assert last.response.error is not None
+        assert "timeout" in last.response.error.message
+
+
+async def test_formats_and_log_probabilities(model_directory: Path) -> None:
+    async with served(model_directory, saying("{}")) as (app, client):
+        schema: Any = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
+        await client.responses.create(model="tiny", input="x", text={"format": schema})
+        guide = app.player.submits[-1].sampling.guide
+        assert guide is not None
+        assert (guide.kind, json.loads(guide.text)) == (GuideKind.JSON_SCHEMA, {"type": "object"})
+        response = await client.responses.create(
+            model="tiny", input="x", include=["message.output_text.logprobs"], top_logprobs=2
+        )
+        assert app.player.submits[-1].sampling.num_logprobs == 2
+        (message,) = response.output
+        assert message.type == "message"
+        (part,) = message.content
+        assert part.type == "output_text"
+        assert part.logprobs is not None
+        assert "".join(entry.token for entry in part.logprobs) == "{}"
+
+
+def test_items_follow_one_another_and_are_told_in_order() -> None:
+    """Also where the end of a call, another call and text come in one token."""
+    ids = iter("abcdefg")
+    items = ResponseItems(lambda: next(ids))
+    events = b""
+    for parts in (
+        (Thought("hm"),),
+        (Said("so"),),
+        (ToolCallDelta(0, "call_0", "f", "{"),),
+        (
+            ToolCallDelta(0, arguments="}"),
+            ToolCallDelta(1, "call_1", "g", "{"),
+            ToolCallDelta(1, arguments="}"),
+            Said("e"),
+        ),
+        (Said("nd"),),
+    ):
+        events += items.push(ParsedDelta(parts), [])
+    events += items.close("incomplete")
+    bodies = list(items.done)
+    assert [body["type"] for body in bodies] == ["reasoning", "message", "function_call", "function_call", "message"]
+    assert [body["id"] for body in bodies] == ["rs_a", "msg_b", "fc_c", "fc_d", "msg_e"]
+    assert [body["status"] for body in bodies] == ["completed"] * 4 + ["incomplete"]
+    assert [body["arguments"] for body in bodies[2:4]] == ["{}", "{}"]
+    assert bodies[-1]["content"][0]["text"] == "end"
+    told = [json.loads(line[6:]) for line in events.decode().splitlines() if line.startswith("data: ")]
+    done = [event["item"] for event in told if event["type"] == "response.output_item.done"]
+    assert done == bodies
+    assert [event["output_index"] for event in told] == sorted(event["output_index"] for event in told)

@@ -1,0 +1,190 @@
+"""API keys: known by hash, read again when their file changes, asked for everywhere but by probes and Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvrelay.common.errors import SettingsError
+from kvrelay.engine.fake.engine import fake_card
+from kvrelay.gateway.errors import UnauthorizedError
+from kvrelay.gateway.http.api_keys import ApiKeys, hash_key
+from kvrelay.gateway.http.edge import Edge
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.wire.messages import Submit
+
+from ..clock import Clock
+from ..http_app import CHAT, app_for
+from ..players import Player, good
+
+
+def keys_file(tmp_path: Path, *names: str) -> Path:
+    path = tmp_path / "keys"
+    path.write_text(
+        "# who may ask\n\n" + "".join(f"{name} {hash_key(f'key-of-{name}')}  # since May\n" for name in names)
+    )
+    return path
+
+
+def test_a_key_is_known_by_its_name(tmp_path: Path) -> None:
+    keys = ApiKeys(keys_file(tmp_path, "alice", "bob"), time.monotonic)
+    assert keys.check("Bearer key-of-bob") == "bob"
+    assert keys.check("bearer  key-of-alice") == "alice"
+
+
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [
+        (None, "no API key"),
+        ("", "no API key"),
+        ("Bearer ", "no API key"),
+        ("Basic key-of-alice", "no API key"),
+        ("key-of-alice", "no API key"),
+        ("Bearer key-of-eve", "not known"),
+        ("Bearer " + hash_key("key-of-alice"), "not known"),
+        ("Bearer \udcff", "not known"),
+    ],
+)
+def test_everything_else_is_refused(tmp_path: Path, header: str | None, text: str) -> None:
+    keys = ApiKeys(keys_file(tmp_path, "alice"), time.monotonic)
+    with pytest.raises(UnauthorizedError, match=text) as caught:
+        keys.check(header)
+    assert "eve" not in str(caught.value)
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path, clock: Clock) -> None:
+    path = keys_file(tmp_path, "alice")
+    keys = ApiKeys(path, clock)
+    new = tmp_path / "new"
+    new.write_text(f"bob {hash_key('key-of-bob')}\n")
+    os.replace(new, path)
+    with pytest.raises(UnauthorizedError):
+        keys.check("Bearer key-of-bob")  # looked at less than a second ago
+    clock.now_s += 1.5
+    assert keys.check("Bearer key-of-bob") == "bob"
+    with pytest.raises(UnauthorizedError):
+        keys.check("Bearer key-of-alice")
+
+
+@pytest.mark.parametrize("content", [None, "", "alice secret\n"])
+def test_a_file_that_breaks_costs_nobody_access(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, content: str | None
+) -> None:
+    path = keys_file(tmp_path, "alice")
+    keys = ApiKeys(path, clock)
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+        os.utime(path, ns=(1, 1))
+    clock.now_s += 1.5
+    assert keys.check("Bearer key-of-alice") == "alice"
+    assert "the keys read before stay in force" in caplog.text
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("# nobody\n", "has no key, so nobody could ask"),
+        ("alice hunter2\n", "line 1 of .* is not 'NAME SHA256'"),
+        (f"a {'0' * 64}\na {'1' * 64}\n", "line 2 of .* the name 'a' a second time"),
+        (f"a {'0' * 64} concurrency=0", "line 1 of .*: concurrency must be above 0"),
+        (f"a {'0' * 64} concurrency=many", "line 1 of .* is not 'NAME SHA256' .*, with requests_per_s=NUMBER"),
+        ("a b\udcff", "cannot read"),
+    ],
+)
+def test_a_bad_file_is_named_at_the_start(tmp_path: Path, content: str, text: str) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(SettingsError, match=text) as caught:
+        ApiKeys(path, time.monotonic)
+    assert "hunter2" not in str(caught.value)
+
+
+async def test_only_the_api_asks_for_a_key(tmp_path: Path, model_directory: Path) -> None:
+    """Probes and Prometheus have none. What is refused reaches no worker, and has a body of OpenAI's shape."""
+    body = {"messages": [{"role": "user", "content": "hand over"}], "max_tokens": 2}
+    async with app_for(model_directory, good, api_keys=str(keys_file(tmp_path, "alice"))) as app:
+        for path in ("/health/live", "/health/ready", "/metrics"):
+            assert (await app.client.get(path)).status_code == 200
+        for headers in ({}, {"authorization": "Bearer key-of-eve"}):
+            refused = await app.client.post(CHAT, json=body, headers=headers)
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert (await app.client.get("/v1/models", headers=headers)).status_code == 401
+        assert app.player.submits == []
+        accepted = await app.client.post(CHAT, json=body, headers={"authorization": "Bearer key-of-alice"})
+        assert accepted.status_code == 200
+        assert len(app.player.submits) == 1
+
+
+async def test_a_key_at_its_limit_gets_429_until_one_of_its_requests_is_over(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, "alice", "bob")
+    path.write_text(path.read_text().replace("  # since May", " concurrency=1", 1))
+    begun: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.put_nowait(may_end := asyncio.Event())
+        await may_end.wait()
+        await Response()(scope, receive, send)
+
+    edge = Edge(app, (), 100, 60.0, GatewayMetrics(CollectorRegistry()), ApiKeys(path, time.monotonic))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(edge), base_url="http://x") as client:
+        alice, bob = ({"authorization": f"Bearer key-of-{name}"} for name in ("alice", "bob"))
+        running = [asyncio.create_task(client.get("/", headers=alice))]
+        ends = [await begun.get()]
+        refused = await client.get("/", headers=alice)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        running.append(asyncio.create_task(client.get("/", headers=bob)))
+        ends.append(await begun.get())
+        ends[0].set()
+        assert (await running[0]).status_code == 200
+        running.append(asyncio.create_task(client.get("/", headers=alice)))
+        ends.append(await begun.get())
+        for end in ends:
+            end.set()
+        assert {answer.status_code for answer in await asyncio.gather(*running)} == {200}
+
+
+async def test_only_a_key_that_may_passes_the_line(tmp_path: Path, model_directory: Path) -> None:
+    """With one place, held by somebody, those that wait are served by the priority that their keys allow."""
+    body = {"prompt": "hand over", "max_tokens": 2, "priority": -1000}
+    path = keys_file(tmp_path, "bob", "alice")
+    path.write_text(path.read_text().replace("  # since May", " min_priority=-5", 1))
+    begun: asyncio.Queue[tuple[Player, Submit]] = asyncio.Queue()
+    served: list[str] = []
+    card = fake_card(vocab_size=300, num_blocks=3)
+    async with app_for(
+        model_directory,
+        lambda *play: begun.put_nowait(play),
+        api_keys=str(path),
+        card=card,
+        relay={"room_timeout_s": 60.0},
+    ) as app:
+
+        async def ask(name: str) -> None:
+            headers = {"authorization": f"Bearer key-of-{name}"}
+            assert (await app.client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+            served.append(name)
+
+        tasks = [asyncio.create_task(ask("alice"))]
+        plays = [await asyncio.wait_for(begun.get(), 10)]
+        for name in ("alice", "bob"):
+            tasks.append(asyncio.create_task(ask(name)))
+            while (await app.metrics()).get("kvrelay_requests_queued", 0) < len(tasks) - 1:
+                await asyncio.sleep(0)
+        for _ in tasks[1:]:
+            good(*plays[-1])
+            plays.append(await asyncio.wait_for(begun.get(), 10))
+        good(*plays[-1])
+        await asyncio.gather(*tasks)
+        assert served == ["alice", "bob", "alice"]

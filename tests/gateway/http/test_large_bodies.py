@@ -1,0 +1,70 @@
+"""Bodies that are a lot of work, and the streams beside them: none waits for the work."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..http_app import CHAT, TEXT, App, app_for
+from ..players import good
+
+WORDS = "one relay hands the baton to the next one "
+USER = {"role": "user", "content": "x"}
+
+BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "a long prompt": (TEXT, {"prompt": WORDS * 50_000}, 400),
+    "many prompts": (TEXT, {"prompt": [WORDS * 90] * 128}, 400),
+    "many messages": (CHAT, {"messages": [USER] * 100_000}, 400),
+    "many parts": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 100_000}]}, 400),
+    "a long text to tokenize": ("/tokenize", {"inputs": WORDS * 10_000}, 200),
+    "a long text of token ids": ("/detokenize", {"tokens": [290] * 500_000}, 200),
+}
+
+
+NUM_TRIES = 5
+
+
+class Gaps:
+    """The longest time for which nothing else could run on the loop."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    async def watch(self) -> None:
+        """Until cancelled."""
+        last_s = time.perf_counter()
+        while True:
+            await asyncio.sleep(0)  # a turn of the loop
+            now_s = time.perf_counter()
+            self.longest_s, last_s = max(self.longest_s, now_s - last_s), now_s
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_body_that_is_much_work_does_not_stop_the_others(model_directory: Path, name: str) -> None:
+    """For a tenth of a second at most; other work on the machine only adds to that, so the shortest of some tries counts."""
+    path, body, status = BODIES[name]
+    async with app_for(model_directory, good, max_body_bytes=2**23) as app:
+        request = app.client.build_request("POST", path, json=body)
+        longest_s = []
+        for _ in range(NUM_TRIES):
+            gaps = Gaps()
+            watching = asyncio.create_task(gaps.watch())
+            await asyncio.sleep(0)
+            response = await app.client.send(request)
+            await asyncio.sleep(0)
+            watching.cancel()
+            assert response.status_code == status, response.text[:300]
+            longest_s.append(gaps.longest_s)
+        assert min(longest_s) <= 0.1, f"gaps of {longest_s} s"
+
+
+async def test_bad_words_have_a_bound_in_all(app: App) -> None:
+    error = (await app.post(TEXT, 400, prompt="x", bad_words=["x" * 4096] * 200))["error"]
+    assert error["param"] == "bad_words"
+    assert "819200 characters in all; at most 8192" in error["message"]
+    await app.post(TEXT, prompt="x", bad_words=["x" * 4096] * 2)

@@ -1,0 +1,318 @@
+"""The life of a request against workers that play a script: attempts, order, deadlines, one terminal outcome."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvrelay.common.sampling import FinishReason, SampledToken
+from kvrelay.gateway.errors import (
+    AttemptsFailedError,
+    InvalidRequestError,
+    RequestTimeoutError,
+    UnavailableError,
+)
+from kvrelay.gateway.routing.breaker import BreakerState
+from kvrelay.wire.messages import (
+    Cancelled,
+    FailureCode,
+    HandedOver,
+    Preempted,
+    Submit,
+    Timings,
+    TokenDelta,
+    Tokens,
+    WorkerState,
+)
+
+from ..players import ALL, PROMPT, Player, asking, failing, good, in_turn, stage, until
+
+
+async def test_another_attempt_goes_on_where_the_last_one_ended(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with stage(failing(FailureCode.INTERNAL, after=2, times=1)) as s:
+        assert await s.run() == ALL
+        first, second = s.players[0].submits
+        assert (first.token_ids, first.attempt) == (PROMPT, 1)
+        assert (second.token_ids, second.attempt) == ([*PROMPT, 100, 101], 2)
+        assert second.num_prompt_tokens == 3
+        assert second.sampling == first.sampling
+        assert [record.levelname for record in caplog.records if "went on after 1 failed" in record.message] == ["INFO"]
+        assert (s.attempts("internal"), s.attempts("finished")) == (1, 1)
+
+
+def preempted(player: Player, submit: Submit) -> None:
+    """Has no room any more behind a token, and goes on only if it is a request's second worker."""
+    done = len(submit.token_ids) - submit.num_prompt_tokens
+    player.tokens(submit, done, [100 + done])
+    player.say(Preempted(request_id=submit.request_id, attempt=submit.attempt))
+    if submit.attempt == 2:
+        good(player, submit)
+
+
+async def test_a_preempted_request_moves_once_and_that_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    async with stage(preempted, preempted, max_attempts=1) as s:
+        assert await s.run() == ALL
+        first, second = sorted(
+            (submit for player in s.players for submit in player.submits), key=lambda one: one.attempt
+        )
+        assert [len(player.submits) for player in s.players] == [1, 1]
+        assert (second.token_ids, second.sampling) == ([*first.token_ids, 100], first.sampling)
+        assert (s.attempts("moved"), s.attempts("finished")) == (1, 1)
+        assert s.relay.breakers.states() == {}
+        left = next(player for player in s.players if player.submits == [first])
+        assert await left.cancelled.get() == ("r", 1)
+    assert not [record for record in caplog.records if "attempt" in record.message]
+
+
+async def test_a_preempted_request_stays_where_it_is_if_nobody_else_has_room() -> None:
+    def waits(player: Player, submit: Submit) -> None:
+        player.say(Preempted(request_id=submit.request_id, attempt=submit.attempt))
+        good(player, submit)
+
+    async with stage(waits, waits) as s:
+        roomy, full = s.players
+        full.num_running, full.num_free_blocks = 1, 0
+        while (status := s.pool.decodes[full.address].status) is None or not status.num_running:
+            s.pool.changed.clear()
+            await s.pool.changed.wait()
+        assert await s.run() == ALL
+        assert (len(roomy.submits), len(full.submits)) == (1, 0)
+
+
+async def test_tokens_are_taken_by_position() -> None:
+    """Repeated ones are dropped, those of an attempt that is over too."""
+
+    def script(player: Player, submit: Submit) -> None:
+        player.tokens(submit, 0, [100])
+        player.tokens(submit, 0, [100, 101])
+        player.tokens(submit, 2, [666], attempt=submit.attempt - 1)
+        player.tokens(submit, 1, [101, 102])
+        player.tokens(submit, 3, [103], FinishReason.LENGTH)
+
+    async with stage(script) as s:
+        assert await s.run() == ALL
+
+
+async def test_a_gap_is_a_failure_not_a_hole() -> None:
+    def with_a_gap(player: Player, submit: Submit) -> None:
+        player.tokens(submit, 0, [100])
+        player.tokens(submit, 2, [102])
+
+    async with stage(in_turn(with_a_gap, good)) as s:
+        assert await s.run() == ALL
+        assert len(s.players[0].submits) == 2
+
+
+@pytest.mark.parametrize("max_attempts", [1, 4])
+async def test_the_last_token_without_its_end_is_enough(max_attempts: int) -> None:
+    async with stage(failing(FailureCode.INTERNAL, after=4), max_attempts=max_attempts) as s:
+        assert await s.run() == ALL
+        assert (len(s.players[0].submits), s.attempts("finished")) == (1, 1)
+
+
+async def test_attempts_are_bounded_and_the_error_is_honest() -> None:
+    async with stage(failing(FailureCode.INTEGRITY), max_attempts=3) as s:
+        with pytest.raises(AttemptsFailedError, match=r"3 attempts failed.*integrity"):
+            await s.run()
+        assert len(s.players[0].submits) == 3
+        assert [await s.players[0].cancelled.get() for _ in range(3)] == [("r", 1), ("r", 2), ("r", 3)]
+
+
+async def test_what_can_never_work_is_not_tried_again() -> None:
+    async with stage(failing(FailureCode.INVALID)) as s:
+        with pytest.raises(InvalidRequestError, match="scripted"):
+            await s.run()
+        assert len(s.players[0].submits) == 1
+
+
+@pytest.mark.parametrize("code", [FailureCode.NO_ROOM, FailureCode.QUEUE_FULL])
+async def test_waiting_for_room_is_no_failed_attempt(code: FailureCode) -> None:
+    async with stage(failing(code, times=6, retry_after_s=0.01), max_attempts=2) as s:
+        assert await s.run() == ALL
+        assert s.attempts(code.value) == 6
+
+
+@pytest.mark.parametrize("retry_after_s", [5.0, 0.01])
+async def test_waiting_for_room_is_bounded(retry_after_s: float) -> None:
+    """Also if every attempt is refused soon."""
+    async with stage(failing(FailureCode.NO_ROOM, retry_after_s=retry_after_s), room_timeout_s=0.3) as s:
+        with pytest.raises(UnavailableError, match="no worker has room") as caught:
+            await s.run()
+        assert caught.value.retry_after_s is not None
+        assert (len(s.players[0].submits) > 1) is (retry_after_s < 0.3)
+
+
+async def test_a_full_worker_is_passed_over_for_another() -> None:
+    async with stage(failing(FailureCode.NO_ROOM, retry_after_s=60.0), failing(FailureCode.NO_ROOM, times=0)) as s:
+        for _ in range(3):
+            assert await s.run() == ALL
+
+
+async def test_a_request_has_its_time() -> None:
+    async with stage(lambda player, submit: player.tokens(submit, 0, [100]), request_timeout_s=0.2) as s:
+        with pytest.raises(RequestTimeoutError, match=r"0\.2 s"):
+            await s.run()
+        assert await s.players[0].cancelled.get() == ("r", 1)
+
+
+@pytest.mark.parametrize(("asked_s", "given_s"), [(0.2, 0.2), (1e6, 60.0)])
+async def test_the_clients_own_time_counts_and_travels_with_the_request(asked_s: float, given_s: float) -> None:
+    """But there is no more than the settings give."""
+    async with stage(lambda player, submit: player.tokens(submit, 0, [100]), request_timeout_s=60.0) as s:
+        running = asyncio.create_task(s.deltas(asking(timeout_s=asked_s)))
+        while not s.players[0].submits:
+            await asyncio.sleep(0)  # lets the request start
+        timeout_s = s.players[0].submits[0].timeout_s
+        assert timeout_s is not None
+        assert given_s - 1 < timeout_s <= given_s
+        if given_s == asked_s:
+            with pytest.raises(RequestTimeoutError, match=r"0\.2 s"):
+                await running
+        else:
+            running.cancel()
+        assert await s.players[0].cancelled.get() == ("r", 1)
+
+
+async def test_a_draining_worker_gets_nothing_new() -> None:
+    async with stage(good, good) as s:
+        s.players[0].state = WorkerState.DRAINING
+        await until(s.pool, lambda: not s.pool.decodes[s.players[0].address].is_usable)
+        for _ in range(4):
+            assert await s.run() == ALL
+        assert not s.players[0].submits
+
+
+async def test_a_request_that_is_given_up_is_cancelled_on_both_workers() -> None:
+    def begin(player: Player, submit: Submit) -> None:
+        player.tokens(submit, 0, [100], timings=Timings(queue_s=0.1, prefill_s=0.2))
+
+    async with stage(good, prefill=begin) as s:
+        first: asyncio.Future[TokenDelta] = asyncio.get_running_loop().create_future()
+        running = asyncio.create_task(s.deltas(asking(9), first.set_result))
+        assert (await first).timings == Timings(queue_s=0.1, prefill_s=0.2)
+        running.cancel()
+        for player in s.players:
+            assert await player.cancelled.get() == ("r", 1)
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+async def test_a_lost_prefill_worker_matters_until_the_hand_off(handed_over: bool) -> None:
+    """Behind it the decode worker owns the request; before it, another attempt is made, without a prefill worker."""
+
+    def prefill(player: Player, submit: Submit) -> None:
+        player.tokens(submit, 0, [100])
+        if handed_over:
+            player.say(HandedOver(request_id=submit.request_id, attempt=submit.attempt))
+
+    async with stage(good, prefill=prefill, room_timeout_s=0.1) as s:
+        outcome = asyncio.create_task(s.run())
+        lost = s.pool.prefills[s.players[0].address]
+        while not (s.players[0].submits and lost.load and lost.load.attempts):
+            await asyncio.sleep(0)  # lets the request start
+        submit = s.players[0].submits[0]
+        await s.players[0].server.stop()
+        await until(s.pool, lambda: not lost.is_usable)
+        if handed_over:
+            s.players[1].gateway_id = "gateway"
+            s.players[1].tokens(submit, 0, [100, 101, 102, 103], FinishReason.LENGTH)
+        assert await outcome == ALL
+        assert [one.decode for one in s.players[1].submits] == ([] if handed_over else [None])
+
+
+@pytest.mark.parametrize("is_known_by", ["word", "tokens"])
+async def test_a_late_failure_of_a_prefill_worker_does_not_end_a_healthy_stream(is_known_by: str) -> None:
+    """The link to the decode worker may break before its last answer, when the decode worker has the request already."""
+
+    def prefill(player: Player, submit: Submit) -> None:
+        decode = s.players[1]
+        decode.gateway_id = "gateway"
+        player.tokens(submit, 0, [100], timings=Timings(prefill_s=0.1))
+        if is_known_by == "word":
+            player.say(HandedOver(request_id=submit.request_id, attempt=submit.attempt))
+            player.fail(submit, FailureCode.PEER_LOST)
+        else:
+            decode.tokens(submit, 0, [100, 101], timings=Timings(transfer_s=0.1))
+        running.append((player, submit))
+
+    running: list[tuple[Player, Submit]] = []
+    taken = asyncio.Semaphore(0)  # tokens that have come, one in each delta
+
+    async with stage(good, prefill=prefill) as s:
+        outcome = asyncio.create_task(s.deltas(asking(), lambda _: taken.release()))
+        for _ in range(1 + (is_known_by == "tokens")):
+            await taken.acquire()
+        player, submit = running[0]
+        if is_known_by == "tokens":
+            player.fail(submit, FailureCode.PEER_LOST)
+        # The link says what is in order: behind an answer to a ping, the failure has been heard.
+        worker, reported = s.pool.prefills[player.address], s.pool.prefills[player.address].status
+        await until(s.pool, lambda: worker.status is not reported)
+        s.players[1].tokens(submit, 1, [101, 102, 103], FinishReason.LENGTH)
+        assert [token.token_id for delta in await outcome for token in delta.tokens] == [100, 101, 102, 103]
+        assert len(player.submits) == 1
+
+
+async def test_a_worker_that_fails_everybody_costs_three_requests_an_attempt() -> None:
+    """Then it gets probes only, one at a time, though it is the emptiest."""
+    async with stage(good, good) as s:
+        broken = s.players[0]
+        broken.script = failing(FailureCode.INTERNAL)
+        for number in range(12):
+            assert await s.run(request_id=f"r{number}") == ALL
+        assert 3 <= len(broken.submits) <= 4, "a probe, if a second has passed"
+        assert s.relay.breakers.states() == {(broken.address,): BreakerState.OPEN}
+        gauge = s.metrics.registry.get_sample_value("kvrelay_circuit_breakers_open", {"of": "worker"})
+        assert gauge == 1
+
+
+async def test_a_prefill_worker_is_not_blamed_for_a_full_decode_worker() -> None:
+    """It speaks for the decode worker that refused; the next attempt goes to the other one, through the same prefill worker."""
+    async with stage(good, good, prefill=failing(FailureCode.NO_ROOM, times=1, retry_after_s=60.0)) as s:
+        assert await s.run() == ALL
+        first, second = s.players[0].submits
+        assert first.decode is not None
+        assert second.decode is not None
+        assert first.decode.address != second.decode.address
+
+
+async def test_a_worker_out_of_time_is_a_timeout_not_the_clients_fault() -> None:
+    async with stage(failing(FailureCode.DEADLINE)) as s:
+        with pytest.raises(RequestTimeoutError):
+            await s.run()
+
+
+async def test_a_request_that_a_worker_gave_up_goes_on() -> None:
+    """Cancelled, but not by us: once by a plain answer, once by a failure."""
+
+    def cancelled(player: Player, submit: Submit) -> None:
+        player.say(Cancelled(request_id=submit.request_id, attempt=submit.attempt))
+
+    async with stage(in_turn(cancelled, failing(FailureCode.CANCELLED, retry_after_s=0.0), good)) as s:
+        assert await s.run() == ALL
+        assert [submit.attempt for submit in s.players[0].submits] == [1, 2, 3]
+
+
+async def test_what_an_earlier_attempt_computed_was_computed() -> None:
+    """The second attempt finds the prompt cached, by the first one's doing: the client's count is the first one's."""
+    counts = iter([1, 3])
+
+    def script(player: Player, submit: Submit) -> None:
+        done = len(submit.token_ids) - submit.num_prompt_tokens
+        item = TokenDelta(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            index=done,
+            tokens=[SampledToken(100 + done)],
+            num_cached_tokens=next(counts),
+        )
+        player.say(Tokens(items=[item]))
+        if done:
+            player.tokens(submit, done + 1, [102, 103], FinishReason.LENGTH)
+        else:
+            player.fail(submit, FailureCode.INTERNAL)
+
+    async with stage(script) as s:
+        seen = [delta.num_cached_tokens for delta in await s.deltas(asking())]
+        assert seen == [1, 1, None]

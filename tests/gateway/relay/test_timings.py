@@ -1,0 +1,27 @@
+"""Where a request's time went."""
+
+from __future__ import annotations
+
+from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.wire.messages import Timings
+
+
+def test_times_are_since_the_request_came() -> None:
+    timings = RequestTimings(received_s=100.0)
+    for moment_s, event in ((101.0, timings.on_submit), (104.0, timings.on_tokens), (104.5, timings.on_tokens)):
+        event(moment_s)
+    timings.on_tokens(110.0)  # the third changes nothing
+    body = timings.body()
+    assert (body["accept_s"], body["ttft_s"], body["second_token_s"]) == (1.0, 4.0, 4.5)
+    assert timings.last_token_s == 110.0
+
+
+def test_the_first_attempt_counts_and_later_ones_are_told() -> None:
+    timings = RequestTimings(received_s=100.0)
+    timings.on_submit(100.0)
+    assert timings.on_parts(Timings(queue_s=1.0, prefill_s=2.0)) == {"queue": 1.0, "prefill": 2.0}
+    timings.on_submit(150.0)
+    # A replay queues and prefills again; only what is new is told on.
+    assert timings.on_parts(Timings(queue_s=7.0, transfer_s=0.5)) == {"transfer": 0.5}
+    body = timings.body()
+    assert (body["attempts"], body["accept_s"], body["queue_s"], body["transfer_s"]) == (2, 0.0, 1.0, 0.5)

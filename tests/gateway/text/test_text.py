@@ -1,0 +1,278 @@
+"""From tokens to the text a client sees: detokenizer, stop strings, chat templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvrelay.common.errors import ModelError
+from kvrelay.gateway.chat.template import ChatTemplate
+from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.text.detokenizer import Detokenizer
+from kvrelay.gateway.text.output_text import StopMatcher
+from kvrelay.gateway.text.tokenizer import Tokenizer
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte: every character beyond ASCII is spread over tokens."""
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(sorted(alphabet))}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return Tokenizer(backend, {}, ())
+
+
+BYTES = byte_tokenizer()
+Make = Callable[..., Detokenizer]
+
+
+@pytest.fixture(params=[True, False], ids=["tokens are bytes", "tokens depend on others"])
+def detokenizer_of(request: pytest.FixtureRequest) -> Make:
+    """Both ways to the same text."""
+
+    def make(silent_ids: Sequence[int] = ()) -> Detokenizer:
+        return BYTES.detokenizer(silent_ids) if request.param else Detokenizer(BYTES.decode_all, silent_ids)
+
+    return make
+
+
+def pieces_of(detokenizer: Detokenizer, token_ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
+    pieces: list[str] = []
+    start = 0
+    for length in [*cuts, len(token_ids)]:
+        pieces.append(detokenizer.push(token_ids[start : start + length]))
+        start += length
+        if start >= len(token_ids):
+            break
+    return [*pieces, detokenizer.finish()]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(max_size=40), cuts=st.lists(st.integers(1, 5), max_size=60))
+def test_pieces_add_up_and_are_whole_characters(detokenizer_of: Make, text: str, cuts: list[int]) -> None:
+    pieces = pieces_of(detokenizer_of(), BYTES.encode(text, add_special_tokens=False), cuts)
+    assert "".join(pieces) == text.rstrip("\ufffd") or "".join(pieces) == text
+    for piece in pieces:
+        piece.encode()  # no half of anything
+        assert "\ufffd" not in piece or "\ufffd" in text
+
+
+@pytest.mark.parametrize("text", ["a€", "日本語", "🙂", "e\u0301"])
+def test_an_unfinished_character_at_the_end_is_dropped(detokenizer_of: Make, text: str) -> None:
+    ids = BYTES.encode(text, add_special_tokens=False)
+    assert "".join(pieces_of(detokenizer_of(), ids[:-1], [1] * 20)) == text[:-1]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(token_ids=st.lists(st.integers(0, 255), max_size=60))
+def test_bytes_that_are_no_text_come_out_as_the_whole_decodes_them(detokenizer_of: Make, token_ids: list[int]) -> None:
+    pieces = pieces_of(detokenizer_of(), token_ids, [1] * len(token_ids))
+    whole = BYTES.decode(token_ids)
+    sent = "".join(pieces)
+    assert whole.startswith(sent)
+    assert not whole[len(sent) :].strip("\ufffd"), "only an unfinished end may be missing"
+    assert len(whole) - len(sent) <= 4
+
+
+def test_an_end_token_that_the_tokenizer_does_not_call_special_stays_silent(detokenizer_of: Make) -> None:
+    ids = BYTES.encode("ab", add_special_tokens=False)
+    detokenizer = detokenizer_of((ids[1],))
+    assert detokenizer.push(ids) + detokenizer.push(ids[:1]) + detokenizer.finish() == "aa"
+
+
+def test_tokens_that_are_bytes_are_not_decoded_again_with_those_before_them() -> None:
+    seen: list[list[int]] = []
+
+    def counting(token_ids: Sequence[int]) -> str:
+        seen.append(list(token_ids))
+        return BYTES.decode_all(token_ids)
+
+    detokenizer = Detokenizer(counting, text_of=BYTES.token_text)
+    ids = BYTES.encode("abéc", add_special_tokens=False)
+    assert [detokenizer.push([token_id]) for token_id in ids] == ["a", "b", "", "é", "c"]
+    assert {tuple(window) for window in seen} == {tuple(ids[2:3]), tuple(ids[2:4])}
+
+
+def test_tokens_that_depend_on_others_are_decoded_with_them() -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1}, "▁a"))
+    backend.decoder = tokenizers.decoders.Metaspace()
+    detokenizer = Tokenizer(backend, {}, ()).detokenizer()
+    assert [detokenizer.push([token_id]) for token_id in (0, 1, 0)] == ["a", " b", " a"]
+
+
+def test_no_window_grows_with_the_text() -> None:
+    """Neither by tokens without text, nor by bytes that never become a character."""
+    seen: list[int] = []
+
+    def counting(token_ids: Sequence[int]) -> str:
+        seen.append(len(token_ids))
+        return BYTES.decode(token_ids)
+
+    detokenizer = Detokenizer(counting, silent_ids={999})
+    continuation = BYTES.encode("é", add_special_tokens=False)[1]
+    pieces = [detokenizer.push([token_id]) for token_id in [999] * 100 + [continuation] * 100]
+    assert max(seen) <= 8
+    assert 95 <= len("".join(pieces)) <= 100
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Reads the text character by character until it ends in a stop string."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(len(stop) for stop in complete)], True
+    return text, False
+
+
+@given(
+    text=st.text(alphabet="abc", max_size=30),
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=4),
+    cuts=st.lists(st.integers(1, 4), max_size=40),
+)
+def test_no_part_of_a_stop_string_is_sent(text: str, stops: list[str], cuts: list[int]) -> None:
+    matcher = StopMatcher(stops)
+    sent, start = "", 0
+    for length in [*cuts, len(text)]:
+        sent += matcher.push(text[start : start + length])
+        start += length
+        # What is sent may never turn out to be the beginning of a stop string.
+        assert text.startswith(sent)
+        assert len(sent) <= len(cut_at_stop(text, stops)[0])
+        if matcher.matched is not None or start >= len(text):
+            break
+    assert (sent + matcher.finish(), matcher.matched is not None) == cut_at_stop(text[:start], stops)
+
+
+def test_the_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no tokenizer\.json.*save_pretrained"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_end_of_text_ids_come_from_every_file(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<e>": 0, "<f>": 1, "<g>": 2, "x": 3}, "x"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<e>"}}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.eos_ids == (1, 2, 0)
+    assert tokenizer.special_tokens == {"eos_token": "<e>"}
+
+
+def test_a_prompt_is_never_cut_or_padded(tmp_path: Path) -> None:
+    """Training scripts leave both in tokenizer.json."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0, "[PAD]": 1}, "x"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8, pad_token="[PAD]", pad_id=1)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).encode("x x x x x", add_special_tokens=False) == [0] * 5
+
+
+def test_switches_are_no_special_tokens(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "x": 1}, "x"))
+    backend.add_special_tokens(["<s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"add_bos_token": True, "bos_token": "<s>", "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.special_tokens == {"bos_token": "<s>"}
+    assert tokenizer.skipped_ids == {0}
+    assert tokenizer.decode([0, 1, 0]) == "x"
+
+
+TEMPLATE = """{%- if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif -%}
+{{ bos_token }}
+{% for message in messages %}
+    {% if loop.index > 9 %}{% break %}{% endif %}
+[{{ message['role'] | upper }}] {{ message.content | trim }} {{ {'é': 1} | tojson }}
+{% endfor %}
+{% if add_generation_prompt %}[ASSISTANT]{% endif %}
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        TEMPLATE,
+        "{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents{% endif %}",
+        "{% for m in messages %}{% generation %}\n  {% set x = 1 %}{{ m.content }}{% endgeneration %}{{ x }}\n{% endfor %}",
+        "{{ messages | tojson(indent=2, sort_keys=True) }}{{ messages | tojson(separators=(',', ':')) }}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    ],
+)
+def test_a_template_renders_as_transformers_renders_it(source: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415 - the reference, slow to import
+
+    messages = [{"role": "system", "content": " be brief "}, {"role": "user", "content": "<b> & 'quotes' ü\n"}]
+    rendered, _ = render_jinja_template(
+        conversations=[messages], chat_template=source, add_generation_prompt=True, bos_token="<s>"
+    )
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(messages) == rendered[0]
+
+
+@pytest.mark.parametrize("content", ["Begun", "<", "[", "user", "Begun \n", " Begun", "Begun\n[ASSISTANT]"])
+@pytest.mark.parametrize("shown", ["message.content", "message.content | trim", "message.content ~ '<end>' | trim"])
+def test_an_open_message_ends_where_transformers_leaves_it_open(shown: str, content: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415 - the reference, slow to import
+
+    source = TEMPLATE.replace("message.content | trim", shown)
+    messages = [{"role": "user", "content": "Begun"}, {"role": "assistant", "content": content}]
+    rendered, _ = render_jinja_template(
+        conversations=[messages], chat_template=source, continue_final_message=True, bos_token="<s>"
+    )
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(messages, continues=True) == rendered[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "content"), [("{{ messages[0].content }}", " "), ("{{ messages[0].content[:2] }}", "Begun")]
+)
+def test_a_message_that_the_template_does_not_show_cannot_be_left_open(source: str, content: str) -> None:
+    with pytest.raises(InvalidRequestError, match="shows as it is"):
+        ChatTemplate(source, {}).render([{"role": "assistant", "content": content}], continues=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "text"),
+    [
+        (TEMPLATE, [{"role": "tool", "content": ""}], "no tools here"),
+        (None, [{"role": "user", "content": ""}], "no chat template"),
+        ("{{ messages[0].content + 1 }}", [{"role": "user", "content": "x"}], "cannot render"),
+        ("{{ 1 / 0 }}", [{"role": "user", "content": "x"}], "division by zero"),
+        ("{% for i in range(9999999) %}{% endfor %}", [{"role": "user", "content": "x"}], "cannot render"),
+        ("{{ messages.append(1) }}", [{"role": "user", "content": "x"}], "refuses"),
+        ("{{ ''.__class__.__mro__ }}", [{"role": "user", "content": "x"}], "refuses"),
+    ],
+)
+def test_what_a_template_refuses_is_the_clients_error(
+    source: str | None, messages: list[dict[str, str]], text: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=text):
+        ChatTemplate(source, {"bos_token": "<s>"}).render(messages)
+
+
+def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "string"}))
+    assert ChatTemplate.load(tmp_path, {}).render(messages) == "string"
+    named = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": "named"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert ChatTemplate.load(tmp_path, {}).render(messages) == "named"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert ChatTemplate.load(tmp_path, {}).render(messages) == "file"
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ModelError, match="does not compile"):
+        ChatTemplate.load(tmp_path, {})

@@ -1,0 +1,116 @@
+"""What a worker has to do: its report, and what this gateway has done since."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvrelay.gateway.workers.load import Load
+from kvrelay.wire.messages import Status, WorkerState
+
+BLOCK = 16
+
+
+def status(running: int = 0, waiting: int = 0, tokens: int = 0, free: int = 100) -> Status:
+    return Status(
+        state=WorkerState.READY,
+        num_running=running,
+        num_waiting=waiting,
+        num_waiting_tokens=tokens,
+        num_free_blocks=free,
+        num_blocks=100,
+    )
+
+
+def test_what_is_over_counts_no_more() -> None:
+    """Without waiting for a report: in a second a worker may finish half of what it has."""
+    load = Load(BLOCK)
+    load.open(("r", 1), 160, 0.0, is_sent=True)
+    load.on_status(status(running=3, tokens=1160, free=50), 1.0)
+    assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (3, 1160, 50)
+    load.on_first_token(("r", 1), 1.1)
+    assert load.num_waiting_tokens == 1000
+    load.close(("r", 1), 320)
+    assert (load.num_requests, load.num_free_blocks(100)) == (2, 70)
+
+
+def test_others_are_what_the_report_has_beyond_our_own() -> None:
+    load = Load(BLOCK)
+    for index in range(4):
+        load.open((f"r{index}", 1), 16, 0.0, is_sent=True)
+    load.on_status(status(running=4, waiting=3, tokens=500), 1.0)
+    assert (load.num_requests, load.num_waiting_tokens) == (7, 500)
+    load.open(("new", 1), 16, 1.1, is_sent=True)
+    assert (load.num_requests, load.num_waiting_tokens) == (8, 516)
+
+
+def test_a_report_may_have_left_before_an_attempt_arrived() -> None:
+    load = Load(BLOCK)
+    load.open(("r", 1), 160, 1.0, is_sent=True)
+    load.on_status(status(free=100), 1.01)
+    assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (1, 160, 90)
+    load.on_status(status(running=1, tokens=160, free=90), 2.0)
+    assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (1, 160, 90)
+
+
+def test_a_decode_worker_hears_of_a_request_from_a_prefill_worker() -> None:
+    """Until the first token says that it has, its reports do not count the request."""
+    load = Load(BLOCK)
+    load.open(("r", 1), 160, 0.0, is_sent=False)
+    load.on_status(status(), 1.0)
+    assert (load.num_requests, load.num_free_blocks(100)) == (1, 90)
+    load.on_first_token(("r", 1), 1.5)
+    load.on_status(status(running=1, free=90), 2.0)
+    assert (load.num_requests, load.num_free_blocks(100)) == (1, 90)
+
+
+def test_what_is_cached_need_not_be_computed_but_needs_its_blocks() -> None:
+    load = Load(16)
+    load.open(("a", 1), 160, 0.0, is_sent=True, num_cached=128)
+    assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (1, 32, 90)
+
+
+def test_what_is_computed_of_a_prompt_by_the_report_waits_no_more() -> None:
+    load = Load(BLOCK)
+    load.open(("r", 1), 1000, 0.0, is_sent=True)
+    load.open(("s", 1), 500, 0.0, is_sent=True)
+    load.on_status(status(running=2, tokens=900), 1.0)
+    assert load.num_waiting_tokens == 900
+    assert load.num_waiting_tokens_at(1.5, 400.0) == 700
+    assert load.num_waiting_tokens_at(9.0, 400.0) == 0
+    load.on_first_token(("r", 1), 1.9)
+    assert load.num_waiting_tokens == 500
+    assert load.num_waiting_tokens_at(2.0, 400.0) == pytest.approx(460)
+    load.close(("s", 1), 500)
+    assert load.num_waiting_tokens == 0
+    load.open(("t", 1), 100, 10.0, is_sent=True)
+    assert load.num_waiting_tokens_at(10.0, 400.0) == 100, "who was idle has computed nothing of it"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_over_any_story_nothing_is_left_when_all_is_over(seed: int) -> None:
+    chance, load, now_s = random.Random(seed), Load(BLOCK), 0.0
+    keys: list[tuple[str, int]] = []
+    for number in range(300):
+        now_s += chance.choice((0.0, 0.01, 0.1))
+        key = chance.choice([*keys, ("nobody", 1)])
+        match chance.randrange(5):
+            case 0 | 1:
+                keys.append((f"r{number}", 1))
+                num_tokens = chance.randrange(1, 200)
+                num_cached = chance.randrange(num_tokens)
+                load.open(keys[-1], num_tokens, now_s, is_sent=chance.random() < 0.5, num_cached=num_cached)
+            case 2:
+                load.on_first_token(key, now_s)
+            case 3:
+                load.close(key, 7)
+                keys = [one for one in keys if one != key]
+            case _:
+                load.on_status(status(tokens=chance.randrange(500), free=chance.randrange(1000)), now_s)
+        assert load.num_requests >= len(keys)
+        assert load.num_waiting_tokens >= 0
+    for key in keys:
+        load.close(key, 7)
+    load.on_status(status(free=1000), now_s)
+    assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(1000)) == (0, 0, 1000)

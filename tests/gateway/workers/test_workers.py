@@ -1,0 +1,189 @@
+"""Workers that come, leave and do not fit, under a running relay."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.errors import KvrelayError
+from kvrelay.engine.fake.engine import fake_card
+from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.workers.pool import FoundWorker, WorkerPool
+from kvrelay.gateway.workers.worker import first_tokens_first
+from kvrelay.wire.messages import Role, Submit, TokenDelta
+from kvrelay.wire.network import Network
+from kvrelay.wire.settings import LinkSettings
+
+from ..players import ALL, PROMPT, Player, Stage, asking, good, stage, until
+
+
+def found(*players: Player, retiring: Player | None = None) -> list[FoundWorker]:
+    return [FoundWorker(player.role, player.address, accepts=player is not retiring) for player in players]
+
+
+async def usable(on: Stage, number: int) -> None:
+    await until(on.pool, lambda: sum(worker.is_usable for worker in on.pool.workers) == number)
+
+
+async def test_workers_come_and_go() -> None:
+    async with stage(good, good) as on:
+        first, second = on.players
+        on.pool.update(found(second))
+        assert await on.run() == ALL
+        assert (len(first.submits), len(second.submits)) == (0, 1)
+        on.pool.update(found(first, second))
+        await usable(on, 2)
+        on.pool.update(found(first))
+        assert await on.run() == ALL
+        assert (len(first.submits), len(second.submits)) == (1, 1)
+
+
+async def test_a_retiring_worker_finishes_and_gets_nothing_new() -> None:
+    waiting: asyncio.Queue[tuple[Player, Submit]] = asyncio.Queue()
+    async with stage(lambda player, submit: waiting.put_nowait((player, submit)), good) as on:
+        slow, other = on.players
+        on.pool.update(found(slow, other, retiring=other))
+        running = asyncio.create_task(on.run(request_id="slow"))
+        begun = await asyncio.wait_for(waiting.get(), 10)
+        on.pool.update(found(slow, other, retiring=slow))
+        assert await on.run() == ALL
+        assert len(other.submits) == 1
+        good(*begun)
+        assert await running == ALL
+        assert on.attempts("failed") == 0
+
+
+async def test_what_runs_on_a_worker_that_is_gone_goes_on_elsewhere() -> None:
+    async with stage(lambda player, submit: player.tokens(submit, 0, [100]), good) as on:
+        goes, stays = on.players
+        on.pool.update(found(goes, stays, retiring=stays))
+        deltas = await on.deltas(asking(), lambda _: on.pool.update(found(stays)))
+        assert [token.token_id for delta in deltas for token in delta.tokens] == ALL[0]
+        assert stays.submits[0].token_ids == [*PROMPT, 100]  # it went on behind what was there
+
+
+async def test_another_worker_under_the_same_address_is_another_worker() -> None:
+    async with stage(good) as on:
+        (player,) = on.players
+        before = on.pool.decodes[player.address]
+        on.pool.update([FoundWorker(Role.DECODE, player.address, uid="2")])
+        assert on.pool.decodes[player.address] is not before
+        await usable(on, 1)
+        assert await on.run() == ALL
+
+
+async def test_a_worker_that_never_accepted_is_not_connected() -> None:
+    async with stage(good) as on:
+        on.pool.update([*found(*on.players), FoundWorker(Role.DECODE, "tcp://127.0.0.1:1", accepts=False)])
+        assert len(on.pool.decodes) == 1
+
+
+async def test_a_worker_with_other_kv_is_named_and_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    async with stage(good, good, prefill=good) as on:
+        prefill, fits, other = on.players
+        on.pool.update(found(prefill, fits))
+        other.card = fake_card(model_id="another")
+        on.pool.update(found(*on.players))
+        await until(on.pool, lambda: bool(on.pool.decodes[other.address].misfit))
+        assert not on.pool.decodes[other.address].is_usable
+        assert f"decode worker at {other.address} is not used: its KV is not that of {prefill.address}" in caplog.text
+        assert "another" in caplog.text
+        assert on.metrics.registry.get_sample_value("kvrelay_workers_refused") == 1
+        assert on.pool.not_ready() == []
+        # Only when nobody else is left that could serve, the gateway serves what is there.
+        on.pool.update(found(prefill, other))
+        misfit = f"its KV is not that of {other.address} (model_id: 'another' / 'fake')"
+        assert on.pool.not_ready() == [f"no prefill worker is up ({misfit})"]
+        on.pool.update(found(other))
+        assert on.pool.not_ready() == []
+
+
+async def test_a_misfit_that_is_gone_is_no_misfit_any_more() -> None:
+    async with stage(good) as on:
+        (worker,) = on.pool.workers
+        worker.misfit = "its KV is another"
+        worker.on_lost("the connection broke")
+        assert on.pool.not_ready() == ["no decode worker is up (the connection broke)"]
+
+
+async def test_a_pool_of_none_is_named() -> None:
+    async with stage(good, prefill=good) as on:
+        prefill, decode = on.players
+        on.pool.update(found(prefill))
+        assert on.pool.absent == ["there is no decode worker"]
+        assert on.pool.not_ready() == []  # no other gateway could do more
+        on.pool.update(found(decode))
+        await usable(on, 1)
+        assert on.pool.absent == on.pool.not_ready() == []
+        assert await on.run() == ALL  # the decode worker does it all
+        assert decode.submits[0].decode is None
+
+
+async def test_without_prefill_workers_there_may_be_no_service() -> None:
+    async with stage(good, prefill=good, needs_prefill_workers=True, room_timeout_s=0.0) as on:
+        on.pool.update(found(on.players[1]))
+        await usable(on, 1)
+        assert on.pool.absent == ["there is no prefill worker"]
+        with pytest.raises(KvrelayError, match="there is no prefill worker; try again later"):
+            await on.run()
+
+
+@pytest.mark.parametrize("needs_prefill_workers", [False, True])
+async def test_while_the_only_prefill_worker_is_lost_decode_workers_compute_prompts(
+    needs_prefill_workers: bool,
+) -> None:
+    """Its pod, or its place in a list, is still there."""
+    async with stage(good, prefill=good, needs_prefill_workers=needs_prefill_workers, room_timeout_s=0.0) as on:
+        (worker,) = on.pool.prefills.values()
+        assert not on.pool.is_local_only
+        worker.on_lost("the connection broke")
+        if needs_prefill_workers:
+            assert on.pool.not_ready() == ["no prefill worker is up (the connection broke)"]
+            return
+        assert on.pool.not_ready() == []
+        assert await on.run() == ALL
+        assert on.players[1].submits[0].decode is None
+
+
+async def test_prefill_workers_that_were_never_up_are_waited_for() -> None:
+    async with stage(good) as on:
+        on.pool.update([*found(on.players[0]), FoundWorker(Role.PREFILL, "tcp://127.0.0.1:9")])
+        assert not on.pool.is_local_only
+        assert on.pool.not_ready()
+
+
+async def test_workers_on_their_way_out_are_as_good_as_none() -> None:
+    """Scaled to none: they finish what they have, and new requests learn at once that nobody is there."""
+    async with stage(good, prefill=good) as on:
+        prefill, decode = on.players
+        on.pool.update(found(prefill, decode, retiring=prefill))
+        assert on.pool.is_local_only
+        assert await on.run() == ALL
+        assert decode.submits[0].decode is None
+        on.pool.update(found(prefill, decode, retiring=decode))
+        assert on.pool.absent == ["there is no decode worker"]
+        assert on.pool.not_ready() == []
+
+
+async def test_a_gateway_that_was_told_nothing_is_not_ready() -> None:
+    pool = WorkerPool(
+        "g", GatewayMetrics(CollectorRegistry()), LinkSettings(), Network.open(), needs_prefill_workers=False
+    )
+    assert pool.not_ready() == ["who the workers are is not known yet"]
+    pool.update([])
+    assert pool.not_ready() == []
+    assert pool.absent == ["there is no decode worker"]
+    await pool.stop()
+
+
+def test_who_has_no_token_yet_comes_first() -> None:
+    """And all others in the order of the batch, as if nothing had been moved."""
+    items = [
+        TokenDelta(request_id=name, attempt=1, index=index, tokens=[])
+        for name, index in zip("abcd", (7, 0, 3, 0), strict=True)
+    ]
+    assert [item.request_id for item in first_tokens_first(items)] == ["b", "d", "a", "c"]
+    later = [items[0], items[2]]
+    assert first_tokens_first(later) is later

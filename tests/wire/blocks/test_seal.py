@@ -1,0 +1,89 @@
+"""Sealed blocks: what opens, and what does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvrelay.wire.blocks.frames import HEADER_NBYTES, SEALED_HEADER_NBYTES, BlockHeader, parse_header
+from kvrelay.wire.blocks.seal import KEY_NBYTES, TAG_NBYTES, BlockOpener, BlockSealer, new_key
+from kvrelay.wire.errors import BlockRefusedError
+
+HEADER = BlockHeader(lease_id=2**40, epoch=2**63, block_index=3, payload_nbytes=8, block_hash=b"h" * 16, is_sealed=True)
+PAYLOAD = memoryview(b"payload!")
+
+
+def sealed_by(key: bytes, header: BlockHeader = HEADER, payload: memoryview = PAYLOAD) -> tuple[bytes, bytearray]:
+    target = bytearray(len(payload) + TAG_NBYTES)
+    return BlockSealer(key).seal(header, payload, memoryview(target)), target
+
+
+def opens(key: bytes, header: BlockHeader, sealed: bytes | bytearray) -> bytes | None:
+    target = bytearray(len(sealed) - TAG_NBYTES)
+    return bytes(target) if BlockOpener(key).open(header, memoryview(sealed), memoryview(target)) else None
+
+
+def test_what_was_sealed_opens_and_shows_nothing_before() -> None:
+    key = new_key()
+    frame, sealed = sealed_by(key)
+    assert len(frame) == SEALED_HEADER_NBYTES != HEADER_NBYTES
+    assert bytes(PAYLOAD) not in bytes(sealed)
+    assert opens(key, parse_header(frame), sealed) == PAYLOAD
+
+
+def test_no_bit_of_the_payload_or_the_tag_can_be_changed() -> None:
+    key = new_key()
+    _, sealed = sealed_by(key)
+    for bit in range(8 * len(sealed)):
+        bad = bytearray(sealed)
+        bad[bit // 8] ^= 1 << bit % 8
+        assert opens(key, HEADER, bad) is None, bit
+
+
+def test_no_bit_of_the_header_can_be_changed() -> None:
+    key = new_key()
+    frame, sealed = sealed_by(key)
+    num_parsed = 0
+    for bit in range(8 * len(frame)):
+        bad = bytearray(frame)
+        bad[bit // 8] ^= 1 << bit % 8
+        try:
+            header = parse_header(bytes(bad))
+        except BlockRefusedError as error:
+            assert error.cause_name == "bad_header"  # noqa: PT017
+            continue
+        num_parsed += 1
+        assert opens(key, header, sealed) is None, bit
+    assert num_parsed == 8 * (8 + 8 + 4 + 8 + 16)  # lease, epoch, index, size, hash
+
+
+def test_no_bit_of_a_plain_header_can_be_changed() -> None:
+    header = replace(HEADER, is_sealed=False)
+    frame = header.pack(PAYLOAD)
+    for bit in range(8 * len(frame)):
+        bad = bytearray(frame)
+        bad[bit // 8] ^= 1 << bit % 8
+        try:
+            parsed = parse_header(bytes(bad))
+        except BlockRefusedError:
+            continue
+        assert parsed.checksum_of(PAYLOAD) != parsed.checksum, bit
+
+
+def test_a_nonce_is_given_once() -> None:
+    sealer = BlockSealer(new_key())
+    sealer.claim(3)
+    sealer.claim(4)
+    with pytest.raises(ValueError, match="block 3 was sealed under this key already"):
+        sealer.claim(3)
+
+
+@pytest.mark.parametrize("side", [BlockSealer, BlockOpener])
+def test_a_key_has_one_size(side: Any) -> None:
+    """AES would take 16 bytes too."""
+    with pytest.raises(ValueError, match="a key of 16 bytes; it must have 32"):
+        side(bytes(16))
+    assert len(new_key()) == KEY_NBYTES
+    assert new_key() != new_key()

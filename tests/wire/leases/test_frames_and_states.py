@@ -1,0 +1,85 @@
+"""Block headers, the hand-off's table, the codec: no sockets."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from kvrelay.wire.blocks.frames import HEADER_NBYTES, BlockHeader, parse_header
+from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
+from kvrelay.wire.errors import BlockRefusedError, MalformedMessageError
+from kvrelay.wire.leases.states import TRANSITIONS, HandoffState, advance
+from kvrelay.wire.messages import Hello, Ping, Role
+
+HEADER = BlockHeader(lease_id=2**40, epoch=2**63, block_index=3, payload_nbytes=8, block_hash=b"h" * 16)
+PAYLOAD = memoryview(b"payload!")
+
+
+def test_a_header_survives_the_wire() -> None:
+    parsed = parse_header(HEADER.pack(PAYLOAD))
+    assert parsed == replace(HEADER, checksum=HEADER.checksum_of(PAYLOAD))
+
+
+@pytest.mark.parametrize("nbytes", [1, 2**18 - 1, 2**18, 2**18 + 1, 2**20, 2**20 + 1, 5 * 2**19 + 3])
+@pytest.mark.parametrize("is_one_of_several", [False, True], ids=["alone", "beside_others"])
+def test_a_block_is_copied_and_proved_in_pieces_of_any_number(nbytes: int, is_one_of_several: bool) -> None:
+    payload = memoryview(random.Random(nbytes).randbytes(nbytes))  # read-only, as a ring is to its receiver
+    slot, pool = memoryview(bytearray(nbytes + 2)), memoryview(bytearray(nbytes + 2))
+    frame = HEADER.pack_copying(payload, slot[1:-1], is_one_of_several=is_one_of_several)
+    assert frame == HEADER.pack(payload)
+    assert slot == b"\0" + bytes(payload) + b"\0"
+    header = parse_header(frame)
+    assert header.lands_whole(slot[1:-1].toreadonly(), pool[1:-1], is_one_of_several=is_one_of_several)
+    assert pool == slot
+    slot[-2] ^= 1
+    assert not header.lands_whole(slot[1:-1].toreadonly(), pool[1:-1], is_one_of_several=is_one_of_several)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, HEADER_NBYTES - 1, HEADER_NBYTES + 1])
+def test_a_frame_of_another_size_is_no_header(nbytes: int) -> None:
+    with pytest.raises(BlockRefusedError) as caught:
+        parse_header(bytes(nbytes))
+    assert caught.value.cause_name == "bad_header"
+
+
+def test_advance_follows_the_table_and_nothing_else() -> None:
+    for state, new_state in itertools.product(HandoffState, HandoffState):
+        if new_state in TRANSITIONS[state]:
+            assert advance(state, new_state, "x") is new_state
+        else:
+            with pytest.raises(ValueError, match=f"x: no transition {state.name} -> {new_state.name}"):
+                advance(state, new_state, "x")
+
+
+def test_a_message_survives_the_wire_and_unknown_fields_are_ignored() -> None:
+    codec = Codec()
+    hello = Hello(role=Role.PREFILL, peer_id="p")
+    assert codec.decode(codec.encode(hello)) == hello
+    assert codec.decode(msgspec.msgpack.encode({"type": "Ping", "from_the_future": [1, {"a": 2}]})) == Ping()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xff" * 9,
+        msgspec.msgpack.encode({"type": "Nope"}),
+        msgspec.msgpack.encode({"type": "Hello", "role": "prefill"}),
+        # Nested so deep that the decoder gives up, in a field that is not even looked at.
+        b"\x82\xa4type\xa4Ping\xa3zzz" + b"\x91" * 200_000 + b"\xc0",
+    ],
+)
+def test_what_is_no_message_raises_malformed(frame: bytes) -> None:
+    with pytest.raises(MalformedMessageError):
+        Codec().decode(frame)
+
+
+def test_both_directions_are_bounded() -> None:
+    with pytest.raises(MalformedMessageError, match="exceeds"):
+        Codec().encode(Hello(role=Role.PREFILL, peer_id="p" * MAX_CONTROL_FRAME_NBYTES))
+    with pytest.raises(MalformedMessageError, match="exceeds"):
+        Codec().decode(bytes(MAX_CONTROL_FRAME_NBYTES + 1))

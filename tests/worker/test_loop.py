@@ -1,0 +1,216 @@
+"""The model loop's thread: what wakes it, what it survives, how it ends."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvrelay.worker import loop as loop_module
+from kvrelay.worker.loop import ModelLoop
+
+WAIT_S = 30.0
+BROKEN = -99  # a command after which the worker does not trust itself
+
+
+class Scripted:
+    """Each command is a number of steps to run; everything that happens is put into ``events``."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.threads: set[int] = set()
+        self.num_left = 0
+        self.has_room = True
+        self.error: Exception | None = None
+        self.next_error: Exception | None = None
+        self.may_step = threading.Event()
+        self.may_step.set()
+
+    def handle(self, command: int) -> None:
+        self.threads.add(threading.get_ident())
+        self.events.put(f"handle {command}")
+        if command < 0:
+            raise ValueError(command)
+        self.num_left += command
+
+    def has_work(self) -> bool:
+        return self.num_left > 0
+
+    def step(self) -> bool:
+        self.threads.add(threading.get_ident())
+        has_room, error = self.has_room, self.error  # read before anybody hears of the step and changes them
+        self.events.put("step")
+        assert self.may_step.wait(WAIT_S)
+        if error is not None:
+            raise error
+        if not has_room:
+            return False
+        self.num_left -= 1
+        return True
+
+    def on_step_failed(self, error: Exception) -> None:
+        self.num_left = 0
+        self.error = self.next_error
+        self.events.put(f"failed {error}")
+
+    def on_command_failed(self, command: int, error: Exception) -> None:
+        self.events.put(f"refused {command}")
+        if command == BROKEN:
+            raise AssertionError("the books do not agree")
+
+    def expect(self, *events: str) -> None:
+        assert [self.events.get(timeout=WAIT_S) for _ in events] == list(events)
+
+
+@pytest.fixture
+def worker() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def loop(worker: Scripted) -> Iterator[ModelLoop[int]]:
+    made = ModelLoop[int](worker, "model", lambda: 0.0)
+    yield made
+    worker.may_step.set()
+    assert made.stop()
+    assert worker.events.empty()
+
+
+def test_commands_are_handled_and_steps_run_on_one_thread(worker: Scripted, loop: ModelLoop[int]) -> None:
+    loop.post(1)
+    loop.post(2)
+    assert not loop.is_alive
+    loop.start()
+    worker.expect("handle 1", "handle 2", "step", "step", "step")
+    loop.post(1)  # it waits by now, or soon will
+    worker.expect("handle 1", "step")
+    assert loop.is_alive
+    assert len(worker.threads) == 1
+    assert threading.get_ident() not in worker.threads
+
+
+def test_commands_that_come_during_a_step_are_handled_before_the_next(worker: Scripted, loop: ModelLoop[int]) -> None:
+    worker.may_step.clear()
+    loop.post(2)
+    loop.start()
+    worker.expect("handle 2", "step")
+    loop.post(3)
+    loop.post(4)
+    worker.may_step.set()
+    worker.expect("handle 3", "handle 4", *["step"] * 8)
+
+
+def test_without_room_it_waits_for_news(
+    worker: Scripted, loop: ModelLoop[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "_IDLE_TICK_S", WAIT_S)
+    worker.has_room = False
+    loop.post(1)
+    loop.start()
+    worker.expect("handle 1", "step")
+    loop.wake()
+    worker.expect("step")  # looked once more, found no room, waits again
+    worker.has_room = True
+    loop.wake()
+    worker.expect("step")
+
+
+def test_a_step_that_fails_is_told_and_logged_and_the_loop_goes_on(
+    worker: Scripted, loop: ModelLoop[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.error = RuntimeError("out of cheese")
+    loop.post(1)
+    loop.start()
+    worker.expect("handle 1", "step", "failed out of cheese")
+    loop.post(1)
+    worker.expect("handle 1", "step")
+    assert [(record.levelno, record.message) for record in caplog.records] == [(logging.ERROR, "a model step failed")]
+
+
+def test_an_idle_loop_shows_that_it_is_alive(worker: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "_IDLE_TICK_S", 0.001)
+    now_s, looks, looked = 0.0, itertools.count(), threading.Event()
+
+    def clock() -> float:
+        if next(looks) >= 8:
+            looked.set()
+        return now_s
+
+    loop = ModelLoop[int](worker, "model", clock)
+    now_s = 50.0
+    assert loop.silent_s == 50.0
+    loop.start()
+    assert looked.wait(WAIT_S)
+    assert loop.silent_s == 0.0
+    assert loop.stop()
+    assert not loop.is_alive
+
+
+def test_stop_ends_behind_the_running_step(worker: Scripted) -> None:
+    worker.may_step.clear()
+    loop = ModelLoop[int](worker, "model", lambda: 0.0)
+    loop.post(5)
+    loop.start()
+    worker.expect("handle 5", "step")
+    assert not loop.stop(timeout_s=0.01)
+    assert loop.is_alive
+    worker.may_step.set()
+    assert loop.stop()
+    assert worker.num_left == 4
+    assert worker.events.empty()
+
+
+def test_a_loop_that_never_started_can_be_stopped(worker: Scripted) -> None:
+    assert ModelLoop[int](worker, "model", lambda: 0.0).stop()
+
+
+def test_a_command_that_fails_is_told_and_logged_and_the_loop_goes_on(
+    worker: Scripted, loop: ModelLoop[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    loop.post(-1)
+    loop.post(1)
+    loop.start()
+    worker.expect("handle -1", "refused -1", "handle 1", "step")
+    messages = [(record.levelno, record.message) for record in caplog.records]
+    assert messages == [(logging.ERROR, "a command to the model loop failed")]
+
+
+def test_a_worker_that_does_not_trust_itself_any_more_ends_the_loop(
+    worker: Scripted, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = ModelLoop[int](worker, "model", lambda: 0.0)
+    loop.post(BROKEN)
+    loop.post(1)
+    loop.start()
+    worker.expect(f"handle {BROKEN}", f"refused {BROKEN}")
+    loop._thread.join(WAIT_S)
+    assert not loop.is_alive
+    assert worker.events.empty(), "it went on"
+    assert caplog.records[-1].levelno == logging.CRITICAL
+    assert loop.stop()
+
+
+def test_steps_that_fail_one_after_the_other_end_the_loop(worker: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that answers everything with the same error: a worker that fails fast draws all requests."""
+    monkeypatch.setattr(loop_module, "_MAX_FAILED_STEPS", 3)
+    loop = ModelLoop[int](worker, "model", lambda: 0.0)
+    worker.error = worker.next_error = RuntimeError("illegal access")
+    failure = ("handle 1", "step", "failed illegal access")
+    loop.start()
+    for _ in range(2):
+        loop.post(1)
+        worker.expect(*failure)
+    worker.error = worker.next_error = None
+    loop.post(1)
+    worker.expect("handle 1", "step")  # counted from 0 again
+    worker.error = worker.next_error = RuntimeError("illegal access")
+    for _ in range(3):
+        loop.post(1)
+        worker.expect(*failure)
+    loop._thread.join(WAIT_S)
+    assert not loop.is_alive
+    assert loop.stop()

@@ -1,0 +1,85 @@
+"""Sealed KV blocks: AES-256-GCM, one key per lease, straight from pool memory and into pool memory.
+
+A sealed payload is the ciphertext and behind it the tag, ``TAG_NBYTES`` more than the block. The header is the associated data, so
+a block under another header, of another lease or with one bit changed does not open; a checksum beside it would add nothing.
+The nonce is the block's index: a key is made for one lease, and a lease's sender seals each index once (``claim`` refuses the
+second time), so no (key, nonce) comes twice.
+
+The key travels on the control channel. Who can read that can open and forge every block.
+"""
+
+from __future__ import annotations
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from kvrelay.wire.blocks.frames import BlockHeader
+
+KEY_NBYTES = 32
+TAG_NBYTES = 16
+_NONCE_NBYTES = 12
+
+
+def new_key() -> bytes:
+    """A key for one lease, ``KEY_NBYTES`` from the system's random source."""
+    return AESGCM.generate_key(KEY_NBYTES * 8)
+
+
+def seal_mismatch(*, decode_seals: bool, prefill_seals: bool) -> str:
+    """What to say to a worker that is started with the other ``--seal-kv``."""
+    return (
+        f"--seal-kv differs (decode / prefill): {str(decode_seals).lower()} / {str(prefill_seals).lower()}; "
+        "start both workers with the same"
+    )
+
+
+class BlockSealer:
+    """The sending side of one lease. ``claim`` on one thread, ``seal`` on any, also on several at a time."""
+
+    def __init__(self, key: bytes) -> None:
+        """Raises ValueError if ``key`` does not have ``KEY_NBYTES``."""
+        self._cipher = _cipher(key)
+        self._claimed: set[int] = set()
+
+    def claim(self, block_index: int) -> None:
+        """Take the nonce of a block, for good. Raises ValueError if it is taken: a nonce that comes twice gives the key away."""
+        if block_index in self._claimed:
+            raise ValueError(
+                f"block {block_index} was sealed under this key already; a block that changed needs a new lease"
+            )
+        self._claimed.add(block_index)
+
+    def seal(self, header: BlockHeader, payload: memoryview, target: memoryview) -> bytes:
+        """Write the sealed payload into ``target`` (``TAG_NBYTES`` more than ``payload``); returns the header's frame."""
+        frame = header.pack_sealed()
+        self._cipher.encrypt_into(_nonce(header), payload, frame, target)
+        return frame
+
+
+class BlockOpener:
+    """The receiving side of one lease. On any thread, also on several at a time."""
+
+    def __init__(self, key: bytes) -> None:
+        """Raises ValueError if ``key`` does not have ``KEY_NBYTES``."""
+        self._cipher = _cipher(key)
+
+    def open(self, header: BlockHeader, sealed: memoryview, target: memoryview) -> bool:
+        """Decrypt into ``target`` (``TAG_NBYTES`` less than ``sealed``) and say whether header and payload are the sealer's.
+
+        If not, ``target`` holds bytes that somebody else may have chosen: nothing may be read before a block opens into it.
+        """
+        try:
+            self._cipher.decrypt_into(_nonce(header), sealed, header.pack_sealed(), target)
+        except InvalidTag:
+            return False
+        return True
+
+
+def _cipher(key: bytes) -> AESGCM:
+    if len(key) != KEY_NBYTES:
+        raise ValueError(f"a key of {len(key)} bytes; it must have {KEY_NBYTES}")
+    return AESGCM(key)
+
+
+def _nonce(header: BlockHeader) -> bytes:
+    return header.block_index.to_bytes(_NONCE_NBYTES, "little")

@@ -1,0 +1,1 @@
+"""Control messages between gateways and workers: client, server, heartbeats."""

@@ -1,0 +1,250 @@
+"""A worker's end of control links: a ROUTER that knows its peers.
+
+A peer is known from its ``Hello`` until it says ``Bye``, falls silent, or says ``Hello`` again: then what it asked for before is
+void, and the handler is told. With keys, a peer is what its key says, in every message: a gateway cannot speak as a prefill
+worker, whatever it calls itself.
+
+A connection's routing id is random and says nothing of who is there. A ``Hello`` gives the connection a role and a name. A name
+belongs to its role, so a role's peers never get what is meant for another role's. The later ``Hello`` of a name wins.
+
+All of it runs on one asyncio loop. Sending never blocks: a message that cannot be queued is reported as not sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from kvrelay.wire.addresses import SocketFile
+from kvrelay.wire.codec import Codec
+from kvrelay.wire.errors import MalformedMessageError, WireError
+from kvrelay.wire.messages import (
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    Bye,
+    FailureCode,
+    Hello,
+    HelloRefused,
+    Message,
+    Ping,
+    Role,
+    Status,
+    Welcome,
+)
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.network import Network
+from kvrelay.wire.security.authentication import PeerGate, receive_with_role
+from kvrelay.wire.settings import LinkSettings
+from kvrelay.wire.sockets import bound_strangers, configure_control
+
+logger = logging.getLogger(__name__)
+
+_MAX_STRANGERS = 1000  # that are logged, a line each
+_MAX_DETAIL = 1000  # characters of what a peer may have chosen, in a log line and in the answer to it
+_MAX_NAME = 255  # characters of a peer's name
+
+
+class ServerHandler(Protocol):
+    """What a worker makes of its peers."""
+
+    def welcome(self, hello: Hello) -> Welcome | HelloRefused:
+        """Decide on a peer whose protocol version fits."""
+
+    def status(self) -> Status:
+        """The answer to a Ping."""
+
+    def on_message(self, peer_id: str, role: Role, message: Message) -> None:
+        """A message from a peer that was welcomed."""
+
+    def on_peer_lost(self, peer_id: str, role: Role) -> None:
+        """The peer is gone, or started anew: what it asked for is void."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    role: Role
+    peer_id: str  # its name, by its Hello
+    heard_s: float
+
+
+class ControlServer:
+    """A worker's control socket. ``start`` and ``stop`` once each."""
+
+    def __init__(
+        self,
+        address: str,
+        handler: ServerHandler,
+        settings: LinkSettings,
+        *,
+        metrics: WireMetrics,
+        network: Network,
+        gate: PeerGate | None = None,
+    ) -> None:
+        """``gate``: who may connect; started and stopped with the server. None: everybody, and nothing is encrypted."""
+        self._address = address
+        self._handler = handler
+        self._settings = settings
+        self._metrics = metrics
+        self._codec = Codec()
+        self._peers: dict[bytes, _Peer] = {}  # by routing id
+        self._routes: dict[tuple[Role, str], bytes] = {}  # role and name to routing id
+        self._strangers: set[str] = set()
+        self._clock = network.clock
+        self._router = network.context.socket(zmq.ROUTER)
+        self._gate = gate
+        receive = None if gate is None else receive_with_role
+        self._socket = network.loop_socket(self._router, self._on_frames, receive)
+        self._sweeper: asyncio.Task[None] | None = None
+        self._file: SocketFile | None = None
+
+    async def start(self) -> str:
+        """Listen; returns the real address. Raises WireError if it cannot be had."""
+        configure_control(self._router, self._settings)
+        bound_strangers(self._router)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._gate is not None:
+            self._gate.start()
+            self._gate.guard(self._router)
+        try:
+            self._router.bind(self._address)
+        except zmq.ZMQError as error:
+            self._router.close()
+            if self._gate is not None:
+                self._gate.stop()
+            raise WireError(f"cannot listen on {self._address}: {error}; choose another --address") from error
+        address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._file = SocketFile(address)
+        self._socket.start()
+        self._sweeper = asyncio.create_task(self._sweep())
+        return address
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether messages are being received, and new peers let in."""
+        has_gate = self._gate is None or self._gate.is_alive()
+        return has_gate and self._socket.is_alive and self._sweeper is not None and not self._sweeper.done()
+
+    def send(self, role: Role, peer_id: str, message: Message) -> bool:
+        """Queue a message; False if no peer of ``role`` has that name, or it is not connected. Never blocks."""
+        routing_id = self._routes.get((role, peer_id))
+        return routing_id is not None and self._answer(routing_id, message)
+
+    def _answer(self, routing_id: bytes, message: Message) -> bool:
+        return self._socket.send([routing_id, self._codec.encode(message)])
+
+    async def stop(self) -> None:
+        """Close the socket. Queued messages get a moment to leave."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+        self._socket.close(linger_ms=200)
+        if self._gate is not None:
+            self._gate.stop()
+        if self._file is not None:
+            self._file.remove()
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        proved = frames.pop().decode() if self._gate is not None else None
+        routing_id = frames[0]
+        if len(frames) != 2:
+            self._refuse_frame("malformed", routing_id, f"{len(frames) - 1} frames; a message is one")
+            return
+        try:
+            message = self._codec.decode(frames[1])
+        except MalformedMessageError as error:
+            self._refuse_frame("malformed", routing_id, str(error))
+            return
+        if isinstance(message, Hello):
+            self._on_hello(routing_id, message, proved)
+            return
+        peer = self._peers.get(routing_id)
+        if peer is None:
+            self._refuse_frame("before_hello", routing_id, f"{type(message).__name__} before Hello")
+            # A peer that was dropped for its silence, or that knew this process's predecessor, learns it at once.
+            self._answer(routing_id, HelloRefused(code=FailureCode.PEER_LOST, detail="not known here: say Hello"))
+            return
+        if proved not in (None, peer.role.value):
+            self._refuse_frame("wrong_role", routing_id, f"sent by a {proved} in the name of a {peer.role}")
+            return
+        peer.heard_s = self._clock()
+        if isinstance(message, Ping):
+            self._answer(routing_id, self._handler.status())
+        elif isinstance(message, Bye):
+            self._drop(routing_id)
+        else:
+            self._handler.on_message(peer.peer_id, peer.role, message)
+
+    def _on_hello(self, routing_id: bytes, hello: Hello, proved: str | None) -> None:
+        answer = self._hello_refusal(hello, proved) or self._welcome(routing_id, hello)
+        if isinstance(answer, Welcome):
+            self._peers[routing_id] = _Peer(hello.role, hello.peer_id, self._clock())
+            self._routes[hello.role, hello.peer_id] = routing_id
+        else:
+            self._metrics.refused_hellos.labels(answer.code.value).inc()
+            self._warn_once(hello.peer_id[:_MAX_NAME], f"refused a {hello.role}: {answer.detail}")
+        self._answer(routing_id, answer)
+
+    def _hello_refusal(self, hello: Hello, proved: str | None) -> HelloRefused | None:
+        """Why a Hello counts for nothing, not even as the end of what was before it; None if it counts."""
+        if proved not in (None, hello.role.value):
+            detail = f"a {hello.role} by its Hello, a {proved} by its key"
+        elif not 0 < len(hello.peer_id) <= _MAX_NAME or not hello.peer_id.isprintable():  # it goes into logs
+            detail = f"a peer_id of {len(hello.peer_id)} characters; it must have 1 to {_MAX_NAME}, all printable"
+        else:
+            return None
+        return HelloRefused(code=FailureCode.INVALID, detail=detail)
+
+    def _welcome(self, routing_id: bytes, hello: Hello) -> Welcome | HelloRefused:
+        """The answer to a Hello that ends what this connection, or this name, was before."""
+        for former in (routing_id, self._routes.get((hello.role, hello.peer_id))):
+            if former in self._peers:
+                self._drop(former)
+        if min(hello.protocol_max, PROTOCOL_MAX) < max(hello.protocol_min, PROTOCOL_MIN):
+            detail = (
+                f"no common protocol version: yours {hello.protocol_min} to {hello.protocol_max}, "
+                f"mine {PROTOCOL_MIN} to {PROTOCOL_MAX}"
+            )
+            return HelloRefused(code=FailureCode.INVALID, detail=detail)
+        answer = self._handler.welcome(hello)
+        if isinstance(answer, HelloRefused) and len(answer.detail) > _MAX_DETAIL:
+            return HelloRefused(code=answer.code, detail=f"{answer.detail[:_MAX_DETAIL]} …")
+        return answer
+
+    def _refuse_frame(self, cause: str, routing_id: bytes, detail: str) -> None:
+        self._metrics.refused_messages.labels(cause).inc()
+        peer = self._peers.get(routing_id)
+        name = routing_id[:64].hex() if peer is None else peer.peer_id
+        self._warn_once(name, f"dropped a control frame: {detail[:_MAX_DETAIL]}")
+
+    def _warn_once(self, name: str, text: str) -> None:
+        """One line per stranger, and a bounded number of them: who may not speak may not fill a disk either."""
+        if name not in self._strangers and len(self._strangers) < _MAX_STRANGERS:
+            self._strangers.add(name)
+            logger.warning("%s", text, extra={"peer_id": name if name.isprintable() else name.encode().hex()})
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.ping_interval_s)
+            now_s = self._clock()
+            silent = [one for one, peer in self._peers.items() if now_s - peer.heard_s > self._patience_s(peer)]
+            for routing_id in silent:
+                peer = self._peers[routing_id]
+                logger.warning("peer silent for %.1f s", now_s - peer.heard_s, extra={"peer_id": peer.peer_id})
+                self._metrics.lost_peers.inc()
+                self._drop(routing_id)
+
+    def _patience_s(self, peer: _Peer) -> float:
+        settings = self._settings.between_workers() if peer.role is Role.PREFILL else self._settings
+        return settings.peer_timeout_s
+
+    def _drop(self, routing_id: bytes) -> None:
+        peer = self._peers.pop(routing_id)
+        del self._routes[peer.role, peer.peer_id]
+        try:
+            self._handler.on_peer_lost(peer.peer_id, peer.role)
+        except Exception:
+            logger.exception("a handler failed on a lost peer; the server goes on")

@@ -1,0 +1,1 @@
+"""What a decode worker grants and proves: leases, their states, the landing of blocks."""

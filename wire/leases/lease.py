@@ -1,0 +1,119 @@
+"""What a lease on KV blocks is, and what its table needs from others. The rules are in :mod:`kvrelay.wire.leases.table`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvrelay.wire.blocks.seal import BlockOpener
+from kvrelay.wire.leases.states import HandoffState, advance
+from kvrelay.wire.messages import Commit, FailureCode, Offer
+
+
+class BlockReservations(Protocol):
+    """The block manager, as a lease sees it. Thread-safe."""
+
+    def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int] | None:
+        """Blocks for a lease, of which the leading ``n`` (second value) hold what ``hashes`` name; None without room."""
+
+    def release(self, lease_key: str) -> None:
+        """Give the lease's blocks back."""
+
+    def publish(self, lease_key: str, index: int, block_hash: bytes) -> None:
+        """The lease's block ``index`` is full and proved."""
+
+
+class WritableStore(Protocol):
+    """The pool's bytes, as a lease sees them (see kvrelay.engine.step.interface.BlockStore)."""
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block."""
+
+    def open_write(self, block_id: int) -> memoryview:
+        """A writable view of the block."""
+
+    def close_write(self, block_id: int) -> None:
+        """The view is filled, or given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedLease:
+    """All that the decode worker needs to go on with the sequence."""
+
+    lease_id: int
+    lease_key: str  # under which the blocks are reserved
+    peer_id: str
+    offer: Offer
+    commit: Commit
+    block_ids: list[int]
+    transfer_s: float  # commit received until the last block was verified
+
+
+class LeaseHandler(Protocol):
+    """Hears how leases end. Called on the network or the receiver thread, never with a lock held."""
+
+    def on_lease_verified(self, lease: VerifiedLease) -> None:
+        """The blocks are the handler's now."""
+
+    def on_lease_rejected(
+        self, lease_id: int, peer_id: str, key: tuple[str, int], code: FailureCode, detail: str
+    ) -> None:
+        """The blocks are released; nothing was or will be sampled from them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSettings:
+    """What leases are checked against."""
+
+    epoch: int
+    fingerprint: bytes
+    block_size: int
+    ttl_s: float
+    seals_kv: bool = False  # every lease gets a key, and takes sealed blocks only
+    num_receivers: int = 1  # threads that write blocks at a time, of each way that these come by
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One lease of a LeaseTable, and under its lock."""
+
+    lease_id: int
+    peer_id: str
+    offer: Offer
+    block_ids: list[int]
+    num_cached: int
+    expires_s: float
+    opener: BlockOpener | None  # None: blocks come plain
+    state: HandoffState = HandoffState.GRANTED
+    received: set[int] = field(default_factory=set)
+    writing: set[int] = field(default_factory=set)  # indices of the blocks that receivers are filling
+    commit: Commit | None = None
+    committed_s: float = 0.0
+    has_dropped: bool = False  # a frame that did not authenticate
+    failure: tuple[FailureCode, str] | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The attempt that it is for."""
+        return (self.offer.request_id, self.offer.attempt)
+
+    @property
+    def lease_key(self) -> str:
+        """The name under which its blocks are reserved."""
+        return str(self.lease_id)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every block is here, received or cached."""
+        return self.num_cached + len(self.received) == len(self.offer.block_hashes)
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether everything was sent, and something else came: blocks that are missing may be lost."""
+        return self.has_dropped and self.state is HandoffState.COMMITTED
+
+    def advance(self, state: HandoffState) -> None:
+        """Enter ``state``; see kvrelay.wire.leases.states."""
+        self.state = advance(self.state, state, f"lease {self.lease_id} of request {self.key}")

@@ -1,0 +1,368 @@
+"""The receiving side of hand-offs: leases on KV blocks, and the proof every block must pass before it counts.
+
+A lease is made by ``offer`` and ends in exactly one call of the handler: ``on_lease_verified`` (every block proved right;
+the blocks are the handler's from then on) or ``on_lease_rejected`` (its blocks are released). What a block must prove:
+
+    epoch        it was written for this process, not for an earlier one under the same address
+    lease        it is live; a lease id is never used twice
+    index, hash  it is the block that the offer promised at this place: same model, tokens and position
+    size         exactly one block
+    checksum     over the header and over what lies in *pool memory* after the write;
+    or seal      with sealed blocks: decrypted into pool memory, header and payload are those that the lease's peer sealed
+
+A frame of another epoch, of a lease that is over, or for a block that is proved already, is dropped and counted.
+
+*With* seals every other frame that does not hold is dropped and counted, too: anybody may have sent it, so it must not hurt the
+lease. It may have overwritten its block's memory. Nothing reads that memory until a frame for this block has authenticated, which
+is written over what lies there. A frame for a block that is being written waits for that verdict, for it may be the genuine one.
+A lease that is committed and had a frame dropped has a second left from its last genuine block: what is missing may never come.
+One whose frame came with another lease's id, or nobody's, has its whole time: what names a lease must not hurt another one.
+
+*Without* seals a frame that does not hold ends the lease: whoever reaches the port could also send one that does.
+
+Thread-safe. The network thread offers, commits, aborts and reaps; receiver threads, one or several for each way that blocks come
+by, open and close writes. A block has one writer at a time. A lease ends when its last writer has left. The handler is called
+without the lock held, on any of these threads.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kvrelay.common.block_hash import chain_hashes, root_hash, salted
+from kvrelay.wire.blocks.frames import BlockHeader
+from kvrelay.wire.blocks.seal import BlockOpener, new_key
+from kvrelay.wire.errors import BlockRefusedError
+from kvrelay.wire.leases.landing import land, misfit
+from kvrelay.wire.leases.lease import (
+    BlockReservations,
+    Lease,
+    LeaseHandler,
+    LeaseSettings,
+    VerifiedLease,
+    WritableStore,
+)
+from kvrelay.wire.leases.states import HandoffState
+from kvrelay.wire.messages import Abort, Commit, FailureCode, Grant, Offer, Refuse, Renew
+from kvrelay.wire.metrics import WireMetrics
+
+_LEASE_ID_BITS = 64  # random: who is not told an id sends no frame for its lease
+_DOUBT_S = 1.0  # left of a committed lease that had a frame dropped
+
+
+class LeaseTable:
+    """All leases of one decode worker."""
+
+    def __init__(
+        self,
+        settings: LeaseSettings,
+        blocks: BlockReservations,
+        store: WritableStore,
+        handler: LeaseHandler,
+        metrics: WireMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._blocks = blocks
+        self._store = store
+        self._handler = handler
+        self._metrics = metrics
+        self._clock = clock
+        self._root_hash = root_hash(settings.fingerprint)
+        self._lock = threading.RLock()
+        self._verdict = threading.Condition(self._lock)  # on a block that was being written
+        self._leases: dict[int, Lease] = {}
+        self._by_key: dict[tuple[str, int], Lease] = {}
+
+    @property
+    def seals_kv(self) -> bool:
+        """Whether blocks must come sealed."""
+        return self._settings.seals_kv
+
+    # -- the network thread ----------------------------------------------------------------------------------------
+
+    def offer(self, peer_id: str, offer: Offer) -> Grant | Refuse:
+        """Reserve blocks for what is offered, and for the first token behind it."""
+        key = (offer.request_id, offer.attempt)
+
+        def refuse(code: FailureCode, detail: str, retry_after_s: float | None = None) -> Refuse:
+            return Refuse(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
+
+        block_size = self._settings.block_size
+        unfit = self._unfit(offer)
+        if unfit is not None:
+            return refuse(*unfit)
+        num_full = len(offer.token_ids) // block_size
+        num_blocks = len(offer.token_ids) // block_size + 1
+        with self._lock:
+            if key in self._by_key:
+                return refuse(FailureCode.INVALID, f"attempt {key[1]} of request {key[0]} is already leased")
+            lease_id = secrets.randbits(_LEASE_ID_BITS)
+            reserved = self._blocks.reserve(str(lease_id), num_blocks, offer.block_hashes[:num_full])
+            if reserved is None:
+                self._metrics.handoffs.labels("refused_no_room").inc()
+                return refuse(FailureCode.NO_ROOM, f"no room for {num_blocks} KV blocks", retry_after_s=0.5)
+            block_ids, num_cached = reserved
+            seal_key = new_key() if self._settings.seals_kv else None
+            opener = None if seal_key is None else BlockOpener(seal_key)
+            expires_s = self._clock() + self._settings.ttl_s
+            lease = Lease(lease_id, peer_id, offer, block_ids, num_cached, expires_s, opener)
+            self._leases[lease_id] = self._by_key[key] = lease
+        self._metrics.reused_blocks.inc(num_cached)
+        return Grant(
+            request_id=key[0],
+            attempt=key[1],
+            lease_id=lease_id,
+            epoch=self._settings.epoch,
+            num_cached_blocks=num_cached,
+            ttl_s=self._settings.ttl_s,
+            seal_key=seal_key,
+        )
+
+    def commit(self, peer_id: str, commit: Commit) -> None:
+        """The sender has sent everything; the lease is verified now or with the last block."""
+        with self._lock:
+            lease = self._live(peer_id, commit.lease_id, commit.epoch)
+            if lease is None or lease.commit is not None:
+                return
+            lease.commit, lease.committed_s = commit, self._clock()
+            lease.advance(HandoffState.COMMITTED)
+            self._touch(lease)
+            if commit.chain_hash != lease.offer.block_hashes[-1]:
+                self._doom(lease, FailureCode.INTEGRITY, "the commit's chain hash is not that of the offer")
+        self._settle(lease)
+
+    def reject(self, peer_id: str, lease_id: int, epoch: int, detail: str) -> None:
+        """What the sender said of the lease cannot be right, as whoever knows the model finds."""
+        self._end(lambda lease: lease is self._live(peer_id, lease_id, epoch), FailureCode.INTEGRITY, detail)
+
+    def renew(self, peer_id: str, renew: Renew) -> None:
+        """The sender still computes."""
+        with self._lock:
+            lease = self._live(peer_id, renew.lease_id, renew.epoch)
+            if lease is not None:
+                self._touch(lease)
+
+    def abort(self, peer_id: str, abort: Abort) -> None:
+        """The sender gives up."""
+        self._end(
+            lambda lease: lease is self._live(peer_id, abort.lease_id, abort.epoch),
+            FailureCode.CANCELLED,
+            f"aborted: {abort.reason}",
+        )
+
+    def cancel(
+        self,
+        request_id: str,
+        attempt: int,
+        code: FailureCode = FailureCode.CANCELLED,
+        detail: str = "cancelled by the gateway",
+    ) -> None:
+        """Nobody wants the request any more, for this reason."""
+        self._end(lambda lease: lease.key == (request_id, attempt), code, detail)
+
+    def abort_peer(self, peer_id: str) -> None:
+        """The sender is gone."""
+        self._end(lambda lease: lease.peer_id == peer_id, FailureCode.PEER_LOST, f"prefill worker {peer_id} is lost")
+
+    def reap(self) -> None:
+        """End the leases whose time is up."""
+        now_s = self._clock()
+        self._end(
+            lambda lease: lease.expires_s <= now_s and lease.is_doubted,
+            FailureCode.INTEGRITY,
+            "frames came that did not authenticate, and blocks are missing",
+        )
+        detail = f"no traffic for {self._settings.ttl_s:g} s"
+        self._end(lambda lease: lease.expires_s <= now_s, FailureCode.LEASE_EXPIRED, detail)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Every lease, for /debug/kv."""
+        now_s = self._clock()
+        with self._lock:
+            return [
+                {
+                    "lease_id": lease.lease_id,
+                    "request_id": lease.offer.request_id,
+                    "attempt": lease.offer.attempt,
+                    "state": lease.state.value,
+                    "blocks": len(lease.block_ids),
+                    "cached": lease.num_cached,
+                    "received": len(lease.received),
+                    "expires_in_s": round(lease.expires_s - now_s, 3),
+                }
+                for lease in self._leases.values()
+            ]
+
+    # -- the receiver threads --------------------------------------------------------------------------------------
+
+    def begin_block(self, header: BlockHeader) -> None:
+        """Keep the pool's block for the payload of ``header``; ``finish_block`` must follow. Raises BlockRefusedError.
+
+        On a lease with seals this waits while another thread writes the block.
+        """
+        with self._lock:
+            if header.epoch != self._settings.epoch:
+                raise self._refused("stale_epoch", f"epoch {header.epoch}; this process is {self._settings.epoch}")
+            lease = self._leases.get(header.lease_id)
+            if lease is None or lease.state.is_over:
+                raise self._refused("unknown_lease", f"lease {header.lease_id} is not live")
+            if header.block_index in lease.received or header.block_index < lease.num_cached:
+                raise self._refused("duplicate", f"block {header.block_index} of lease {header.lease_id} is there")
+            is_sealed = lease.opener is not None
+            refusal = misfit(header, lease.offer.block_hashes, self._store.block_nbytes, is_sealed=is_sealed)
+            if refusal is None:
+                if is_sealed:
+                    self._verdict.wait_for(lambda: header.block_index not in lease.writing)
+                    if lease.state.is_over:
+                        raise self._refused("unknown_lease", f"lease {header.lease_id} is not live")
+                if header.block_index in lease.received or header.block_index in lease.writing:
+                    detail = f"block {header.block_index} of lease {header.lease_id} came already"
+                    raise self._refused("duplicate", detail)
+                lease.writing.add(header.block_index)
+                return
+            self._counted(refusal)
+            self._doubt(lease, refusal)
+        self._settle(lease)
+        raise refusal
+
+    def finish_block(self, header: BlockHeader, payload: memoryview | None) -> None:
+        """Write what came (None: not one payload frame) into the pool's block and prove it there. Raises BlockRefusedError."""
+        with self._lock:
+            lease = self._leases[header.lease_id]
+            block_id, is_begun = lease.block_ids[header.block_index], header.block_index in lease.writing
+        assert is_begun, f"block {header.block_index} of lease {header.lease_id} is finished, but was not begun"
+        # Outside of the lock: nobody else may touch this block now, and a view may have to be waited for.
+        try:
+            view = self._store.open_write(block_id)
+            refusal = land(header, payload, view, lease.opener, is_one_of_several=self._settings.num_receivers > 1)
+            if refusal is not None:
+                self._counted(refusal)
+            self._store.close_write(block_id)
+        except BaseException:  # the pool fails and this thread dies: others must not wait for its verdict
+            self._leave(lease, header.block_index)
+            raise
+        with self._lock:
+            self._leave(lease, header.block_index)
+            if lease.state is HandoffState.ABORTING:
+                pass  # the lease ended during the write; it is settled below
+            elif refusal is not None:
+                self._doubt(lease, refusal)
+            else:
+                lease.received.add(header.block_index)
+                if lease.state is HandoffState.GRANTED:
+                    lease.advance(HandoffState.SHIPPING)
+                self._touch(lease)
+                self._metrics.blocks_received.inc()
+                self._metrics.bytes_received.inc(header.payload_nbytes)
+        self._settle(lease)
+        if refusal is not None:
+            raise refusal
+
+    def count_bad_header(self) -> None:
+        """A frame came that is no block at all."""
+        self._metrics.refused_blocks.labels("bad_header").inc()
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _unfit(self, offer: Offer) -> tuple[FailureCode, str] | None:
+        """Why the offer can be granted at no time; None if only room decides."""
+        if offer.fingerprint != self._settings.fingerprint:
+            self._metrics.handoffs.labels("refused_fingerprint").inc()
+            detail = f"fingerprint {offer.fingerprint.hex()} offered, {self._settings.fingerprint.hex()} served"
+            return (FailureCode.LAYOUT_MISMATCH, detail)
+        try:
+            root = salted(self._root_hash, offer.cache_salt)
+            hashes = chain_hashes(root, offer.token_ids, self._settings.block_size)
+        except OverflowError as error:
+            return (FailureCode.INVALID, f"a token id cannot be one: {error}")
+        if not hashes:
+            return (FailureCode.INVALID, "an offer of no tokens")
+        if hashes != offer.block_hashes:
+            self._metrics.handoffs.labels("refused_hashes").inc()
+            return (FailureCode.INTEGRITY, "the block hashes are not those of the tokens")
+        return None
+
+    def _refused(self, cause: str, detail: str) -> BlockRefusedError:
+        return self._counted(BlockRefusedError(cause, detail))
+
+    def _counted(self, refusal: BlockRefusedError) -> BlockRefusedError:
+        self._metrics.refused_blocks.labels(refusal.cause_name).inc()
+        return refusal
+
+    def _live(self, peer_id: str, lease_id: int, epoch: int) -> Lease | None:
+        """The lease, if it is live and ``peer_id``'s: nobody speaks for another worker's hand-off."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.state.is_over or lease.peer_id != peer_id or epoch != self._settings.epoch:
+            return None
+        return lease
+
+    def _touch(self, lease: Lease) -> None:
+        ttl_s = self._settings.ttl_s
+        lease.expires_s = self._clock() + (min(_DOUBT_S, ttl_s) if lease.is_doubted else ttl_s)
+
+    def _leave(self, lease: Lease, block_index: int) -> None:
+        """This block's writer is done."""
+        with self._lock:
+            lease.writing.remove(block_index)
+            self._verdict.notify_all()
+
+    def _doubt(self, lease: Lease, refusal: BlockRefusedError) -> None:
+        """A frame did not hold. Without seals that is the end; with seals it is forgotten, unless a block will be missing."""
+        if lease.opener is None:
+            self._doom(lease, FailureCode.INTEGRITY, f"{refusal.cause_name}: {refusal}")
+            return
+        lease.has_dropped = True
+        if lease.is_doubted:  # further frames give it no more time
+            lease.expires_s = min(lease.expires_s, self._clock() + _DOUBT_S)
+
+    def _end(self, concerns: Callable[[Lease], bool], code: FailureCode, detail: str) -> None:
+        with self._lock:
+            doomed = [lease for lease in self._leases.values() if not lease.state.is_over and concerns(lease)]
+            for lease in doomed:
+                self._doom(lease, code, detail)
+        for lease in doomed:
+            self._settle(lease)
+
+    def _doom(self, lease: Lease, code: FailureCode, detail: str) -> None:
+        lease.failure = (code, detail)
+        lease.advance(HandoffState.ABORTING)
+
+    def _settle(self, lease: Lease) -> None:
+        """Bring a lease to its end if it has reached one; exactly one caller gets to tell the handler."""
+        verified: VerifiedLease | None = None
+        with self._lock:
+            if lease.lease_id not in self._leases or lease.writing:
+                return
+            if lease.state is HandoffState.ABORTING:
+                lease.advance(HandoffState.ABORTED)
+                self._blocks.release(lease.lease_key)
+            elif lease.state is HandoffState.COMMITTED and lease.is_complete:
+                lease.advance(HandoffState.VERIFIED)
+                for index in range(len(lease.offer.token_ids) // self._settings.block_size):
+                    self._blocks.publish(lease.lease_key, index, lease.offer.block_hashes[index])
+                assert lease.commit is not None
+                verified = VerifiedLease(
+                    lease_id=lease.lease_id,
+                    lease_key=lease.lease_key,
+                    peer_id=lease.peer_id,
+                    offer=lease.offer,
+                    commit=lease.commit,
+                    block_ids=lease.block_ids,
+                    transfer_s=self._clock() - lease.committed_s,
+                )
+            else:
+                return
+            del self._leases[lease.lease_id], self._by_key[lease.key]
+        if verified is not None:
+            self._metrics.handoffs.labels("verified").inc()
+            self._metrics.transfer_s.observe(verified.transfer_s)
+            self._handler.on_lease_verified(verified)
+            return
+        assert lease.failure is not None
+        code, detail = lease.failure
+        self._metrics.handoffs.labels(code.value).inc()
+        self._handler.on_lease_rejected(lease.lease_id, lease.peer_id, lease.key, code, detail)

@@ -1,0 +1,216 @@
+"""The sending side of one data link: a queue of blocks, and the threads that prove or seal them and give them to lines.
+
+Threads of its own, so that neither checksums nor seals are computed on the network thread, nor greetings waited for. The first
+opens a line through shared memory if the decode worker names a place for it (:mod:`kvrelay.wire.lines.shared.sender`), and where
+there is none in common, which is what two hosts look like, over TCP (:mod:`kvrelay.wire.lines.data_plane`). All others go the
+same way.
+
+A line is moved by one core on each side, and over TCP hashed by one more. So there may be several, each with its thread. A thread
+waits until its line has room, and only then takes the next block: what waits, waits for the first line that is free. Blocks need
+no order, each proves itself. One more line is opened when blocks wait behind the youngest one, so links with little to do stay
+with one line; and not before that one is connected: of two TCP connections that come at once, a decode worker's ZeroMQ is
+likely to put both on one thread.
+
+The decode worker has one address for all lines, and need not know how many there are. When a line fails the sender ends, with all
+its lines, and its link with it: the requests on it are tried again at once. A TCP connection that breaks is such a failure, as
+nobody knows which blocks were lost with it. It is noticed also while no block waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import zmq
+
+from kvrelay.common.late_bytes import LateBytes
+from kvrelay.wire.blocks.frames import BlockHeader
+from kvrelay.wire.blocks.seal import BlockSealer
+from kvrelay.wire.blocks.send_job import JobQueue, Line, SendJob, SendTicket, Wakeup
+from kvrelay.wire.errors import NoSharedMemoryError, PeerLostError, WireError
+from kvrelay.wire.lines.data_plane import TcpLine
+from kvrelay.wire.lines.shared.sender import SharedLine, SharedTarget
+from kvrelay.wire.metrics import WireMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class BlockSender:
+    """The connections to a decode worker's pool, and their threads. Called on the network thread; never blocks long."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        metrics: WireMetrics,
+        context: zmq.Context[zmq.Socket[bytes]],
+        token: str | None = None,
+        shared: SharedTarget | None = None,
+        num_sockets: int = 1,
+        first_thread: int = 0,
+        on_end: Callable[[], object] | None = None,
+    ) -> None:
+        """``address``: of the data port. ``token``: what the decode worker lets data connections in by; None: everybody.
+
+        ``shared``: where to try shared memory first; None: nowhere. ``num_sockets``: lines, at most.
+        ``first_thread``: a number of the sender's own, by which its lines are spread over ZeroMQ's threads beside other senders'.
+        ``on_end``: called on a thread of the sender's, perhaps on several, when it has ended without being closed.
+        """
+        self._address = address
+        self._max_lines = num_sockets
+        self._first_thread = first_thread
+        self._token = token
+        self._shared = shared  # None: all lines go over TCP
+        self._metrics = metrics
+        self._context = context
+        self._on_end = on_end
+        self._jobs = JobQueue()
+        self._is_closed = False
+        self._has_ended = False
+        try:
+            self._wakeup = Wakeup()
+        except OSError:
+            self._jobs.close()
+            raise
+        self._threads: list[threading.Thread] = []
+        try:
+            self._start(self._tcp_line(0) if shared is None else None)
+        except BaseException:
+            self._wakeup.close()
+            self._jobs.close()
+            raise
+
+    def send(
+        self, header: BlockHeader, payload: memoryview | LateBytes, sealer: BlockSealer | None = None
+    ) -> SendTicket:
+        """Queue a block, sealed if there is a sealer. The payload's memory must not change until the ticket is done.
+
+        Raises WireError on a sender that is closed, ValueError if ``sealer`` had this block before.
+        """
+        if not self.is_alive:
+            raise WireError("this block sender is closed: its decode worker is lost")
+        if sealer is not None:
+            sealer.claim(header.block_index)
+        ticket = SendTicket()
+        self._jobs.put(SendJob(ticket, header, payload, sealer))
+        if self._has_ended:  # meanwhile, and perhaps without having seen this job
+            self._end_queued()
+        return ticket
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether blocks that are queued will be sent."""
+        return not self._is_closed and not self._has_ended
+
+    def give_up(self) -> None:
+        """What was sent does not seem to arrive, although no line broke: end soon, as if one had. A second time does nothing."""
+        if self.is_alive:
+            self._has_ended = True
+            self._wakeup.set()
+
+    def close(self) -> None:
+        """Drop what is queued and close; every ticket is done soon after, whether or not the peer ever existed."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._wakeup.set()
+        for thread in self._threads:  # which may still grow: by a thread that ends before the one that it has started
+            thread.join()  # it is busy with one block at the most
+        self._wakeup.close()
+        self._jobs.close()
+
+    # -- the threads -----------------------------------------------------------------------------------------------
+
+    def _start(self, line: Line | None = None) -> None:
+        """One more line and its thread. The network thread starts the first, and the youngest thread all others."""
+        number = len(self._threads)
+        thread = threading.Thread(target=self._run, args=(number, line), name=f"block-sender-{number}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if number == 0:
+                raise
+            self._go_on_with(number, error)
+            return
+        self._threads.append(thread)  # not before: what is there can be joined
+
+    def _run(self, number: int, line: Line | None) -> None:
+        if number > 0:
+            try:
+                line = self._tcp_line(number) if self._shared is None else self._shared_line(self._shared)
+            except (NoSharedMemoryError, zmq.ZMQError, OSError) as error:
+                self._go_on_with(number, error)
+                return
+        job: SendJob | None = None
+        try:
+            line = line or self._first_line()
+            while line.has_room() and (job := self._next(line)) is not None and line.ship(job):
+                if number + 1 == len(self._threads) < self._max_lines and not self._jobs.is_empty and self.is_alive:
+                    self._start()
+        except PeerLostError as error:
+            logger.warning("%s; its link will be made anew", error)
+        except Exception:
+            logger.exception("a block sender dies; its link will be made anew")
+        finally:
+            self._has_ended = True
+            self._wakeup.set()  # the other lines' threads end, too
+            if line is not None:
+                line.close()
+            if job is not None:
+                job.ticket.end_unless_followed()
+            self._end_queued()
+            if self._on_end is not None and not self._is_closed:
+                self._on_end()
+
+    def _next(self, line: Line) -> SendJob | None:
+        """Wait for a block for a line that has room; None: the sender ends. Raises PeerLostError if the line breaks."""
+        while not self._wakeup.is_set:
+            if (job := self._jobs.take()) is not None:
+                return job
+            line.wait_for(self._jobs)
+        return None
+
+    def _go_on_with(self, num_lines: int, error: Exception) -> None:
+        """One more line cannot be had: those that there are serve as well."""
+        self._max_lines = num_lines
+        if self.is_alive:  # else it is no wonder
+            logger.warning(
+                "KV blocks for %s go over %d connections, no more can be opened: %s", self._address, num_lines, error
+            )
+
+    def _first_line(self) -> Line:
+        """Shared memory if it can be, else TCP; the others are like it. What it is is logged once for each link."""
+        assert self._shared is not None
+        try:
+            line = self._shared_line(self._shared)
+        except NoSharedMemoryError as error:
+            self._shared = None
+            if self.is_alive:
+                logger.info("KV blocks for %s go over TCP, not through shared memory: %s", self._address, error)
+            return self._tcp_line(0)
+        logger.info("KV blocks for %s go through shared memory, %s", self._address, line)
+        return line
+
+    def _shared_line(self, shared: SharedTarget) -> Line:
+        line = SharedLine.connect(shared, self._metrics, self._wakeup, num_lines=self._max_lines)
+        self._metrics.data_lines.labels("shared_memory").inc()
+        return line
+
+    def _tcp_line(self, number: int) -> Line:
+        line = TcpLine(
+            self._address,
+            metrics=self._metrics,
+            context=self._context,
+            wakeup=self._wakeup,
+            token=self._token,
+            thread=self._first_thread + number,
+            num_lines=self._max_lines,
+        )
+        self._metrics.data_lines.labels("tcp").inc()
+        return line
+
+    def _end_queued(self) -> None:
+        """Nobody will send what is in the queue. On any thread."""
+        while (job := self._jobs.take()) is not None:
+            job.ticket.end()

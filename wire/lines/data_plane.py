@@ -1,0 +1,345 @@
+"""The data sockets: KV blocks as raw frames, from the sender's pool into the receiver's pool, over TCP.
+
+A block is one multipart message: header (:mod:`kvrelay.wire.blocks.frames`), payload. The sending side are lines of
+:mod:`kvrelay.wire.lines.block_sender`, one or several of a sender. A line gives ZeroMQ the pool's memory itself, or what a sealer
+made of it; a ticket says when the pool's memory is no longer read. It works on few blocks at a time: what it has just read for the
+checksum is still in the cache when the kernel copies it.
+
+The receiver is one port, and one thread or several. Each waits for its turn, takes a message off the socket, and gives the turn on.
+Then it asks the lease table whether the block has a place, and gives it the payload, while others do so with theirs. So no block
+waits in a queue between threads, and several land at a time over however many lines they came. What has no place is dropped,
+so one bad frame never blocks the good ones behind it.
+
+Between workers on one host there is a faster way beside this one: :mod:`kvrelay.wire.lines.shared.ring`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvrelay.common.logs import RareWarnings
+from kvrelay.wire.addresses import SocketFile
+from kvrelay.wire.blocks.frames import HEADER_NBYTES, parse_header
+from kvrelay.wire.blocks.seal import TAG_NBYTES
+from kvrelay.wire.blocks.send_job import JobQueue, SendJob, Wakeup
+from kvrelay.wire.errors import BlockRefusedError, PeerLostError, WireError
+from kvrelay.wire.leases.table import LeaseTable
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.security.authentication import PeerGate, show_token
+from kvrelay.wire.sockets import bound_strangers, choose_data_thread, choose_data_threads, close_dead_connections
+
+logger = logging.getLogger(__name__)
+
+_SEND_AHEAD_MESSAGES = 32  # proved or sealed, and not yet in the kernel
+_READ_AHEAD_MESSAGES = 32  # per sender
+_MIN_AHEAD_MESSAGES = 4  # of one of several connections
+_LOOK_S = 0.01  # how often a line that never waits looks at its connection
+_DEAD_AFTER_S = 10.0  # of a connection without traffic whose other machine is gone
+
+
+class TcpLine:
+    """One connection to a decode worker's data socket. Implements :class:`kvrelay.wire.blocks.send_job.Line`.
+
+    ZeroMQ tries until it is connected. A connection that breaks later is made anew, too, but not by us any more: blocks that
+    ZeroMQ had taken are lost with it, and it does not say which.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        metrics: WireMetrics,
+        context: zmq.Context[zmq.Socket[bytes]],
+        wakeup: Wakeup,
+        token: str | None = None,
+        thread: int = 0,
+        num_lines: int = 1,
+    ) -> None:
+        """``token``: what the decode worker lets data connections in by; None: it lets everybody in.
+
+        ``thread``: a number, which of ZeroMQ's threads to use. One of several lines of a link takes no blocks before it is
+        connected: what it would hold up, one that is connected can send.
+        """
+        self._blocks_sent = metrics.blocks_sent.labels("tcp")
+        self._bytes_sent = metrics.bytes_sent.labels("tcp")
+        self._wakeup = wakeup
+        self._address = address
+        self._looked_s = time.monotonic()
+        self._is_up = False  # the handshake is over: until then no block is lost if the connection ends
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, _share(_SEND_AHEAD_MESSAGES, num_lines))
+        self._socket.setsockopt(zmq.IMMEDIATE, int(num_lines > 1))
+        choose_data_thread(self._socket, context, thread)
+        close_dead_connections(self._socket, _DEAD_AFTER_S)
+        if token is not None:
+            show_token(self._socket, token)
+        try:
+            # Before it connects: each event is told once.
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            try:
+                self._socket.connect(address)
+            except zmq.ZMQError:
+                self._socket.disable_monitor()
+                self._monitor.close(linger=0)
+                raise
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
+        self._room = self._poller_for(self._socket, zmq.POLLOUT)
+        self._buffers = _Buffers()
+
+    def ship(self, job: SendJob) -> bool:
+        """See Line. ZeroMQ reads the payload's memory until the job's ticket is done."""
+        if not job.ticket.take():
+            return True
+        if (plain := job.bytes(self._wakeup, self._look)) is None:
+            return not self._wakeup.is_set
+        header, payload = self._prepared(job, plain)
+        while not self._sent(job, header, payload, is_ours=payload is not plain):
+            if not self.has_room():
+                return False
+        return True
+
+    def close(self) -> None:
+        """See Line."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+
+    def has_room(self) -> bool:
+        """See Line: ZeroMQ takes a message."""
+        while not self._wakeup.is_set:
+            # To look, or to poll, costs as much as all the rest here: the latter is only done to wait.
+            if time.monotonic() >= self._looked_s + _LOOK_S:
+                self._look()
+            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+                return True
+            self._wait(self._room)
+        return False
+
+    def wait_for(self, jobs: JobQueue) -> None:
+        """See Line."""
+        self._wait(self._poller_for(jobs.fileno(), zmq.POLLIN))
+
+    def _poller_for(self, for_what: zmq.Socket[bytes] | int, events: int) -> zmq.Poller:
+        """Waits for it, or the wakeup, or news of the connection."""
+        poller = zmq.Poller()
+        poller.register(for_what, events)
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        return poller
+
+    def _wait(self, poller: zmq.Poller) -> None:
+        if self._monitor in dict(poller.poll()):
+            self._look()
+
+    def _look(self) -> None:
+        """Read what happened to the connection. Raises PeerLostError if it broke."""
+        self._looked_s = time.monotonic()
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            if self._is_up:  # it can only have ended
+                raise PeerLostError(f"the connection for KV blocks to {self._address} broke")
+            self._is_up = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+    def _prepared(self, job: SendJob, plain: memoryview) -> tuple[bytes, memoryview]:
+        """Header and payload frame, proved or sealed. The latter is ``plain``, or a buffer of ours."""
+        if job.sealer is not None:
+            payload = self._buffers.take(len(plain) + TAG_NBYTES)
+            header = job.sealer.seal(job.header, plain, payload)
+        elif job.is_memory_scarce:
+            payload = self._buffers.take(len(plain))
+            header = job.header.pack_copying(plain, payload)
+        else:
+            self._buffers.give_up()
+            return job.header.pack(plain), plain
+        job.ticket.end()  # ZeroMQ reads the buffer, nobody the pool
+        return header, payload
+
+    def _sent(self, job: SendJob, header: bytes, payload: memoryview, *, is_ours: bool) -> bool:
+        """Give both frames to ZeroMQ; False if it takes none, because the connection broke since it said that it had room.
+
+        ``is_ours``: the payload is a buffer of ours.
+        """
+        try:
+            self._socket.send(header, zmq.SNDMORE | zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        # Never copied, however small: the ticket must mean the same for every block.
+        frame = zmq.Frame(payload, track=True, copy=False, copy_threshold=0)
+        tracker = self._socket.send(frame, zmq.DONTWAIT, copy=False)
+        assert tracker is not None
+        if is_ours:
+            self._buffers.give(payload, tracker)
+        else:
+            job.ticket.follow(tracker)
+        self._blocks_sent.inc()
+        self._bytes_sent.inc(job.payload.nbytes)
+        return True
+
+
+def _share(num_messages: int, num_lines: int) -> int:
+    """What one of ``num_lines`` connections has of ``num_messages``."""
+    return max(num_messages // num_lines, _MIN_AHEAD_MESSAGES)
+
+
+class _Buffers:
+    """Memory for payloads that are sealed or copied, used again when ZeroMQ has read it: fresh memory would be faulted in for every
+    block. There are as many buffers as ZeroMQ had of the line at a time, and fewer with every block that needs none.
+    """
+
+    def __init__(self) -> None:
+        self._in_use: deque[tuple[memoryview, zmq.MessageTracker]] = deque()
+
+    def take(self, nbytes: int) -> memoryview:
+        """A buffer of ``nbytes``; ``give`` brings it back."""
+        if self._in_use and self._in_use[0][1].done:
+            buffer, _ = self._in_use.popleft()
+            if len(buffer) == nbytes:
+                return buffer
+        return memoryview(bytearray(nbytes))
+
+    def give(self, buffer: memoryview, tracker: zmq.MessageTracker) -> None:
+        """The buffer is free when ``tracker`` is done."""
+        self._in_use.append((buffer, tracker))
+
+    def give_up(self) -> None:
+        """Let go of a buffer that ZeroMQ has read, if there is one."""
+        if self._in_use and self._in_use[0][1].done:
+            self._in_use.popleft()
+
+
+class BlockReceiver:
+    """The port that receives blocks, and its threads. ``start`` once, ``stop`` at the end."""
+
+    def __init__(
+        self,
+        address: str,
+        leases: LeaseTable,
+        block_nbytes: int,
+        *,
+        context: zmq.Context[zmq.Socket[bytes]],
+        gate: PeerGate | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        """Listens from now on. ``gate``: who may connect, once it is started (not here); None: everybody.
+
+        ``num_threads``: how many blocks are written and proved at a time, each on a thread.
+        """
+        self._leases = leases
+        self._block_nbytes = block_nbytes
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # What is read ahead lies in memory beside the pool, and soon not in the cache: keep it to a few blocks. TCP holds the
+        # senders back.
+        self._socket.setsockopt(zmq.RCVHWM, _share(_READ_AHEAD_MESSAGES, num_threads))
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max(block_nbytes, HEADER_NBYTES) + 1024)
+        close_dead_connections(self._socket, _DEAD_AFTER_S)
+        bound_strangers(self._socket)
+        choose_data_threads(self._socket, context)
+        if gate is not None:
+            gate.guard_data(self._socket)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise WireError(
+                f"cannot listen for KV blocks on {address}: {error}; choose another --data-address"
+            ) from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._file = SocketFile(self.address)
+        self._wakeup = Wakeup()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        # Whose turn it is may touch the socket and the poller; the lock is also the fence that ZeroMQ asks for between threads.
+        self._turn = threading.Lock()
+        self._num_in_use = num_threads  # by how many threads the socket is
+        self._is_stopped = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"block-receiver-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        self._warnings = RareWarnings(logger, time.monotonic)  # a flood of bad frames must not become a flood of logs
+
+    def start(self) -> None:
+        """Start receiving. A process that does so for long should keep freed memory (:mod:`kvrelay.common.memory`)."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether blocks are being received, by as many threads as there should be."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    def stop(self) -> None:
+        """End the threads, each behind the block that it has, and close the socket. A second time does nothing."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        self._wakeup.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        self._socket.close()  # for threads that never started
+        self._wakeup.close()
+        self._file.remove()
+
+    def _run(self) -> None:
+        try:
+            while self._receive_one():
+                pass
+        finally:
+            self._wakeup.set()  # if this one has died: a port of which one thread is left would seem to be well
+            with self._turn:
+                self._num_in_use -= 1
+                if self._num_in_use == 0:
+                    self._socket.close()
+
+    def _receive_one(self) -> bool:
+        """Wait for a block and land it; False: the receiver is stopped."""
+        message = self._next()
+        if message is not None:
+            self._take(*message)
+        return message is not None
+
+    def _next(self) -> tuple[bytes, list[zmq.Frame]] | None:
+        """Wait for a turn and for a message, and take it off the socket; None: the receiver is stopped."""
+        with self._turn:
+            while not self._wakeup.is_set:
+                has_message = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+                if has_message or self._wakeup.fileno() not in dict(self._poller.poll()):
+                    return self._receive()
+        return None
+
+    def _receive(self) -> tuple[bytes, list[zmq.Frame]]:
+        """One message: its header, and what comes behind it, of which two frames are kept, one more than there should be."""
+        self._socket.recv()  # the sender's routing id
+        header = self._socket.recv() if self._socket.getsockopt(zmq.RCVMORE) else b""
+        payloads: list[zmq.Frame] = []
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frame = self._socket.recv(copy=False)
+            if len(payloads) < 2:
+                payloads.append(frame)
+        return header, payloads
+
+    def _take(self, frame: bytes, payloads: list[zmq.Frame]) -> None:
+        """Land a block, or refuse it."""
+        try:
+            header = parse_header(frame)
+            if not payloads:
+                raise BlockRefusedError("bad_header", "a header without a payload")
+            self._leases.begin_block(header)
+            # More parts than two: not one of ours.
+            self._leases.finish_block(header, payloads[0].buffer if len(payloads) == 1 else None)
+        except BlockRefusedError as error:
+            if error.cause_name == "bad_header":
+                self._leases.count_bad_header()
+            self._warnings.warn(f"refused a KV block: {error}", error.cause_name)

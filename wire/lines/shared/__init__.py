@@ -1,0 +1,1 @@
+"""Blocks through shared memory between two workers on one host."""

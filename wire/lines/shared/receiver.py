@@ -1,0 +1,327 @@
+"""The receiving end of shared memory: a door that all senders of this host come to, and the threads that take blocks from them.
+
+A sender connects, shows its ring (:mod:`kvrelay.wire.lines.shared.packets`), and is told yes or no. From then on each packet
+names a slot and has a block's header; the block is written from the slot into the pool and proved there, by the lease table, as
+any other. A sender whose packets are not ours is dropped at once, and one that is gone with its process. A sender may come with
+several connections, each with a ring, and is not asked whether it is the same.
+
+All threads (one, or as many as there are for the data socket) wait on one epoll instance. A connection that has something to say is
+given to one of them, and stays out of the line until its turn is over. So a connection and its ring have one thread at a time,
+and need no lock; blocks of several connections land side by side; and a sender that says nothing costs a descriptor, no thread.
+Who has had its turn waits behind all others. Who comes to the door has a turn, too; that is short, and under a lock.
+
+Nobody is waited for. Who connects and does not greet is dropped after a while, or earlier, when many do so at a time. Only
+processes of the same user, and root's, may connect. With keys a sender must also show the token of the data socket.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from kvrelay.common.logs import RareWarnings
+from kvrelay.wire.blocks.frames import parse_header
+from kvrelay.wire.blocks.seal import TAG_NBYTES
+from kvrelay.wire.blocks.send_job import Wakeup
+from kvrelay.wire.errors import BlockRefusedError, GreetingRefusedError
+from kvrelay.wire.leases.table import LeaseTable
+from kvrelay.wire.lines.shared.packets import (
+    MAX_GREETING_NBYTES,
+    MAX_PACKET_NBYTES,
+    pack_answer,
+    pack_slots,
+    parse_greeting,
+    split_block,
+)
+from kvrelay.wire.lines.shared.place import SharedPlace, is_trusted
+from kvrelay.wire.lines.shared.ring import Ring, RingShape, map_ring
+from kvrelay.wire.metrics import WireMetrics
+
+logger = logging.getLogger(__name__)
+
+_MAX_SENDERS = 1024  # connections; each costs a descriptor, and the memory of its ring is its own
+_MAX_STRANGERS = 64  # connected and silent; one more, and the oldest goes
+_STRANGER_S = 5.0
+_PAUSE_S = 1.0  # without a descriptor left
+_TURN_BLOCKS = 8  # of one connection, before the others are looked at
+_ONCE = select.EPOLLIN | select.EPOLLONESHOT
+
+
+@dataclass(slots=True, eq=False)
+class SharedPeer:
+    """One connection: a stranger's until it has greeted. ``close`` once."""
+
+    connection: socket.socket  # does not block
+    until_s: float  # as a stranger
+    ring: Ring | None = None  # a sender's
+    is_in_line: bool = False  # with the kernel; else a thread has it
+
+    def close(self) -> None:
+        """Hang up and unmap the ring."""
+        self.connection.close()
+        if self.ring is not None:
+            self.ring.close()
+
+
+class SharedReceiver:
+    """The door and the threads. ``start`` once, ``stop`` once."""
+
+    def __init__(
+        self,
+        place: SharedPlace,
+        leases: LeaseTable,
+        block_nbytes: int,
+        metrics: WireMetrics,
+        *,
+        token: str | None = None,
+        num_threads: int = 1,
+        stranger_s: float = _STRANGER_S,
+    ) -> None:
+        """Listens from now on, under ``name``. ``token``: what senders must show; None: nothing. Raises WireError.
+
+        ``num_threads``: how many blocks are written and proved at a time, each on a thread.
+        """
+        self._leases = leases
+        self._block_nbytes = block_nbytes
+        self._metrics = metrics
+        self._token = token
+        self._stranger_s = stranger_s
+        place.sweep()
+        self.name = place.new_name()
+        self._listener, self._file = place.listen(self.name)
+        self._accepts_from_s: float | None = None  # None: it accepts
+        self._door = threading.Lock()  # over who is connected, and who is in line
+        self._peers: dict[int, SharedPeer] = {}  # by descriptor; one goes before its descriptor is anybody else's
+        self._strangers: dict[int, SharedPeer] = {}  # of these, in the order in which they connected
+        self._wakeup = Wakeup()
+        self._epoll = select.epoll()
+        self._epoll.register(self._wakeup, select.EPOLLIN)  # for every thread, and for good
+        self._epoll.register(self._listener, _ONCE)
+        self._num_running = num_threads
+        self._threads = [
+            threading.Thread(target=self._run, name=f"shared-receiver-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        self._warnings = RareWarnings(logger, time.monotonic)  # a flood of lies must not become a flood of logs
+
+    def start(self) -> None:
+        """Start receiving."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether senders are let in, and blocks received by as many threads as there should be."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    @property
+    def num_connections(self) -> int:
+        """Senders, and who is not known to be one."""
+        return len(self._peers)
+
+    def stop(self) -> None:
+        """End the threads, each behind its turn, close the sockets and unmap the rings."""
+        self._wakeup.set()
+        if self._threads[0].ident is None:
+            self._close()
+        else:
+            for thread in self._threads:
+                thread.join()
+        self._wakeup.close()
+        self._file.remove()
+
+    # -- the threads -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        patience_s: float | None = None
+        try:
+            while not self._wakeup.is_set:
+                patience_s = self.take_turn(patience_s)
+        finally:
+            self._wakeup.set()  # if this one has died: a receiver of which one thread is left would seem to be well
+            with self._door:
+                self._num_running -= 1
+                if self._num_running == 0:
+                    self._close()
+
+    def take_turn(self, patience_s: float | None) -> float | None:
+        """Wait for somebody, so long at the most, and give him his turn; returns how long nothing else needs to be done."""
+        events = self._epoll.poll(patience_s, maxevents=1)
+        with self._door:
+            sender = self._next(events[0][0]) if events else None
+        is_well = sender is None or self.take_blocks(sender)
+        with self._door:
+            if sender is not None and is_well:
+                self._line_up(sender)
+            elif sender is not None:
+                self._drop(sender)
+            return self._pass_time()
+
+    def _close(self) -> None:
+        for peer in list(self._peers.values()):
+            self._drop(peer)
+        self._epoll.close()
+        self._listener.close()
+
+    def _next(self, descriptor: int) -> SharedPeer | None:
+        """The sender whose turn it is; None if it was somebody at the door, who has had his."""
+        if descriptor == self._listener.fileno():
+            self._accept()
+            return None
+        peer = self._peers.get(descriptor)
+        if peer is None or not peer.is_in_line:  # the wakeup, or who was dropped meanwhile
+            return None
+        # Out of the line, not only asked for no more: a packet that came while the kernel was giving the connection to this thread
+        # has left it on the list of who is ready, and there it would have its next turn, before those who come during this one.
+        peer.is_in_line = False
+        self._epoll.unregister(descriptor)
+        if peer.ring is not None:
+            return peer
+        self._greet(peer)
+        return None
+
+    def _line_up(self, peer: SharedPeer) -> None:
+        """Under the door's lock. Its next turn comes behind everybody's."""
+        peer.is_in_line = True
+        self._epoll.register(peer.connection, _ONCE)
+
+    def take_blocks(self, sender: SharedPeer) -> bool:
+        """Take a few blocks of one connection; False if it is to be closed. Nobody else uses ``sender`` meanwhile."""
+        assert sender.ring is not None
+        slots = sender.ring.slots
+        done: list[int] = []
+        # Slots go back together, so that it is not woken for each, and early enough for it to fill them meanwhile.
+        for _ in range(min(_TURN_BLOCKS, len(slots) // 2) or 1):
+            try:
+                packet = sender.connection.recv(MAX_PACKET_NBYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                return False
+            if not packet:
+                return False  # it has closed, or its process is gone
+            try:
+                slot, frame = split_block(packet)
+                header = parse_header(frame)
+                if slot >= len(slots):
+                    raise BlockRefusedError("bad_header", f"slot {slot} of {len(slots)}")
+            except BlockRefusedError as error:
+                self._leases.count_bad_header()
+                self._warnings.warn(f"refused a KV block and its sender: {error}", error.cause_name)
+                return False
+            try:
+                self._leases.begin_block(header)  # from here on its size is that of the pool's blocks
+                nbytes = header.payload_nbytes + (TAG_NBYTES if header.is_sealed else 0)
+                self._leases.finish_block(header, slots[slot][:nbytes])
+            except BlockRefusedError as error:
+                self._warnings.warn(f"refused a KV block: {error}", error.cause_name)
+            done.append(slot)
+        return not done or _sent(sender.connection, pack_slots(done))
+
+    # -- the door, under its lock ----------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # who connected has left already
+            self._epoll.modify(self._listener, _ONCE)
+            return
+        except OSError as error:  # no descriptor left: else this would be asked for over and over
+            self._warnings.warn(f"cannot accept a connection for shared memory: {error.strerror}", "accept")
+            self._accepts_from_s = time.monotonic() + _PAUSE_S
+            return
+        self._epoll.modify(self._listener, _ONCE)
+        if not is_trusted(connection):
+            self._metrics.refused_greetings.labels("other_user").inc()
+            self._warnings.warn("refused shared memory: another user of this machine", "other_user")
+            connection.close()
+            return
+        connection.setblocking(False)
+        self.meet(connection)
+
+    def meet(self, connection: socket.socket) -> None:
+        """Somebody has connected."""
+        stranger = SharedPeer(connection, time.monotonic() + self._stranger_s)
+        self._peers[connection.fileno()] = self._strangers[connection.fileno()] = stranger
+        # An honest sender has greeted by now or does so next; a crowd of silent ones must not shut it out.
+        self._greet(stranger)
+        if len(self._strangers) > _MAX_STRANGERS:
+            self._drop(next(iter(self._strangers.values())))
+
+    def _greet(self, stranger: SharedPeer) -> None:
+        """Take a greeting if one is there, and answer it: a sender stands in line from then on, anybody else is dropped."""
+        try:
+            packet, descriptors, flags, _ = socket.recv_fds(
+                stranger.connection, MAX_GREETING_NBYTES, 1, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            self._line_up(stranger)
+            return
+        except OSError:
+            self._drop(stranger)
+            return
+        try:
+            stranger.ring = self._ring_of(packet, descriptors, is_cut=bool(flags & socket.MSG_CTRUNC))
+        except GreetingRefusedError as error:
+            self._metrics.refused_greetings.labels(error.cause_name).inc()
+            self._warnings.warn(f"refused shared memory: {error}", error.cause_name)
+            _sent(stranger.connection, pack_answer(str(error)))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if stranger.ring is not None and _sent(stranger.connection, pack_answer(None)):
+            del self._strangers[stranger.connection.fileno()]
+            self._line_up(stranger)
+        else:
+            self._drop(stranger)
+
+    def _ring_of(self, packet: bytes, descriptors: list[int], *, is_cut: bool) -> Ring:
+        """The memory that a greeting brings, mapped. Raises GreetingRefusedError."""
+        greeting = parse_greeting(packet)
+        if self._token is not None and not hmac.compare_digest(greeting.token, self._token.encode()):
+            self._metrics.refused_tokens.inc()
+            raise GreetingRefusedError("wrong_token", "not the token of this process's data port")
+        shape, ours = greeting.shape, RingShape.of(self._block_nbytes)
+        if shape.slot_nbytes != ours.slot_nbytes or not 0 < shape.num_slots <= ours.num_slots:
+            detail = (
+                f"{shape.num_slots} slots of {shape.slot_nbytes} bytes; "
+                f"1 to {ours.num_slots} of {ours.slot_nbytes} are taken"
+            )
+            raise GreetingRefusedError("wrong_shape", detail)
+        if len(descriptors) != 1 or is_cut:
+            raise GreetingRefusedError("bad_memory", "a greeting brings one descriptor, that of its memory")
+        if len(self._peers) - len(self._strangers) >= _MAX_SENDERS:
+            raise GreetingRefusedError("too_many", f"{_MAX_SENDERS} senders are connected, and no more are taken")
+        return map_ring(descriptors[0], shape)
+
+    def _drop(self, peer: SharedPeer) -> None:
+        del self._peers[peer.connection.fileno()]
+        self._strangers.pop(peer.connection.fileno(), None)
+        peer.close()
+
+    def _pass_time(self) -> float | None:
+        """Drop who has been silent for too long, and accept again behind a pause; returns how long nothing needs to be done."""
+        now_s = time.monotonic()
+        while self._strangers and (oldest := next(iter(self._strangers.values()))).until_s <= now_s:
+            self._drop(oldest)
+        if self._accepts_from_s is not None and self._accepts_from_s <= now_s:
+            self._accepts_from_s = None
+            self._epoll.modify(self._listener, _ONCE)
+        moments = [] if self._accepts_from_s is None else [self._accepts_from_s]
+        moments += [stranger.until_s for stranger in list(self._strangers.values())[:1]]
+        return min(moments) - now_s if moments else None
+
+
+def _sent(connection: socket.socket, packet: bytes) -> bool:
+    """Send it; False if that cannot be done now: who takes nothing back is no sender of ours."""
+    try:
+        connection.send(packet)
+    except OSError:
+        return False
+    return True

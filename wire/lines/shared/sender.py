@@ -1,0 +1,205 @@
+"""The sending end of shared memory: a line (:mod:`kvrelay.wire.blocks.send_job`) through a ring of the sender's.
+
+``connect`` finds the decode worker's socket, passes the ring and waits for the answer, all on the sender's thread and within a
+bound. Whatever is not as it must be is a :class:`NoSharedMemoryError`, and the blocks go over TCP. Afterwards a block costs a
+free slot, one pass for its checksum and one to copy it (or one to seal it), and one packet; its pool memory is free before the
+packet leaves.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from dataclasses import dataclass
+
+from kvrelay.wire.blocks.seal import TAG_NBYTES
+from kvrelay.wire.blocks.send_job import JobQueue, SendJob, Wakeup
+from kvrelay.wire.errors import NoSharedMemoryError, PeerLostError
+from kvrelay.wire.lines.shared.packets import (
+    MAX_ANSWER_NBYTES,
+    Greeting,
+    pack_block,
+    parse_slots,
+    refusal_in,
+)
+from kvrelay.wire.lines.shared.place import SharedPlace
+from kvrelay.wire.lines.shared.ring import Ring, RingShape, make_ring
+from kvrelay.wire.metrics import WireMetrics
+
+_GONE = "the decode worker's end of the shared memory is gone"
+_ANSWER_S = 5.0  # a decode worker that is stopped answers nothing; its link will notice in its own time
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTarget:
+    """Where a decode worker takes shared memory, and what it takes."""
+
+    name: str | None  # of its socket, as it says; None: it takes none
+    place: SharedPlace | None  # where this worker looks for it; None: it was told not to
+    block_nbytes: int
+    token: str | None = None  # that of its data socket
+
+
+class SharedLine:
+    """A ring and the socket beside it. Implements :class:`kvrelay.wire.blocks.send_job.Line`."""
+
+    def __init__(
+        self, connection: socket.socket, ring: Ring, metrics: WireMetrics, wakeup: Wakeup, *, num_lines: int
+    ) -> None:
+        """``connection`` and ``ring`` are the line's from now on. The receiver has said yes."""
+        self._blocks_sent = metrics.blocks_sent.labels("shared_memory")
+        self._bytes_sent = metrics.bytes_sent.labels("shared_memory")
+        self._connection = connection
+        self._ring = ring
+        self._wakeup = wakeup
+        self._is_one_of_several = num_lines > 1
+        # The slot that came back last is used first: it is in the cache.
+        self._free = list(range(ring.shape.num_slots))
+        self._readable = _poll_for(connection, select.POLLIN, wakeup)
+        self._writable = _poll_for(connection, select.POLLOUT, wakeup)
+
+    def __str__(self) -> str:
+        """For the log."""
+        return f"{self._ring.shape.num_slots} slots of {self._ring.shape.slot_nbytes} bytes"
+
+    @classmethod
+    def connect(cls, target: SharedTarget, metrics: WireMetrics, wakeup: Wakeup, *, num_lines: int = 1) -> SharedLine:
+        """Reach the decode worker and pass it a new ring; blocks for its answer, some seconds at most.
+
+        ``num_lines``: how many the sender may have, each with a ring of its own.
+
+        Raises NoSharedMemoryError, which says why blocks must take another way.
+        """
+        if target.place is None:
+            raise NoSharedMemoryError("--shared-memory is off")
+        if target.name is None:
+            raise NoSharedMemoryError("the decode worker takes none")
+        connection = _reach(target.place.address(target.name))
+        try:
+            ring, descriptor = make_ring(RingShape.of(target.block_nbytes))
+            try:
+                _introduce(connection, Greeting(ring.shape, (target.token or "").encode()), descriptor, wakeup)
+            except BaseException:
+                ring.close()
+                raise
+            finally:
+                os.close(descriptor)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection, ring, metrics, wakeup, num_lines=num_lines)
+
+    def has_room(self) -> bool:
+        """See Line: a slot is free."""
+        while not self._wakeup.is_set:
+            if self._free:
+                return True
+            if self._wakeup.fileno() not in dict(self._readable.poll()):
+                self._take_back()
+        return False
+
+    def wait_for(self, jobs: JobQueue) -> None:
+        """See Line. A connection that ends is noticed; slots that come back lie there until they are needed."""
+        poll = _poll_for(self._connection, 0, self._wakeup)
+        poll.register(jobs.fileno(), select.POLLIN)
+        self._check(poll, None)
+
+    def _look(self) -> None:
+        """Raises PeerLostError if the connection has ended."""
+        self._check(_poll_for(self._connection, 0, self._wakeup), 0)
+
+    def _check(self, poll: select.poll, timeout_ms: int | None) -> None:
+        if self._connection.fileno() in dict(poll.poll(timeout_ms)):
+            raise PeerLostError(f"{_GONE}: the connection has ended")
+
+    def ship(self, job: SendJob) -> bool:
+        """See Line. The payload's memory is not read any more when this returns."""
+        if not job.ticket.take():
+            return True
+        if (payload := job.bytes(self._wakeup, self._look)) is None:
+            return not self._wakeup.is_set
+        slot = self._free.pop()
+        memory = self._ring.slots[slot]
+        if job.sealer is None:
+            frame = job.header.pack_copying(payload, memory[: len(payload)], is_one_of_several=self._is_one_of_several)
+        else:
+            frame = job.sealer.seal(job.header, payload, memory[: len(payload) + TAG_NBYTES])
+        self._blocks_sent.inc()
+        self._bytes_sent.inc(len(payload))
+        job.ticket.end()
+        return self._send(pack_block(slot, frame))
+
+    def close(self) -> None:
+        """See Line. The receiver finishes what it has been told of; the memory is its own by then."""
+        self._connection.close()
+        self._ring.close()
+
+    def _take_back(self) -> None:
+        """Take the slots that one packet brings. Raises PeerLostError."""
+        try:
+            slots = parse_slots(self._connection.recv(MAX_ANSWER_NBYTES))
+        except OSError as error:
+            raise PeerLostError(f"{_GONE}: {error.strerror}") from error
+        if not slots or max(slots) >= self._ring.shape.num_slots or len({*slots}) < len(slots):
+            raise PeerLostError(f"{_GONE}: the connection has ended")
+        self._free += slots  # asked for when there were none left: it cannot be there already
+
+    def _send(self, packet: bytes) -> bool:
+        """Send it; False if the wakeup comes before there is room in the socket. Raises PeerLostError."""
+        while not self._wakeup.is_set:
+            try:
+                self._connection.send(packet)
+                return True
+            except BlockingIOError:
+                self._writable.poll()
+            except OSError as error:
+                raise PeerLostError(f"{_GONE}: {error.strerror}") from error
+        return False
+
+
+def _reach(address: str) -> socket.socket:
+    """A connection to a unix socket. Raises NoSharedMemoryError, as between two hosts."""
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:  # no descriptor left, or a system without such sockets
+        raise NoSharedMemoryError(f"no socket for it here: {error.strerror}") from error
+    connection.setblocking(False)  # a full backlog is no reason to wait either
+    try:
+        connection.connect(address)
+    except BlockingIOError as error:
+        connection.close()
+        raise NoSharedMemoryError("too many connect to its socket just now") from error
+    except OSError as error:
+        connection.close()
+        detail = (
+            f"its socket cannot be reached from here ({error.strerror}): another host, or another network namespace"
+        )
+        raise NoSharedMemoryError(detail) from error
+    return connection
+
+
+def _introduce(connection: socket.socket, greeting: Greeting, descriptor: int, wakeup: Wakeup) -> None:
+    """Pass the ring and wait for the answer. Raises NoSharedMemoryError if it is not a yes."""
+    deadline_s = time.monotonic() + _ANSWER_S
+    poll = _poll_for(connection, select.POLLIN, wakeup)
+    try:
+        socket.send_fds(connection, [greeting.pack()], [descriptor])
+        while not (came := dict(poll.poll(max(0, deadline_s - time.monotonic()) * 1000))):
+            if time.monotonic() > deadline_s:
+                raise NoSharedMemoryError(f"the decode worker does not answer within {_ANSWER_S:g} s")
+        if wakeup.fileno() in came:
+            raise NoSharedMemoryError("this link was closed meanwhile")
+        refusal = refusal_in(connection.recv(MAX_ANSWER_NBYTES))
+    except OSError as error:
+        raise NoSharedMemoryError(f"the decode worker's socket breaks: {error.strerror}") from error
+    if refusal is not None:
+        raise NoSharedMemoryError(refusal)
+
+
+def _poll_for(connection: socket.socket, events: int, wakeup: Wakeup) -> select.poll:
+    poll = select.poll()
+    poll.register(connection, events)
+    poll.register(wakeup.fileno(), select.POLLIN)
+    return poll

@@ -1,0 +1,1 @@
+"""Keys of the control links, and who may speak."""

@@ -1,0 +1,56 @@
+"""A worker's own metrics: what its scheduler and its pool do. Under vLLM's names too where Kubernetes gateways expect them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvrelay.engine.kv.block_manager import BlockManager
+
+_STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class EngineMetrics:
+    """Gauges read their values when they are scraped; counters are incremented by the worker."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        blocks: BlockManager,
+        *,
+        num_running: Callable[[], int],
+        num_waiting: Callable[[], int],
+    ) -> None:
+        def kv_usage() -> float:
+            return 1.0 - blocks.num_allocatable / blocks.num_blocks
+
+        gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
+            ("num_requests_running", "Sequences in the running batch", num_running),
+            ("num_requests_waiting", "Sequences that wait for room", num_waiting),
+            ("kv_cache_usage_perc", "Share of KV blocks that are leased or running, 0 to 1", kv_usage),
+        )
+        for prefix in ("kvrelay_", "vllm:"):
+            for name, text, read in gauges:
+                Gauge(f"{prefix}{name}", text, registry=registry).set_function(read)
+        ledger_gauge = Gauge("kvrelay_kv_blocks", "KV blocks by place", ["place"], registry=registry)
+        ledger_gauge.labels("free").set_function(lambda: blocks.ledger().num_free)
+        ledger_gauge.labels("cached").set_function(lambda: blocks.ledger().num_cached)
+        ledger_gauge.labels("leased").set_function(lambda: blocks.ledger().num_leased)
+        ledger_gauge.labels("running").set_function(lambda: blocks.ledger().num_running)
+        retained = Gauge("kvrelay_retained_blocks", "Cached KV blocks that stay before others", registry=registry)
+        retained.set_function(lambda: len(blocks.retained()))
+        self.step_s = Histogram(
+            "kvrelay_step_seconds", "Duration of a model step", buckets=_STEP_BUCKETS, registry=registry
+        )
+        self.prompt_tokens = Counter(
+            "kvrelay_prompt_tokens_total", "Prompt tokens of admitted sequences", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "kvrelay_cached_prompt_tokens_total", "Prompt tokens found in the prefix cache", registry=registry
+        )
+        self.sampled_tokens = Counter("kvrelay_sampled_tokens_total", "Tokens sampled", registry=registry)
+        self.preemptions = Counter(
+            "kvrelay_preemptions_total", "Sequences whose blocks were taken and that recompute", registry=registry
+        )
+        self.failed_steps = Counter("kvrelay_failed_steps_total", "Model steps that raised", registry=registry)
