@@ -19,6 +19,6 @@ class Speed:
         self._busy_s = self._busy_s * kept + step_s
 
     @property
-    def tokens_per_s(self) -> float:
-        """0 before the first step."""
-        return self._num_tokens / self._busy_s if self._busy_s > 0 else 0.0
+    def tokens_per_s(self) -> float | None:
+        """None before the first step."""
+        return self._num_tokens / self._busy_s if self._busy_s > 0 else None

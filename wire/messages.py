@@ -129,7 +129,9 @@ class Status(_Message, tag=True, frozen=True, kw_only=True):
     num_free_blocks: int  # free and cached: what could be allocated now
     num_blocks: int
     max_running: int = 0  # sequences that compute at a time; 0: the worker does not say
-    prompt_tokens_per_s: float = 0.0  # of prefill workers, while they compute; 0: not known yet
+    # Of prompts, what it would compute now: a decode worker within its inter-token budget, beside what runs there. None: not known
+    # yet; 0: nothing is left of the budget.
+    prompt_tokens_per_s: float | None = None
 
 
 # -- a request ----------------------------------------------------------------------------------------------------
