@@ -12,7 +12,7 @@ from .world import running
 def test_who_reads_the_real_clock_in_virtual_time_is_found() -> None:
     paced = FakeEngine(fake_card(), pace=FakePace(0.0, 0.0))
     with running() as world:
-        with pytest.raises(AssertionError, match=r"kvrelay\.engine\.fake calls time\.monotonic\(\)"):
+        with pytest.raises(AssertionError, match=r"kvrelay\.engine\.fake\.engine calls time\.monotonic\(\)"):
             paced.step([])
         assert world.problems == ["kvrelay.engine.fake.engine calls time.monotonic() in virtual time"]
         world.problems.clear()

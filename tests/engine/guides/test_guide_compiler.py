@@ -291,7 +291,7 @@ def test_a_bounded_number_of_guides_is_kept_and_no_failure_of_the_process(
 
 def children() -> set[int]:
     """The processes that compile for this one."""
-    mine = {process.pid for process in psutil.Process().children() if "guide_process" in " ".join(process.cmdline())}
+    mine = {process.pid for process in psutil.Process().children() if "guides.process" in " ".join(process.cmdline())}
     return mine
 
 
