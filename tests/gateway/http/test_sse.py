@@ -91,6 +91,26 @@ async def test_what_a_client_cannot_take_waits_in_order_and_holds_nobody_up() ->
     assert b"".join(sent) == b"head123end"
 
 
+async def test_what_the_client_has_taken_does_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every long answer to a client that is behind now and then would end."""
+    monkeypatch.setattr("kvrelay.gateway.http.sse.MAX_WAITING_BYTES", len(b"event"))
+    sent: list[bytes] = []
+
+    async def produce(stream: EventStream) -> bytes:
+        for _ in range(3):
+            stream.write(b"event")
+            while not sent or sent[-1] != b"event":
+                await asyncio.sleep(0)
+            sent.append(b"-")
+        return b"end"
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b"head"))
+
+    await stream_to(produce, send)
+    assert b"".join(sent) == b"headevent-event-event-end"
+
+
 async def test_a_stream_that_is_cut_off_ends_with_its_last_words() -> None:
     """Also if the client has not even had the head by then."""
     sent: list[bytes] = []
