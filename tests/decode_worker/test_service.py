@@ -257,10 +257,12 @@ def test_tokens_that_reach_nobody_end_their_sequences() -> None:
 
 
 def test_only_the_gateway_that_asked_can_cancel() -> None:
+    """Nor does the end of another one."""
     rig = Rig()
     rig.ask(submit("a"))
     rig.ask(Cancel(request_id="a", attempt=1), "another")
     assert rig.sent == [("another", Cancelled(request_id="a", attempt=1))]
+    rig.service.on_peer_lost("another", Role.GATEWAY)
     rig.finish()
     assert rig.output("a") == expected_output(list(range(6)), 3, CARD.vocab_size)
     rig.assert_nothing_left()

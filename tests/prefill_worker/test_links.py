@@ -237,6 +237,18 @@ async def test_a_link_whose_sender_has_died_is_found_by_the_sweep_too() -> None:
         assert lost is first
 
 
+async def test_a_link_that_is_up_is_not_forgotten_however_long_nobody_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long hand-offs may still be under way on it."""
+    monkeypatch.setattr(links, "_FORGET_S", -1.0)
+    async with decode_port() as (_, _, address, made, heard):
+        assert made.link_to(address) is None
+        link, _ = await heard.next("up")
+        made.sweep()
+        assert made.link_to(address) is link
+
+
 async def test_a_link_that_is_reset_comes_up_anew_when_it_is_asked_for() -> None:
     async with decode_port() as (_, _, address, made, heard):
         made.reset(address, "of no interest")  # nobody is there yet

@@ -252,10 +252,12 @@ def test_one_link_that_breaks_in_the_middle_of_a_report_costs_no_other_its_token
 
 
 def test_only_the_gateway_that_asked_can_cancel() -> None:
+    """Nor does the end of another one."""
     rig = Rig()
     rig.ask(submit("a", max_tokens=1))
     rig.ask(Cancel(request_id="a", attempt=1), "another")
     assert rig.sent == [("another", Cancelled(request_id="a", attempt=1))]
+    rig.service.on_peer_lost("another", Role.GATEWAY)
     rig.finish()
     assert len(rig.told(Tokens)) == 1
     rig.assert_nothing_left()
