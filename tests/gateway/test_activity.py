@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+
+import pytest
 
 from kvrelay.gateway.activity import Activity
 from kvrelay.wire.messages import Submit
 
 from .clock import Clock
+from .http_app import TEXT, app_for
 from .players import ALL, Player, good, stage, until
 
 
@@ -32,3 +36,15 @@ async def test_a_line_says_what_was_done_since_the_last_one_and_nothing_of_nothi
         good(*play)
         assert await running == ALL
         assert activity.line() is None
+
+
+async def test_a_gateway_logs_the_line_now_and_then(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvrelay.gateway.activity._EVERY_S", 0.001)
+    caplog.set_level("INFO", "kvrelay.gateway.activity")
+    async with app_for(model_directory, good) as app:
+        await app.post(TEXT, prompt="x")
+        async with asyncio.timeout(20):
+            while "requests running" not in caplog.text:
+                await asyncio.sleep(0.001)  # polls for a state, bounded by the timeout above

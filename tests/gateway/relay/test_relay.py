@@ -254,7 +254,7 @@ async def test_a_late_failure_of_a_prefill_worker_does_not_end_a_healthy_stream(
         assert len(player.submits) == 1
 
 
-async def test_a_worker_that_fails_everybody_costs_three_requests_an_attempt() -> None:
+async def test_a_worker_that_fails_everybody_costs_three_requests_an_attempt(caplog: pytest.LogCaptureFixture) -> None:
     """Then it gets probes only, one at a time, though it is the emptiest."""
     async with stage(good, good) as s:
         broken = s.players[0]
@@ -265,6 +265,7 @@ async def test_a_worker_that_fails_everybody_costs_three_requests_an_attempt() -
         assert s.relay.breakers.states() == {(broken.address,): BreakerState.OPEN}
         gauge = s.metrics.registry.get_sample_value("kvrelay_circuit_breakers_open", {"of": "worker"})
         assert gauge == 1
+    assert f"{broken.address} failed several requests" in caplog.text
 
 
 async def test_a_prefill_worker_is_not_blamed_for_a_full_decode_worker() -> None:

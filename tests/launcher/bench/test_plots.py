@@ -68,6 +68,7 @@ def test_every_point_is_within_its_axes(tmp_path: Path, monkeypatch: pytest.Monk
         (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
         assert all(left <= x <= right and low <= y <= high for cloud in dots(axes) for x, y in cloud)
         assert axes.get_yscale() == "log"
+        assert axes.get_ylabel() == "log scale"
 
 
 @pytest.mark.parametrize("name", ["costs $5 or $b_$", "[bold] {x} %s \\frac"])

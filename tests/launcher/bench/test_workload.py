@@ -38,6 +38,8 @@ def test_constant_arrivals_with_warmup() -> None:
     assert due(requests) == [0, 0.5, 1, 1.5, 2, 2.5]
     assert [request.is_warmup for request in requests] == [True, True, False, False, False, False]
     assert due(plan(rate=2, arrival="constant", requests=3, warmup="1s").timed) == [0, 0.5, 1, 1.5, 2]
+    by_default = plan(rate=1, arrival="constant", requests=1, warmup=None).timed
+    assert [request.is_warmup for request in by_default] == [True, True, False]
 
 
 def test_a_poisson_load_of_a_number_has_the_gaps_of_a_poisson_process() -> None:
