@@ -1,8 +1,7 @@
 """Whether a request that came for what is cached here finds it: the gateway's map of prefixes is of the past.
 
-Local prefill computes between the steps of running sequences, so only short rests may be computed here. A gateway that counts
-on a cached prefix says how much may be missing; if more is, the request is refused before it computes anything, and goes by a
-prefill worker instead.
+Local prefill computes beside running sequences. A gateway that sends a prompt here for its cached prefix says how much may be
+missing; if more is, the request is refused before it computes anything, and the gateway decides anew.
 """
 
 from __future__ import annotations

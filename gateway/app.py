@@ -62,13 +62,14 @@ def create_app(
     gateway_id = f"gateway-{secrets.token_hex(8)}"
     workers = settings.workers
     is_discovered = workers.discovery == "kubernetes"
+    has_prefill_workers = is_discovered or bool(workers.prefill_workers)
     network = Network.open()
     pool = WorkerPool(
         gateway_id,
         metrics,
         link_settings or LinkSettings(),
         network,
-        needs_prefill_workers=not workers.local_prefill_fallback and (is_discovered or bool(workers.prefill_workers)),
+        needs_prefill_workers=settings.relay.local_prefill == "never" and has_prefill_workers,
         keys=None if settings.keys is None else WireKeys.load(Path(settings.keys), Role.GATEWAY),
     )
     pods = Pods.connect(workers.namespace, workers.worker_selector) if is_discovered else None
@@ -140,7 +141,7 @@ def _add_operations(app: FastAPI, pool: WorkerPool, relay: Relay, metrics: Gatew
 
     @app.get("/debug/workers", tags=["operations"], response_model=None)
     async def workers() -> Response:
-        """What this gateway knows of its workers, and whom it only sends probes as they failed several requests."""
+        """What this gateway knows of its workers, whom it only sends probes, and which way prompts went."""
         return JSONResponse(known_workers(pool, relay))
 
     @app.get("/metrics", tags=["operations"], response_class=PlainTextResponse, responses=METRICS)

@@ -10,7 +10,7 @@ from kvrelay.gateway.workers.pool import WorkerPool
 
 
 def known_workers(pool: WorkerPool, relay: Relay) -> dict[str, Any]:
-    """All workers with what they have to do, who of them gets probes only, and how many requests wait for a place."""
+    """All workers with what they have to do, who gets probes only, how many requests wait, and which ways prompts went."""
     states = relay.breakers.states()
     workers = []
     for worker in pool.workers:
@@ -24,6 +24,7 @@ def known_workers(pool: WorkerPool, relay: Relay) -> dict[str, Any]:
                 "breaker": states.get((worker.address,), BreakerState.CLOSED).value,
                 "num_requests": 0 if view is None else view.num_requests,
                 "num_waiting_tokens": 0 if view is None else view.num_waiting_tokens,
+                "prompt_tokens_per_s": None if view is None else view.tokens_per_s,
                 "num_free_blocks": 0 if view is None else view.num_free_blocks,
             }
         )
@@ -32,4 +33,9 @@ def known_workers(pool: WorkerPool, relay: Relay) -> dict[str, Any]:
         for part, state in states.items()
         if len(part) == 2
     ]
-    return {"workers": workers, "pairs": pairs, "num_queued": relay.admission.num_queued}
+    return {
+        "workers": workers,
+        "pairs": pairs,
+        "num_queued": relay.admission.num_queued,
+        "prompt_ways": {f"{way}: {reason}": number for (way, reason), number in sorted(relay.prompt_ways.items())},
+    }

@@ -92,6 +92,12 @@ class GatewayMetrics:
             ["outcome"],
             registry=registry,
         )
+        self.prompt_ways = Counter(
+            "kvrelay_prompt_ways_total",
+            "Attempts by the way of their prompts, hand_off or local (computed by a decode worker), and why",
+            ["way", "reason"],
+            registry=registry,
+        )
         self.disconnects = Counter("kvrelay_client_disconnects_total", "Clients that left early", registry=registry)
         self.refused_connections = Counter(
             "kvrelay_refused_connections_total",

@@ -15,8 +15,8 @@ import msgspec
 from kvrelay.gateway.errors import AttemptsFailedError
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.failover import blamed_roles
-from kvrelay.gateway.relay.placement import Pair, views
-from kvrelay.gateway.relay.progress import Progress
+from kvrelay.gateway.relay.placement import views
+from kvrelay.gateway.relay.progress import Place, Progress
 from kvrelay.gateway.routing.breaker import Trial
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.gateway.workers.worker import AttemptEvent, DeadlinePassed, GaveUp, Worker, WorkerLost
@@ -65,10 +65,9 @@ class Attempt:
     """``run`` once; lives on the gateway's asyncio loop."""
 
     def __init__(
-        self, pool: WorkerPool, progress: Progress, pair: Pair, take: Take, metrics: GatewayMetrics, trial: Trial
+        self, pool: WorkerPool, progress: Progress, place: Place, take: Take, metrics: GatewayMetrics, trial: Trial
     ) -> None:
         """``trial`` hears what goes well; who made it says when it is over."""
-        prefill, decode = pair
         self._trial = trial
         self._proved_len = len(progress.output) + _PROVED_TOKENS  # output that shows that the decode worker generates
         self._is_proved = False
@@ -76,17 +75,17 @@ class Attempt:
         self._metrics = metrics
         self._progress = progress
         self._take = take
-        self._involved = [decode] if prefill is None else [prefill, decode]
-        self._decode = decode
+        self._involved = place.workers
+        self._decode = place.decode
         self._is_handed_over = False
         # Held back until the prompt's log probabilities are here, which come another way.
         self._last: TokenDelta | None = None
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._error: Exception | None = None  # why it ended
         self.is_finished = False  # all of the output has been taken
-        self._find_room: Callable[[], Pair | None]
+        self._find_room: Callable[[], Place | None]
 
-    async def run(self, submit: Submit, now_s: float, find_room: Callable[[], Pair | None]) -> None:
+    async def run(self, submit: Submit, now_s: float, find_room: Callable[[], Place | None]) -> None:
         """Submit it; returns when all of its output was taken, or as much as was wanted. Cancel to give it up.
 
         ``find_room`` is asked for another decode worker when this one has no room any more, until the request has moved once.

@@ -1,25 +1,25 @@
 """Where the next attempt at a request goes: the workers' state, what they have cached, whom the request avoids.
 
-The decision itself is a pure function (:mod:`kvrelay.gateway.routing.policy`); here is gathered what it decides by.
+The decision itself is a pure function (:mod:`kvrelay.gateway.routing.ways`, over :mod:`kvrelay.gateway.routing.policy`); here is
+gathered what it decides by.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from kvrelay.common.clock import Clock
-from kvrelay.gateway.relay.progress import GenerationRequest, Progress
+from kvrelay.gateway.relay.progress import GenerationRequest, Place, Progress
 from kvrelay.gateway.relay.settings import RelaySettings
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
 from kvrelay.gateway.routing.forecast import Prefiller, Supply
-from kvrelay.gateway.routing.policy import CachedPrefix, choose
+from kvrelay.gateway.routing.policy import choose
 from kvrelay.gateway.routing.prefixes import PrefixMap, RequestPrefix
+from kvrelay.gateway.routing.ways import Limits, Reason, Way, choose_way
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.gateway.workers.view import WorkerView
 from kvrelay.gateway.workers.worker import Worker
-
-Pair = tuple[Worker | None, Worker]  # prefill worker, None for local prefill; decode worker
 
 
 class Placement:
@@ -47,64 +47,85 @@ class Placement:
             reasons.append("workers have failed all of several requests, and are tried again by one at a time")
         return "; ".join(reasons) or "no worker has room"
 
-    def place(self, progress: Progress, num_tokens_to_hold: float) -> Pair | None:
-        """A pair of workers that would compute the request before long; None while there is none.
+    def place(self, progress: Progress, num_tokens_to_hold: float) -> Place | None:
+        """Workers that would compute the request before long, by one way or the other; None while there are none.
 
         ``num_tokens_to_hold``: of prompt and output, as far as one can know.
         """
         backlog_s = self._settings.prefill_backlog_s
         return self.route(progress, backlog_s=backlog_s, num_tokens_to_hold=math.ceil(num_tokens_to_hold))
 
-    def elsewhere(self, progress: Progress, decode: Worker) -> Pair | None:
-        """A pair of workers with room for the request now, as long as it is by now, and another decode worker than ``decode``."""
+    def elsewhere(self, progress: Progress, decode: Worker) -> Place | None:
+        """A place with room for the request now, as long as it is by now, on another decode worker than ``decode``."""
         backlog_s, num_tokens = self._settings.prefill_backlog_s, progress.num_tokens + 1
         return self.route(progress, backlog_s=backlog_s, num_tokens_to_hold=num_tokens, without=decode.address)
 
     def supply(self) -> Supply:
         """What workers have for requests that wait."""
-        now_s = self._clock()
+        decodes = views(self._pool.decodes.values(), 0)
+        now_s, computing = self._clock(), list(self._pool.prefills.values())
+        if self._local_backlog_s is not None and not self._pool.is_local_only:
+            computing += self._pool.decodes.values()
         prefillers = [
             Prefiller(worker.load.num_waiting_tokens_at(now_s, view.tokens_per_s), view.tokens_per_s)
-            for worker in self._pool.prefills.values()
-            if worker.load is not None and (view := worker.view(0)) is not None
+            for worker in computing
+            if worker.load is not None and (view := worker.view(0)) is not None and view.tokens_per_s
         ]
-        return Supply.of(prefillers, views(self._pool.decodes.values(), 0), self._settings.prefill_backlog_s)
+        return Supply.of(prefillers, decodes, self._settings.prefill_backlog_s)
 
     def num_to_compute(self, progress: Progress) -> int:
-        """Tokens of a request that a prefill worker will compute, as far as one knew when it was last routed."""
-        is_local = self._is_local(progress.num_tokens) or progress.request.follows
-        return 0 if is_local else progress.num_tokens - max(progress.prefix.cached.values(), default=0)
+        """Tokens of a request's prompt that wait for a worker's time, as far as one knew when it was last routed."""
+        if self._pool.is_local_only or progress.request.follows:
+            return 0
+        return progress.num_tokens - max(progress.prefix.cached.values(), default=0)
 
     def route(
         self, progress: Progress, *, backlog_s: float = math.inf, num_tokens_to_hold: int = 0, without: str = ""
-    ) -> Pair | None:
-        """A pair of workers; with a bound on what waits there, or blocks to be free, only such as keep it.
+    ) -> Place | None:
+        """Workers for the next attempt; with a bound on what waits there, or blocks to be free, only such as keep it.
 
         ``without``: address of a decode worker that is not asked.
         """
-        num_tokens = progress.num_tokens
-        if (shared := self._shared_route(progress, num_tokens_to_hold)) is not None:
+        if (shared := self._shared_place(progress, num_tokens_to_hold)) is not None:
             return shared
-        is_local = self._is_local(num_tokens)
-        prefills = [] if is_local else views(self._pool.prefills.values(), progress.request.max_len)
+        prefills = [] if self._pool.is_local_only else views(self._pool.prefills.values(), progress.request.max_len)
         decodes = views(self._pool.decodes.values(), progress.request.max_len)
         if not math.isinf(backlog_s):
-            prefills = [view for view in prefills if view.takes_prompt(backlog_s)]
             decodes = [view for view in decodes if view.takes_sequence(num_tokens_to_hold) and view.address != without]
-        local_max = self._settings.local_prefill_max_tokens
-        num_cached = progress.prefix.cached_tokens(progress.output, [*prefills, *decodes])
+        cached = progress.prefix.cached_tokens(progress.output, [*prefills, *decodes])
         if progress.sampling.num_prompt_logprobs is not None:
-            num_cached = {}  # all of the prompt is computed for them
-        cached = CachedPrefix(num_cached, local_max)
-        if not is_local and not prefills:
-            decodes = [view for view in decodes if cached.is_enough(view, num_tokens)]
+            cached = {}  # all of the prompt is computed for them
+        limits = Limits(backlog_s, self._local_backlog_s)
         self._sequence_number += 1
         for some, others in self._choices(progress, prefills, decodes):
-            route = choose(some, others, num_tokens + 1, self._sequence_number, cached)
-            if route is not None:
-                prefill = None if route.prefill is None else self._pool.prefills[route.prefill]
-                return prefill, self._pool.decodes[route.decode]
+            if (way := self._way(some, others, progress.num_tokens, cached, limits)) is not None:
+                return self._place_of(way, progress.num_tokens, cached)
         return None
+
+    def _way(
+        self,
+        prefills: list[WorkerView],
+        decodes: list[WorkerView],
+        num_tokens: int,
+        cached: Mapping[str, int],
+        limits: Limits,
+    ) -> Way | None:
+        if self._pool.is_local_only:
+            route = choose([], decodes, num_tokens + 1, self._sequence_number, cached)
+            return None if route is None else Way(route, Reason.ONLY_WAY)
+        return choose_way(prefills, decodes, num_tokens, self._sequence_number, cached, limits)
+
+    def _place_of(self, way: Way, num_tokens: int, cached: Mapping[str, int]) -> Place:
+        decode = self._pool.decodes[way.route.decode]
+        if way.route.prefill is not None:
+            return Place(self._pool.prefills[way.route.prefill], decode, way.reason)
+        # Was it chosen for what it has cached, and has it no more, then the ways are to be compared again.
+        num_cached = 0 if self._pool.is_local_only else cached.get(decode.address, 0)
+        return Place(None, decode, way.reason, num_tokens - num_cached if num_cached else None)
+
+    @property
+    def _local_backlog_s(self) -> float | None:
+        return self._settings.prefill_backlog_s if self._settings.local_prefill == "sooner" else None
 
     def _choices(
         self, progress: Progress, prefills: list[WorkerView], decodes: list[WorkerView]
@@ -118,13 +139,12 @@ class Placement:
         for worker in self._pool.workers:
             avoidance.forgive(worker.address, worker.up_since_s)
         addresses = [[view.address for view in views] for views in (prefills, decodes)]
-        for allowed_prefills, allowed_decodes in avoidance.choices(addresses[0], addresses[1], now_s, shut):
+        choices = list(avoidance.choices(addresses[0], addresses[1], now_s, shut))
+        if not choices:  # nobody may hand it over
+            choices = list(avoidance.choices((), addresses[1], now_s, shut))
+        for allowed_prefills, allowed_decodes in choices:
             some = [view for view in prefills if view.address in allowed_prefills]
             yield some, [view for view in decodes if view.address in allowed_decodes]
-
-    def _is_local(self, num_tokens: int) -> bool:
-        """Whether a decode worker computes all of a prompt."""
-        return self._pool.is_local_only or num_tokens <= self._settings.local_prefill_max_tokens
 
     def _shut(self, now_s: float) -> Collection[Part]:
         """Who may not be asked by anybody now."""
@@ -133,7 +153,7 @@ class Placement:
         self._breakers.keep({worker.address: worker.up_since_s for worker in self._pool.workers})
         return self._breakers.shut(now_s)
 
-    def _shared_route(self, progress: Progress, num_tokens_to_hold: int) -> Pair | None:
+    def _shared_place(self, progress: Progress, num_tokens_to_hold: int) -> Place | None:
         """The decode worker that has the prompt already, for another choice of it; None if it cannot take one more."""
         request = progress.request
         if not request.follows or request.share is None or progress.attempt:
@@ -143,13 +163,7 @@ class Placement:
         fitting = [] if worker is None or is_shut else views([worker], request.max_len)
         if worker is None or not fitting or not fitting[0].takes_sequence(num_tokens_to_hold):
             return None
-        return None, worker
-
-    def max_uncached_tokens(self, request: GenerationRequest, num_tokens: int) -> int | None:
-        """What a decode worker without a prefill worker may compute of so many tokens; None: all of them."""
-        local_max = self._settings.local_prefill_max_tokens
-        is_for_cache = num_tokens > local_max and not self._pool.is_local_only and not request.follows
-        return local_max if is_for_cache else None
+        return Place(None, worker, Reason.SHARED)
 
 
 def views(workers: Iterable[Worker], num_tokens: int) -> list[WorkerView]:

@@ -13,6 +13,7 @@ from kvrelay.gateway.errors import ApiError, RequestTimeoutError
 from kvrelay.gateway.relay.failover import Avoidance
 from kvrelay.gateway.relay.timings import RequestTimings
 from kvrelay.gateway.routing.prefixes import RequestPrefix
+from kvrelay.gateway.routing.ways import Reason
 from kvrelay.gateway.workers.worker import Worker
 
 
@@ -69,6 +70,26 @@ class GenerationRequest(msgspec.Struct, frozen=True):
             self.share.settle(decode_address)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an attempt goes, and why there."""
+
+    prefill: Worker | None  # None: the decode worker computes the prompt itself
+    decode: Worker
+    reason: Reason
+    max_uncached_tokens: int | None = None  # as in Submit
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Who takes part, the one that the attempt is sent to first."""
+        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
+
+    @property
+    def way(self) -> str:
+        """As metrics call it."""
+        return "local" if self.prefill is None else "hand_off"
+
+
 @dataclass(slots=True)
 class Progress:
     """What a request has achieved over all its attempts."""
@@ -77,7 +98,7 @@ class Progress:
     timeout_s: float  # of all of it
     deadline_s: float
     prefix: RequestPrefix  # whose caches have how much of it
-    place: tuple[Worker | None, Worker] | None = None  # for the next attempt, if it has one already
+    place: Place | None = None  # for the next attempt, if it has one already
     output: list[int] = field(default_factory=list)
     attempt: int = 0
     num_failures: int = 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from functools import partial
 
 from kvrelay.common.clock import Clock
@@ -23,13 +24,12 @@ from kvrelay.gateway.errors import (
 )
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.attempt import Attempt, AttemptFailedError, AttemptMovedError, Take
-from kvrelay.gateway.relay.placement import Pair, Placement, views
-from kvrelay.gateway.relay.progress import GenerationRequest, Progress
+from kvrelay.gateway.relay.placement import Placement, views
+from kvrelay.gateway.relay.progress import GenerationRequest, Place, Progress
 from kvrelay.gateway.relay.settings import RelaySettings
 from kvrelay.gateway.routing.admission import Admission, Asked
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
 from kvrelay.gateway.workers.pool import WorkerPool
-from kvrelay.gateway.workers.worker import Worker
 from kvrelay.wire.messages import ABOUT_GUIDE, DecodeTarget, FailureCode, Submit, TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class Relay:
         self._settings = settings
         self._metrics = metrics
         self._clock = clock
+        self.prompt_ways: Counter[tuple[str, str]] = Counter()  # attempts by way and reason
         self.breakers = CircuitBreakers(self._on_breaker)
         self._placement = Placement(pool, settings, self.breakers, clock)
         self.admission = Admission(
@@ -101,7 +102,7 @@ class Relay:
         )
         return progress
 
-    def _place(self, progress: Progress, asked: Asked) -> Pair | None:
+    def _place(self, progress: Progress, asked: Asked) -> Place | None:
         found = self._placement.place(progress, self.admission.num_to_hold(asked))
         asked.num_to_compute = self._placement.num_to_compute(progress)
         return found
@@ -121,7 +122,7 @@ class Relay:
             case FailureCode.NOT_CACHED:
                 for view in views((w for w in self._pool.workers if w.address in failure.blamed), 0):
                     progress.prefix.on_miss(view)
-                return  # the worker is as good as any; the next attempt goes by a prefill worker
+                return  # the worker is as good as any; the ways are compared again, with nothing cached
             case _:
                 pass  # another attempt may succeed, also after a cancellation: it was not ours
         pause_s = _AVOID_S if failure.retry_after_s is None else failure.retry_after_s
@@ -148,8 +149,8 @@ class Relay:
 
     # -- routing ---------------------------------------------------------------------------------------------------
 
-    async def _find_workers(self, progress: Progress) -> Pair:
-        """A pair of workers, waiting for one if need be. Raises OverloadedError when that takes too long.
+    async def _find_workers(self, progress: Progress) -> Place:
+        """Workers for the next attempt, waiting for them if need be. Raises OverloadedError when that takes too long.
 
         Waits add up over attempts that are refused one after the other.
         """
@@ -164,9 +165,8 @@ class Relay:
             if remaining_s <= 0:
                 text = self._placement.no_room(progress.request.max_len)
                 raise OverloadedError(f"{text}; try again later", retry_after_s=_RETRY_AFTER_S)
-            route = self._placement.route(progress)
-            if route is not None:
-                return route
+            if (place := self._placement.route(progress)) is not None:
+                return place
             if progress.waits_since_s is None:
                 progress.waits_since_s = loop.time()
                 continue
@@ -183,16 +183,18 @@ class Relay:
     async def _is_over(self, progress: Progress, take: Take) -> bool:
         """Make one more attempt; whether there is nothing left to attempt."""
         request = progress.request
-        pair = progress.place or await self._find_workers(progress)
+        place = progress.place or await self._find_workers(progress)
         progress.place = None
         progress.attempt += 1
-        part = tuple(worker.address for worker in pair if worker is not None)
+        self.prompt_ways[place.way, place.reason.value] += 1
+        self._metrics.prompt_ways.labels(place.way, place.reason.value).inc()
+        part = tuple(worker.address for worker in place.workers)
         trial = self.breakers.begin(request.share or request.request_id, part, self._clock())
-        attempt = Attempt(self._pool, progress, pair, take, self._metrics, trial)
+        attempt = Attempt(self._pool, progress, place, take, self._metrics, trial)
         outcome = "given_up"  # by its client, or by us, its time being up
         try:
-            elsewhere = partial(self._placement.elsewhere, progress, pair[1])
-            await attempt.run(self._submit(progress, *pair), self._clock(), elsewhere)
+            elsewhere = partial(self._placement.elsewhere, progress, place.decode)
+            await attempt.run(self._submit(progress, place), self._clock(), elsewhere)
             outcome = "finished" if attempt.is_finished else "stopped"
             if progress.num_failures:
                 text = "the request went on after %d failed attempts; its client got all of it"
@@ -222,19 +224,17 @@ class Relay:
             self._metrics.attempts.labels(outcome).inc()
         return True
 
-    def _submit(self, progress: Progress, prefill: Worker | None, decode: Worker) -> Submit:
+    def _submit(self, progress: Progress, place: Place) -> Submit:
         request = progress.request
-        token_ids = request.prompt_token_ids + progress.output
-        max_uncached = None if prefill else self._placement.max_uncached_tokens(request, len(token_ids))
         return Submit(
             request_id=request.request_id,
             attempt=progress.attempt,
-            token_ids=token_ids,
+            token_ids=request.prompt_token_ids + progress.output,
             num_prompt_tokens=len(request.prompt_token_ids),
             sampling=progress.sampling,
-            decode=None if prefill is None else DecodeTarget(address=decode.address),
+            decode=None if place.prefill is None else DecodeTarget(address=place.decode.address),
             timeout_s=progress.deadline_s - asyncio.get_running_loop().time(),
             retention=request.retention,
             cache_salt=request.cache_salt,
-            max_uncached_tokens=max_uncached,
+            max_uncached_tokens=place.max_uncached_tokens,
         )

@@ -19,11 +19,11 @@ class RelaySettings:
     prefix_map_blocks: int = setting(
         65536, "policy prefix: KV blocks of which the gateway remembers who has them; some 150 bytes each", minimum=1
     )
-    local_prefill_max_tokens: int = setting(
-        16,
-        "prompts up to this length, or of which no more is uncached, are prefilled by their decode worker, without a hand-off",
-        unit="tokens",
-        minimum=0,
+    local_prefill: str = setting(
+        "sooner",
+        "when decode workers compute prompts themselves: also beside prefill workers, if the first token comes sooner that way; "
+        "only while no prefill worker is up; or never, with 503 until one is",
+        choices=("sooner", "fallback", "never"),
     )
     max_attempts: int = setting(4, "attempts at one request before it fails, waits for room not counted", minimum=1)
     request_timeout_s: float = setting(
@@ -37,5 +37,5 @@ class RelaySettings:
         128, "sequences that one request may ask for: prompts times n, best_of or beams; more get 400", minimum=1
     )
     prefill_backlog_s: float = setting(
-        2.0, "work that may wait at a prefill worker; other prompts wait in the gateway", unit="s", minimum=0
+        2.0, "work of prompts that may wait at a worker; other prompts wait in the gateway", unit="s", minimum=0
     )

@@ -1,7 +1,7 @@
 """When requests in a line get their places, if workers go on as they do: the line is played forward, one request after the other.
 
-A place needs three things: a prefill worker that has little enough waiting, a place in a decode batch, and KV blocks. The first is
-known from what prefill workers report, their speed and their backlog. The others come free as requests end, and when those do is
+A place needs three things: a worker for the prompt that has little enough waiting, a place in a decode batch, and KV blocks. The
+first is known from what workers report, their speed and their backlog. The others come free as requests end, and when those do is
 drawn from how long requests of their kind had their places: not at random, but spread evenly over what was seen, so that the
 next end of many is as soon as it is, and requests that take equally long end when they do.
 
@@ -25,17 +25,17 @@ _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly, ho
 class Need:
     """What one request takes."""
 
-    num_to_compute: int  # tokens of the prompt, by a prefill worker; 0: a decode worker computes it
+    num_to_compute: int  # tokens of the prompt, by whoever is a ``Prefiller``; 0: it waits for none of them
     num_to_hold: float  # tokens of prompt and output
     durations_s: Sequence[float]  # how long requests like it had their places, the shortest first
 
 
 @dataclass(frozen=True, slots=True)
 class Prefiller:
-    """One prefill worker."""
+    """One worker that computes prompts, whose speed is known: a prefill worker, or a decode worker in what its budget leaves."""
 
     num_waiting_tokens: float
-    tokens_per_s: float  # 0: not known
+    tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Supply:
     """What workers have now."""
 
     prefillers: Sequence[Prefiller]
-    backlog_s: float  # of work that may wait at a prefill worker
+    backlog_s: float  # of work that may wait at each of them
     free_places: float  # in batches
     free_tokens: float  # of KV
 
@@ -61,11 +61,10 @@ class Forecast:
     def __init__(self, supply: Supply, running: Iterable[tuple[Need, float]], now_s: float) -> None:
         """``running``: what requests that have their places take, and since when they have them."""
         self._backlog_s = supply.backlog_s
-        # When each prefill worker has little enough waiting, and its speed.
+        # When each of them has little enough waiting, and its speed.
         self._prefillers = [
             [now_s + one.num_waiting_tokens / one.tokens_per_s - supply.backlog_s, one.tokens_per_s]
             for one in supply.prefillers
-            if one.tokens_per_s > 0
         ]
         self._places = supply.free_places
         self._tokens = supply.free_tokens

@@ -22,23 +22,12 @@ class Route(msgspec.Struct, frozen=True, gc=False):
     decode: str
 
 
-class CachedPrefix(msgspec.Struct, frozen=True):
-    """What workers have of one prompt, as far as this gateway knows (see :mod:`kvrelay.gateway.routing.prefixes`)."""
-
-    num_tokens: Mapping[str, int] = msgspec.field(default_factory=dict)  # by address; who has none is not in it
-    local_prefill_max_tokens: int = 0  # a decode worker computes a rest of a prompt up to this length itself
-
-    def is_enough(self, view: WorkerView, num_tokens: int) -> bool:
-        """Whether that decode worker can do without a prefill worker, for a prompt of so many tokens."""
-        return num_tokens - self.num_tokens.get(view.address, 0) <= self.local_prefill_max_tokens
-
-
 def choose(
     prefills: Sequence[WorkerView],
     decodes: Sequence[WorkerView],
     num_tokens: int,
     sequence_number: int,
-    cached: CachedPrefix,
+    cached: Mapping[str, int],
 ) -> Route | None:
     """The workers that have the longest prefix, unless they are clearly more loaded; where nothing is cached, the least loaded.
 
@@ -55,18 +44,19 @@ def choose(
     more of what is in use: among many requests chance alone would else drive chats from their workers. On a worker whose batch
     is full nothing counts as cached. A decode worker without room is only taken if none has any.
 
-    Without ``prefills``, or where all but a short rest of the prompt is cached, the route has no prefill worker. None if there is
-    no decode worker, or no prefill worker whose KV fits it.
+    ``cached``: leading tokens of the prompt that a worker has, by address, as far as this gateway knows (see
+    :mod:`kvrelay.gateway.routing.prefixes`). Without ``prefills`` the route has no prefill worker. None if there is no decode
+    worker, or no prefill worker whose KV fits it.
     """
 
     def decode_cost(view: WorkerView) -> tuple[bool, float, int]:
-        num_cached = 0 if view.is_full else cached.num_tokens.get(view.address, 0)
+        num_cached = 0 if view.is_full else cached.get(view.address, 0)
         used = (view.num_blocks - view.num_free_blocks) / (1 + _IN_USE_SLACK * num_cached / num_tokens)
         cost = (used - _IN_USE_PER_CACHED * num_cached / view.block_size) / view.num_blocks
         return (not view.has_room(num_tokens), cost, view.num_requests)
 
     def prefill_cost(view: WorkerView) -> tuple[int, int]:
-        return (view.num_waiting_tokens - cached.num_tokens.get(view.address, 0), view.num_requests)
+        return (view.num_waiting_tokens - cached.get(view.address, 0), view.num_requests)
 
     if prefills:
         fingerprints = {view.fingerprint for view in prefills}
@@ -74,7 +64,7 @@ def choose(
     if not decodes:
         return None
     decode = _first(decodes, sequence_number, decode_cost)
-    if not prefills or cached.is_enough(decode, num_tokens - 1):
+    if not prefills:
         return Route(None, decode.address)
     fitting = [view for view in prefills if view.fingerprint == decode.fingerprint]
     return Route(_first(fitting, sequence_number, prefill_cost).address, decode.address)

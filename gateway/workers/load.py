@@ -20,14 +20,14 @@ _ON_THE_WAY_S = 0.05
 class _Attempt:
     num_tokens: int  # whose KV it needs, so far
     known_s: float | None  # since when the worker knows of it; None while it is on its way through another worker
-    num_cached: int = 0  # of its tokens, that the worker need not compute
+    num_to_compute: int  # of its tokens, by this worker
     is_computed: bool = False  # its prompt is: the first token has come
     is_reported: bool = False  # the last report counts it
 
     @property
     def num_uncomputed(self) -> int:
         """Of its prompt's tokens."""
-        return 0 if self.is_computed else self.num_tokens - self.num_cached
+        return 0 if self.is_computed else self.num_to_compute
 
 
 class Load:
@@ -45,11 +45,16 @@ class Load:
         self._known_s = 0.0  # when that was so
         self._num_given_back = 0  # blocks of attempts that the last report counts and that are over
 
-    def open(self, key: Key, num_tokens: int, now_s: float, *, is_sent: bool, num_cached: int = 0) -> None:
-        """An attempt begins. ``is_sent``: to this worker, which else hears of it from another one (and we with ``on_token``)."""
+    def open(self, key: Key, num_tokens: int, now_s: float, *, num_to_compute: int | None) -> None:
+        """An attempt begins.
+
+        ``num_to_compute``: of its tokens, by this worker, which it was sent to; None: another one computes it, and this one hears
+        of it from there (and we know with its first token that it has).
+        """
         if not self.num_waiting_tokens:
             self._known_s = now_s
-        self._attempts[key] = attempt = _Attempt(num_tokens, now_s if is_sent else None, num_cached)
+        known_s = None if num_to_compute is None else now_s
+        self._attempts[key] = attempt = _Attempt(num_tokens, known_s, num_to_compute or 0)
         self._num_uncomputed += attempt.num_uncomputed
         self._num_unreported_blocks += self._blocks_for(num_tokens)
 

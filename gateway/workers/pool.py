@@ -127,8 +127,8 @@ class WorkerPool:
         self._listeners[key] = listener
         for worker in workers:
             if worker.load is not None:
-                num_cached, now_s = cached.get(worker.address, 0), self._network.clock()
-                worker.load.open(key, num_tokens, now_s, is_sent=worker is workers[0], num_cached=num_cached)
+                num_to_compute = num_tokens - cached.get(worker.address, 0) if worker is workers[0] else None
+                worker.load.open(key, num_tokens, self._network.clock(), num_to_compute=num_to_compute)
 
     def on_first_token(self, key: Key, workers: Sequence[Worker]) -> None:
         """An attempt on these workers has its first token: the next prompt may have its place."""

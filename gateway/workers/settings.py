@@ -30,10 +30,6 @@ class DiscoverySettings:
     worker_selector: str = setting(
         "app.kubernetes.io/name=kvrelay", "labels of the workers' pods, which also have kvrelay.dev/role"
     )
-    local_prefill_fallback: bool = setting(
-        True,
-        "while no prefill worker is up, decode workers compute all prompts; false: 503 until then",
-    )
 
     def __post_init__(self) -> None:
         """Raises SettingsError on an address that no worker can have, and without any decode worker."""

@@ -19,7 +19,8 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):  # one per worker and r
     num_blocks: int
     block_size: int
     max_running: int = 0  # requests that it computes at a time; 0: it does not say
-    tokens_per_s: float = 0.0  # of prompts, while it computes; 0: not known
+    # Of prompts, that it would compute now: a decode worker within its inter-token budget. None: not known; 0: none is left.
+    tokens_per_s: float | None = None
     epoch: int = 0  # of its process; another one has nothing cached
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -32,7 +33,7 @@ class WorkerView(msgspec.Struct, frozen=True, gc=False):  # one per worker and r
 
     def takes_prompt(self, backlog_s: float) -> bool:
         """As a prefill worker: whether what waits there is computed within ``backlog_s``."""
-        return self.num_waiting_tokens <= self.tokens_per_s * backlog_s or self.tokens_per_s <= 0
+        return self.tokens_per_s is None or self.num_waiting_tokens <= self.tokens_per_s * backlog_s
 
     def takes_sequence(self, num_tokens: int) -> bool:
         """As a decode worker: whether a request of so many tokens finds blocks, and a place in the batch before long."""

@@ -180,7 +180,7 @@ class Worker:
             num_blocks=card.num_blocks,
             block_size=card.layout.block_size,
             max_running=0 if status is None else status.max_running,
-            tokens_per_s=0.0 if status is None else status.prompt_tokens_per_s or 0.0,
+            tokens_per_s=None if status is None else status.prompt_tokens_per_s,
         )
 
 

@@ -112,7 +112,7 @@ def _deployed(
         dtype=settings.dtype,
         threads=settings.threads,
         room_timeout_s=settings.timeout_s,  # a slow machine takes minutes for all at once
-        local_prefill_max_tokens=0,  # with a prefill worker, every prompt is handed over
+        local_prefill="fallback",  # with a prefill worker, every prompt is handed over
     )
     columns: list[Column] = []
     for concurrency in (1, settings.concurrency):

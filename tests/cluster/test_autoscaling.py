@@ -34,7 +34,7 @@ def release(cluster: Cluster) -> Iterator[Release]:
         "metrics": [TARGET],
     }
     values = {
-        "gateway": {"settings": {"local_prefill_max_tokens": 0}},
+        "gateway": {"settings": {"local_prefill": "fallback"}},
         "prefill": {"settings": SLOW, "autoscaling": {"hpa": hpa}},
         "decode": {"settings": SLOW},
     }

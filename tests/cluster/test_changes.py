@@ -39,7 +39,7 @@ PACE = {"engine": "fake", "fake_step_ms": 20, "fake_token_us": 100, "num_blocks"
 def release(cluster: Cluster) -> Iterator[Release]:
     """Gateway, prefill and decode twice each."""
     values = {
-        "gateway": {"settings": {"local_prefill_max_tokens": 0}},
+        "gateway": {"settings": {"local_prefill": "fallback"}},
         "prefill": {"settings": PACE},
         "decode": {"settings": PACE},
     }

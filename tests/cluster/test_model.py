@@ -71,7 +71,7 @@ def release(cluster: Cluster) -> Iterator[Release]:
     """Gateway, prefill and decode twice each; API keys asked for; every prompt takes the relay."""
     worker = {"settings": {"dtype": "float32", "kv_memory_mb": 256}}
     values = {
-        "gateway": {"settings": {"local_prefill_max_tokens": 0}},
+        "gateway": {"settings": {"local_prefill": "fallback"}},
         "prefill": worker,
         "decode": worker,
         "security": {"apiKeys": {"enabled": True}},

@@ -30,7 +30,7 @@ def deployment(model_directory: Path) -> Iterator[LocalDeployment]:
         device="cpu",
         dtype="float32",
         threads=1,
-        local_prefill_max_tokens=0,
+        local_prefill="fallback",
         kv_memory_mb=1024,
         room_timeout_s=PATIENCE_S,
     )

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_a_served_run_has_the_servers_cpu_and_the_parts_of_its_ttft(model_directory: Path, tmp_path: Path) -> None:
     output, mark = tmp_path / "run.json", str(tmp_path)
-    serve = "engine=fake,prefill=1,decode=1,local_prefill_max_tokens=0,fake_step_ms=1"
+    serve = "engine=fake,prefill=1,decode=1,local_prefill=fallback,fake_step_ms=1"
     command = [
         sys.executable,
         "-P",

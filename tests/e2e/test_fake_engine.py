@@ -24,7 +24,7 @@ async def test_fakes_hand_over_real_blocks(model_directory: Path, tmp_path: Path
     """With keys, and sealed: the other deployments here have neither."""
     make_keys(tmp_path)
     secured = {"keys": str(tmp_path), "seal_kv": True}
-    settings = LocalSettings.of(port=0, engine="fake", local_prefill_max_tokens=0, fake_step_ms=1, **secured)
+    settings = LocalSettings.of(port=0, engine="fake", local_prefill="fallback", fake_step_ms=1, **secured)
     with LocalDeployment.from_settings(settings, model_directory) as deployment:
         await asyncio.to_thread(deployment.wait_ready, timeout_s=60)
         prompts = [prompt(seed, 40 + 30 * seed) for seed in range(8)]

@@ -94,7 +94,7 @@ def alone(dtype: str, deployment: LocalDeployment, small: LocalDeployment) -> di
 def small(dtype: str, model_directory: Path) -> Iterator[LocalDeployment]:
     """A prefill worker and two decode workers, with little room."""
     workers = {"device": "cpu", "dtype": dtype, "threads": 1, "num_blocks": NUM_BLOCKS}
-    settings = LocalSettings.of(port=0, decode=2, local_prefill_max_tokens=0, room_timeout_s=PATIENCE_S, **workers)
+    settings = LocalSettings.of(port=0, decode=2, local_prefill="fallback", room_timeout_s=PATIENCE_S, **workers)
     with LocalDeployment.from_settings(settings, model_directory) as running:
         running.wait_ready(timeout_s=180)
         yield running

@@ -48,7 +48,7 @@ def test_here_and_over_http_the_model_says_the_same() -> None:
     assert psutil.Process().children() == processes
     assert told[2].outputs[0].stop_reason == " nine"
     assert re.fullmatch(pattern, told[4].outputs[0].text)
-    settings = LocalSettings.of(port=0, local_prefill_max_tokens=0, **OPTIONS)
+    settings = LocalSettings.of(port=0, local_prefill="fallback", **OPTIONS)
     with LocalDeployment.from_settings(settings, resolve_model("demo")) as deployment:
         deployment.wait_ready(timeout_s=180)
         client = OpenAI(base_url=f"{deployment.url}/v1", api_key="none")

@@ -204,7 +204,7 @@ async def stage(
     pool.update(static_workers(*addresses))
     try:
         await until(pool, lambda: all(worker.is_usable for worker in pool.workers))
-        chosen = RelaySettings(local_prefill_max_tokens=0, **settings)  # type: ignore[arg-type]
+        chosen = RelaySettings(local_prefill="fallback", **settings)  # type: ignore[arg-type]
         yield Stage(Relay(pool, chosen, metrics, network.clock), pool, players, metrics)
     finally:
         await pool.stop()

@@ -21,5 +21,6 @@ async def test_workers_and_their_breakers_are_shown(model_directory: Path) -> No
         assert worker["address"] == app.player.address
         assert (worker["role"], worker["is_usable"], worker["breaker"]) == ("decode", True, "open")
         assert worker["num_free_blocks"] > 0
+        assert known["prompt_ways"] == {"local: only_way": 3}
         refused = await app.client.post(TEXT, json={"prompt": "x"})
         assert "failed all of several requests" in refused.json()["error"]["message"]

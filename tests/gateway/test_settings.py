@@ -12,7 +12,7 @@ from kvrelay.gateway.settings import GatewaySettings
 def test_every_setting_has_its_line_of_documentation() -> None:
     infos = describe(GatewaySettings)
     assert all(info.help for info in infos)
-    assert {"policy", "local_prefill_max_tokens", "max_body_bytes", "decode_workers"} <= {info.name for info in infos}
+    assert {"policy", "local_prefill", "max_body_bytes", "decode_workers"} <= {info.name for info in infos}
 
 
 @pytest.mark.parametrize(

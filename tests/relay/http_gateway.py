@@ -89,22 +89,25 @@ async def deployment(
     relay: RelaySettings | None = None,
     gate: OnStep | None = None,
     prefill_gate: OnStep | None = None,
+    hands_over: bool = True,
     http: HttpLimits | None = None,
     send_buffer_bytes: int | None = None,
     drain_s: float = 2,
 ) -> AsyncIterator[Deployment]:
     """Everything up and ready; stopped afterwards. ``gate`` (of the decode worker) and ``prefill_gate`` see every step's rows;
-    ``send_buffer_bytes``: what the kernel may hold of an answer."""
+    without ``hands_over`` the gateway knows no prefill worker; ``send_buffer_bytes``: what the kernel may hold of an answer."""
     card = fake_card(vocab_size=VOCAB, num_blocks=128)
     decode, prefill = decode_worker(None, card, gate), prefill_worker(None, card, prefill_gate)
     workers: Sequence[PrefillWorker | DecodeWorker] = [decode, prefill]
     for worker in workers:
         await worker.start()
     settings = GatewaySettings(
-        relay=relay or RelaySettings(local_prefill_max_tokens=0, room_timeout_s=5.0),
+        relay=relay or RelaySettings(local_prefill="fallback", room_timeout_s=5.0),
         model=str(directory),
         served_model_name="tiny",
-        workers=DiscoverySettings(prefill_workers=(prefill.address,), decode_workers=(decode.address,)),
+        workers=DiscoverySettings(
+            prefill_workers=(prefill.address,) if hands_over else (), decode_workers=(decode.address,)
+        ),
         max_body_bytes=100_000,
         http=http or HttpLimits(),
     )

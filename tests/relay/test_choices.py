@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.step.interface import StepRow
-from kvrelay.gateway.relay.settings import RelaySettings
 
 from .http_gateway import deployment, write_model
 
@@ -52,9 +51,8 @@ async def test_a_prompt_is_computed_once_for_all_its_choices(model: Path) -> Non
 
 async def test_choices_are_the_same_however_they_are_computed(model: Path) -> None:
     answers: list[Any] = []
-    for local_tokens, num in ((0, 3), (1000, 3), (0, 2)):
-        relay = RelaySettings(local_prefill_max_tokens=local_tokens, room_timeout_s=5.0)
-        async with deployment(model, relay=relay) as up:
+    for hands_over, num in ((True, 3), (False, 3), (True, 2)):
+        async with deployment(model, hands_over=hands_over) as up:
             body = (await up.client.post("/v1/completions", json={**SEEDED, "n": num})).json()
             answers.append([choice["token_ids"] for choice in body["choices"]])
             await up.settled()

@@ -214,7 +214,7 @@ async def test_a_full_pool_is_an_honest_503(model: Path) -> None:
     from kvrelay.engine.kv.block_manager import Owner, OwnerKind  # noqa: PLC0415
     from kvrelay.gateway.relay.settings import RelaySettings  # noqa: PLC0415
 
-    async with deployment(model, relay=RelaySettings(local_prefill_max_tokens=0, room_timeout_s=0.3)) as up:
+    async with deployment(model, relay=RelaySettings(local_prefill="fallback", room_timeout_s=0.3)) as up:
         blocks = up.decode.blocks
         hoarder = Owner(OwnerKind.LEASE, "hoarder")
         blocks.allocate(hoarder, blocks.num_allocatable)

@@ -101,7 +101,7 @@ async def gateway(
     dead: Collection[DecodeWorker] = (),
 ) -> AsyncIterator[Relay]:
     """Everything started, the gateway connected to all; stopped afterwards, every block of who is not ``dead`` checked."""
-    settings = settings or RelaySettings(local_prefill_max_tokens=0)
+    settings = settings or RelaySettings(local_prefill="fallback")
     metrics = metrics or GatewayMetrics(CollectorRegistry())
     workers = [*decodes, *prefills]
     for worker in workers:

@@ -247,7 +247,7 @@ async def chaos(
             num_decodes=2,
             num_gateways=2,
             worker_options=worker_options,
-            gateway_options=["--local-prefill-max-tokens", "8"],
+            gateway_options=[],
             keys=keys,
         ) as up:
             asked = await _reference(up, questions(num_questions, random.Random(seed)), num_clients)

@@ -24,7 +24,7 @@ ANSWER_S = 30.0
 NUM_PROMPT, NUM_OUTPUT = 50, 12
 WORKER_OPTIONS = ["--engine", "fake", "--fake-step-ms", "0", "--num-blocks", "512"]
 # With one attempt a link that breaks is an error, and not a pause.
-GATEWAY_OPTIONS = ["--local-prefill-max-tokens", "0", "--max-attempts", "1", "--max-body-bytes", "100000"]
+GATEWAY_OPTIONS = ["--local-prefill", "fallback", "--max-attempts", "1", "--max-body-bytes", "100000"]
 
 _T = TypeVar("_T")
 

@@ -115,7 +115,7 @@ async def run(model: Path, factors: list[float], seconds: float, seed: int) -> l
             num_decodes=1,
             num_gateways=1,
             worker_options=options,
-            gateway_options=["--local-prefill-max-tokens", "0"],
+            gateway_options=["--local-prefill", "fallback"],
         ) as up:
             await offer(up, 1.0, min(3.0, seconds), seed)  # so that all is warm, and the gateway has learnt its pace
             for factor in factors:

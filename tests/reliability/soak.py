@@ -85,7 +85,7 @@ async def soak(model: Path, seconds: float, seed: int, *, num_clients: int, work
             num_decodes=1,
             num_gateways=1,
             worker_options=worker_options,
-            gateway_options=["--local-prefill-max-tokens", "16"],
+            gateway_options=[],
         ) as up:
             await _load(up, Report(), min(5.0, seconds / 2), seed, num_clients)
             before = await up.calm_figures()

@@ -80,7 +80,7 @@ def test_a_broken_connection_for_blocks_is_noticed_at_once_and_no_worker_counts_
     """Not by a time-out: all workers are well, and so are their links to the gateway."""
     num_tried_again = 0
     for moment in moments[:: max(1, STRIDE // 3)]:
-        with running(SEED, seal_kv=moment % 2 == 1) as world:
+        with running(SEED, seal_kv=moment % 2 == 1, local_prefill="fallback") as world:
             gateways = [one for one in world.wires.connections if one.client.process.name.startswith("g")]
 
             def strike(world: World = world) -> None:
@@ -104,7 +104,8 @@ def test_a_connection_for_blocks_that_leads_nowhere_is_not_used_again(moments: r
     """Nobody hears of it: all that there is to see is that a verdict does not come. What comes later goes another way."""
     num_waited = 0
     for moment in moments[:: max(1, STRIDE // 5)]:
-        with running(SEED, num_prefills=1, num_decodes=1, seal_kv=moment % 2 == 1) as world:
+        seal_kv = moment % 2 == 1
+        with running(SEED, num_prefills=1, num_decodes=1, seal_kv=seal_kv, local_prefill="fallback") as world:
             world.loop.triggers[moment] = lambda world=world: freeze_blocks("p0", "d0")(world)
             client, begun_s = world.submit("g0", PROMPT, NUM_TOKENS), world.loop.now_s
             while client.outcome is None and world.loop.now_s < begun_s + NO_VERDICT_S + AT_ONCE_S:

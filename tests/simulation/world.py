@@ -90,7 +90,15 @@ class World:
     """Prefill workers p0, p1 …, decode workers d0, d1 …, gateways g0, g1 …; use within ``with running(...)``."""
 
     def __init__(
-        self, seed: int, num_prefills: int, num_decodes: int, num_gateways: int, *, seal_kv: bool, num_blocks: int
+        self,
+        seed: int,
+        num_prefills: int,
+        num_decodes: int,
+        num_gateways: int,
+        *,
+        seal_kv: bool,
+        num_blocks: int,
+        relay: RelaySettings,
     ) -> None:
         self.loop = SimLoop(seed)
         self.loop.set_exception_handler(self._on_loop_error)
@@ -101,6 +109,7 @@ class World:
         self.ended: list[Member] = []  # workers of before: kept, so that nothing of theirs is collected in the midst
         self._seal_kv = seal_kv
         self._num_blocks = num_blocks
+        self._relay = relay
         self._epochs = itertools.count(1)
         self.prefill_names = [f"p{index}" for index in range(num_prefills)]
         self.decode_names = [f"d{index}" for index in range(num_decodes)]
@@ -122,8 +131,7 @@ class World:
         if name[0] == "g":
             metrics = GatewayMetrics(member.registry)
             member.pool = WorkerPool(member.process.name, metrics, LINKS, network, needs_prefill_workers=False)
-            settings = RelaySettings(local_prefill_max_tokens=4, request_timeout_s=60, room_timeout_s=20)
-            member.relay = Relay(member.pool, settings, metrics, network.clock)
+            member.relay = Relay(member.pool, self._relay, metrics, network.clock)
             addresses = [[f"tcp://{one}:1" for one in names] for names in (self.prefill_names, self.decode_names)]
             member.pool.update(static_workers(*addresses))
             return
@@ -331,12 +339,16 @@ def running(
     num_gateways: int = 1,
     seal_kv: bool = False,
     num_blocks: int = NUM_BLOCKS,
+    local_prefill: str = "sooner",
 ) -> Iterator[World]:
     """A world with everybody up."""
+    relay = RelaySettings(local_prefill=local_prefill, request_timeout_s=60, room_timeout_s=20)
     logging.disable(logging.CRITICAL)
     with ExitStack() as stack:
         stack.callback(logging.disable, logging.NOTSET)
-        world = World(seed, num_prefills, num_decodes, num_gateways, seal_kv=seal_kv, num_blocks=num_blocks)
+        world = World(
+            seed, num_prefills, num_decodes, num_gateways, seal_kv=seal_kv, num_blocks=num_blocks, relay=relay
+        )
         stack.enter_context(no_real_clock(world.problems))
         for name in (*world.decode_names, *world.prefill_names, *world.gateway_names):
             world.start(name)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvrelay.gateway.routing.policy import CachedPrefix, Route, choose
+from kvrelay.gateway.routing.policy import Route, choose
 from kvrelay.gateway.workers.view import WorkerView, choose_fingerprint
 
-NOTHING = CachedPrefix()
+NOTHING: dict[str, int] = {}
 
 
 def view(address: str, **changes: object) -> WorkerView:
@@ -99,8 +99,8 @@ def test_a_sequence_is_taken_where_it_has_blocks_and_a_place_before_long() -> No
 
 def test_a_prefix_is_worth_as_many_waiting_tokens_as_it_spares() -> None:
     idle, busy = view("p1"), view("p2", num_waiting_tokens=300)
-    assert choose([idle, busy], [view("d")], 501, 0, CachedPrefix({"p2": 320})) == Route("p2", "d")
-    assert choose([idle, busy], [view("d")], 501, 0, CachedPrefix({"p2": 288})) == Route("p1", "d")
+    assert choose([idle, busy], [view("d")], 501, 0, {"p2": 320}) == Route("p2", "d")
+    assert choose([idle, busy], [view("d")], 501, 0, {"p2": 288}) == Route("p1", "d")
 
 
 @pytest.mark.parametrize(
@@ -121,22 +121,15 @@ def test_a_decode_worker_may_have_more_in_use_and_still_get_its_chat_back(
         return view(address, num_blocks=1000, num_free_blocks=1000 - num_blocks)
 
     decodes = [using("d1", other_used), using("d2", num_used)]
-    assert choose([view("p")], decodes, 162, 0, CachedPrefix({"d2": 160})) == Route("p", chosen)
+    assert choose([view("p")], decodes, 162, 0, {"d2": 160}) == Route("p", chosen)
 
 
 def test_a_prefix_gives_no_room() -> None:
-    cached = CachedPrefix({"d2": 480})
+    cached = {"d2": 480}
     decodes = [view("d1", num_free_blocks=40), view("d2", num_free_blocks=30)]
     assert choose([view("p")], decodes, 501, 0, cached) == Route("p", "d1")
     decodes = [view("d1", num_requests=3, max_running=4), view("d2", num_requests=4, max_running=4)]
     assert choose([view("p")], decodes, 501, 0, cached) == Route("p", "d1"), "it would wait for a place in the batch"
-
-
-def test_where_nearly_all_is_cached_no_prefill_worker_is_needed() -> None:
-    decodes = [view("d1"), view("d2")]
-    assert choose([view("p")], decodes, 501, 0, CachedPrefix({"d2": 484}, 16)) == Route(None, "d2")
-    assert choose([view("p")], decodes, 502, 0, CachedPrefix({"d2": 484}, 16)) == Route("p", "d2")
-    assert choose([view("p")], decodes, 501, 0, CachedPrefix({"p": 484}, 16)).prefill == "p"  # type: ignore[union-attr]
 
 
 def test_a_shared_prompt_does_not_fill_one_worker() -> None:
@@ -144,7 +137,7 @@ def test_a_shared_prompt_does_not_fill_one_worker() -> None:
     views = {address: view(address, num_blocks=10_000, num_free_blocks=10_000) for address in ("d1", "d2", "d3")}
     holders: dict[str, int] = {}
     for turn in range(1000):
-        route = choose([view("p")], list(views.values()), 641, turn, CachedPrefix(holders))
+        route = choose([view("p")], list(views.values()), 641, turn, holders)
         assert route is not None
         one = views[route.decode]
         views[route.decode] = msgspec.structs.replace(one, num_free_blocks=one.num_free_blocks - 10)

@@ -26,7 +26,7 @@ def status(running: int = 0, waiting: int = 0, tokens: int = 0, free: int = 100)
 def test_what_is_over_counts_no_more() -> None:
     """Without waiting for a report: in a second a worker may finish half of what it has."""
     load = Load(BLOCK)
-    load.open(("r", 1), 160, 0.0, is_sent=True)
+    load.open(("r", 1), 160, 0.0, num_to_compute=160)
     load.on_status(status(running=3, tokens=1160, free=50), 1.0)
     assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (3, 1160, 50)
     load.on_first_token(("r", 1), 1.1)
@@ -38,16 +38,16 @@ def test_what_is_over_counts_no_more() -> None:
 def test_others_are_what_the_report_has_beyond_our_own() -> None:
     load = Load(BLOCK)
     for index in range(4):
-        load.open((f"r{index}", 1), 16, 0.0, is_sent=True)
+        load.open((f"r{index}", 1), 16, 0.0, num_to_compute=16)
     load.on_status(status(running=4, waiting=3, tokens=500), 1.0)
     assert (load.num_requests, load.num_waiting_tokens) == (7, 500)
-    load.open(("new", 1), 16, 1.1, is_sent=True)
+    load.open(("new", 1), 16, 1.1, num_to_compute=16)
     assert (load.num_requests, load.num_waiting_tokens) == (8, 516)
 
 
 def test_a_report_may_have_left_before_an_attempt_arrived() -> None:
     load = Load(BLOCK)
-    load.open(("r", 1), 160, 1.0, is_sent=True)
+    load.open(("r", 1), 160, 1.0, num_to_compute=160)
     load.on_status(status(free=100), 1.01)
     assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (1, 160, 90)
     load.on_status(status(running=1, tokens=160, free=90), 2.0)
@@ -57,7 +57,8 @@ def test_a_report_may_have_left_before_an_attempt_arrived() -> None:
 def test_a_decode_worker_hears_of_a_request_from_a_prefill_worker() -> None:
     """Until the first token says that it has, its reports do not count the request."""
     load = Load(BLOCK)
-    load.open(("r", 1), 160, 0.0, is_sent=False)
+    load.open(("r", 1), 160, 0.0, num_to_compute=None)
+    assert load.num_waiting_tokens == 0, "it computes nothing of the prompt"
     load.on_status(status(), 1.0)
     assert (load.num_requests, load.num_free_blocks(100)) == (1, 90)
     load.on_first_token(("r", 1), 1.5)
@@ -67,14 +68,14 @@ def test_a_decode_worker_hears_of_a_request_from_a_prefill_worker() -> None:
 
 def test_what_is_cached_need_not_be_computed_but_needs_its_blocks() -> None:
     load = Load(16)
-    load.open(("a", 1), 160, 0.0, is_sent=True, num_cached=128)
+    load.open(("a", 1), 160, 0.0, num_to_compute=32)
     assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (1, 32, 90)
 
 
 def test_what_is_computed_of_a_prompt_by_the_report_waits_no_more() -> None:
     load = Load(BLOCK)
-    load.open(("r", 1), 1000, 0.0, is_sent=True)
-    load.open(("s", 1), 500, 0.0, is_sent=True)
+    load.open(("r", 1), 1000, 0.0, num_to_compute=1000)
+    load.open(("s", 1), 500, 0.0, num_to_compute=500)
     load.on_status(status(running=2, tokens=900), 1.0)
     assert load.num_waiting_tokens == 900
     assert load.num_waiting_tokens_at(1.5, 400.0) == 700
@@ -84,7 +85,7 @@ def test_what_is_computed_of_a_prompt_by_the_report_waits_no_more() -> None:
     assert load.num_waiting_tokens_at(2.0, 400.0) == pytest.approx(460)
     load.close(("s", 1), 500)
     assert load.num_waiting_tokens == 0
-    load.open(("t", 1), 100, 10.0, is_sent=True)
+    load.open(("t", 1), 100, 10.0, num_to_compute=100)
     assert load.num_waiting_tokens_at(10.0, 400.0) == 100, "who was idle has computed nothing of it"
 
 
@@ -99,8 +100,8 @@ def test_over_any_story_nothing_is_left_when_all_is_over(seed: int) -> None:
             case 0 | 1:
                 keys.append((f"r{number}", 1))
                 num_tokens = chance.randrange(1, 200)
-                num_cached = chance.randrange(num_tokens)
-                load.open(keys[-1], num_tokens, now_s, is_sent=chance.random() < 0.5, num_cached=num_cached)
+                num_to_compute = chance.choice((None, chance.randrange(1, num_tokens + 1)))
+                load.open(keys[-1], num_tokens, now_s, num_to_compute=num_to_compute)
             case 2:
                 load.on_first_token(key, now_s)
             case 3:

@@ -199,8 +199,8 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_self_serve_starts() -> None:
-    local = local_settings(build(BenchSettings, {"serve": "prefill=2, local-prefill-max-tokens=0", "model": "m"}))
-    assert (local.gateway.model, local.deployment.prefill, local.gateway.relay.local_prefill_max_tokens) == ("m", 2, 0)
+    local = local_settings(build(BenchSettings, {"serve": "prefill=2, local-prefill=never", "model": "m"}))
+    assert (local.gateway.model, local.deployment.prefill, local.gateway.relay.local_prefill) == ("m", 2, "never")
     assert local.gateway.port == 0
     assert local_settings(build(BenchSettings, {"self_serve": True})).gateway.model == "demo"
     with pytest.raises(SettingsError, match="--serve: unknown key 'prefil'; did you mean 'prefill'"):

@@ -186,9 +186,9 @@ def test_without_a_url_each_path_and_pass_has_a_deployment_of_its_own(
     assert cli.run(["verify", "--model", str(model), "--max-tokens", "3", "--dtype", "bfloat16"]) == 0
     assert "all 80 answers equal transformers" in capsys.readouterr().out
     assert [settings.deployment.prefill for settings in started] == [0, 0, 1, 1]
-    assert {
-        (settings.components["dtype"], settings.components["local_prefill_max_tokens"]) for settings in started
-    } == {("bfloat16", 0)}
+    assert {(settings.components["dtype"], settings.components["local_prefill"]) for settings in started} == {
+        ("bfloat16", "fallback")
+    }
 
 
 def test_prompts_that_were_not_handed_over_prove_nothing(
