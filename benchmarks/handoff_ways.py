@@ -13,7 +13,7 @@ from handoff_pools import Pool, Sizes, WholePool
 from handoff_rounds import Way, receive_rounds, send_rounds
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.memory import keep_freed_memory
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.wire.codec import Codec
@@ -222,7 +222,7 @@ class KvrelaySender:
             token_ids=tokens,
             num_prompt_tokens=len(tokens),
             sampling=SamplingParams(max_tokens=2),
-            block_hashes=chain_hashes(root_hash(FINGERPRINT), tokens, BLOCK_SIZE),
+            block_hashes=HashChain(FINGERPRINT, BLOCK_SIZE).hashes_of_all(tokens),
         )
         self._transfers.open(key, self._link, offer, list(range(self._sizes.num_blocks)))
         grant = self._control.recv()

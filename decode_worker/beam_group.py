@@ -102,7 +102,7 @@ class BeamGroup:
             status=SequenceStatus.WAITING,
             token_ids=list(parent.token_ids),
             block_table=[],
-            block_hashes=[],
+            chain=None if parent.chain is None else parent.chain.copy(),
             sampling=parent.sampling.after_prefill(),
             prompt_logprobs=[],
             token_counts=None,

@@ -6,13 +6,13 @@ missing; if more is, the request is refused before it computes anything, and the
 
 from __future__ import annotations
 
-from kvrelay.common.block_hash import chain_hashes, salted
+from kvrelay.common.block_hash import HashChain
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.wire.messages import Failed, FailureCode, Submit
 
 
-def cache_miss(submit: Submit, blocks: BlockManager, root_hash: bytes) -> Failed | None:
-    """Why the request should not be computed here; None if it may be.
+def cache_miss(submit: Submit, blocks: BlockManager, chain: HashChain) -> Failed | None:
+    """Why the request should not be computed here; None if it may be. ``chain``: of its blocks.
 
     A yes is no promise: what is cached now may be evicted while the request waits for its place.
     """
@@ -20,8 +20,7 @@ def cache_miss(submit: Submit, blocks: BlockManager, root_hash: bytes) -> Failed
     if most is None or num_tokens <= most:
         return None
     # The last token is always computed anew.
-    num_reusable = (num_tokens - 1) // blocks.block_size * blocks.block_size
-    hashes = chain_hashes(salted(root_hash, submit.cache_salt), submit.token_ids[:num_reusable], blocks.block_size)
+    hashes = chain.hashes(submit.token_ids, (num_tokens - 1) // blocks.block_size)
     num_uncached = num_tokens - blocks.num_cached_prefix(hashes) * blocks.block_size
     if num_uncached <= most:
         return None

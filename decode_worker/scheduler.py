@@ -19,7 +19,6 @@ import bisect
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from kvrelay.common.block_hash import chain_hashes, salted
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.beam_group import BeamGroup, num_common
 from kvrelay.decode_worker.beams import FinishedBeam
@@ -71,12 +70,9 @@ class Progress:
 class DecodeScheduler:
     """Waiting and running sequences of one worker, both in order of arrival."""
 
-    def __init__(
-        self, settings: DecodeSchedulerSettings, blocks: BlockManager, root_hash: bytes, max_model_len: int
-    ) -> None:
+    def __init__(self, settings: DecodeSchedulerSettings, blocks: BlockManager, max_model_len: int) -> None:
         self._settings = settings
         self._blocks = blocks
-        self._root_hash = root_hash
         self._max_model_len = max_model_len
         self._groups: dict[Key, BeamGroup] = {}  # whose leaders wait or run
         self._suspects = Suspects()
@@ -217,8 +213,7 @@ class DecodeScheduler:
             sequence = row.sequence
             if sequence.status is SequenceStatus.FINISHED:
                 continue  # with a token of the step before: this one is too many
-            sequence.num_computed_tokens += row.num_tokens
-            self._publish(sequence)
+            self._advance(sequence, row.num_tokens)
             if token is None:
                 continue
             if sequence.sampling.beam_search is not None:
@@ -257,7 +252,6 @@ class DecodeScheduler:
         """Let the child join the batch behind ``num_tokens`` tokens, whose K/V it reads in the parent's blocks."""
         num_blocks = self._blocks.num_blocks_for(num_tokens)
         child.block_table = self._blocks.fork(_owner(parent), _owner(child), num_blocks)
-        child.block_hashes = parent.block_hashes[: num_tokens // self._blocks.block_size]
         child.num_computed_tokens = num_tokens
         child.set_status(SequenceStatus.RUNNING)
         bisect.insort(self.running, child, key=_arrival)
@@ -336,9 +330,7 @@ class DecodeScheduler:
 
     def _allocate(self, sequence: Sequence) -> bool:
         block_size = self._blocks.block_size
-        num_reusable = sequence.num_cacheable_tokens // block_size
-        root = salted(self._root_hash, sequence.cache_salt)
-        hashes = chain_hashes(root, sequence.token_ids[: num_reusable * block_size], block_size)
+        hashes = sequence.block_hashes(sequence.num_cacheable_tokens // block_size)
         num_blocks = self._blocks.num_blocks_for(sequence.num_tokens)
         # Else the next one that needs a block would take it from this one, which would have been computed for nothing.
         allocation = self._blocks.allocate(_owner(sequence), num_blocks, hashes, spare=self._blocks.num_next)
@@ -346,7 +338,6 @@ class DecodeScheduler:
             missing = hashes[self._blocks.num_cached_prefix(hashes) :][:1]
             self._found_none = (sequence, self._num_left_over, missing)
             return False
-        sequence.block_hashes = hashes[: allocation.num_cached]
         sequence.block_table = allocation.block_ids
         sequence.num_computed_tokens = allocation.num_cached * block_size
         if sequence.num_preemptions == 0:
@@ -415,22 +406,20 @@ class DecodeScheduler:
         plan.copies[:] = [copy for copy in plan.copies if copy.sequence is not sequence]
         self._blocks.release(_owner(sequence), sequence.retention)
         sequence.block_table = []
-        sequence.block_hashes = []
         sequence.num_computed_tokens = 0
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             sequence.set_status(SequenceStatus.WAITING)
 
-    def _publish(self, sequence: Sequence) -> None:
-        block_size = self._blocks.block_size
-        num_full = sequence.num_computed_tokens // block_size
-        num_known = len(sequence.block_hashes)
-        if num_full > num_known:
-            tokens = sequence.token_ids[: num_full * block_size]
-            root = salted(self._root_hash, sequence.cache_salt)
-            sequence.block_hashes = chain_hashes(root, tokens, block_size, known=sequence.block_hashes)
-            for index in range(num_known, num_full):
-                self._blocks.publish(_owner(sequence), index, sequence.block_hashes[index])
+    def _advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many more tokens are computed; publish the blocks that are full by that."""
+        num_full_before = sequence.num_computed_tokens // self._blocks.block_size
+        sequence.num_computed_tokens += num_tokens
+        num_full = sequence.num_computed_tokens // self._blocks.block_size
+        if num_full > num_full_before:
+            hashes = sequence.block_hashes(num_full)
+            for index in range(num_full_before, num_full):
+                self._blocks.publish(_owner(sequence), index, hashes[index])
 
     def _queue(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=_arrival)

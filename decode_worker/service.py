@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvrelay.common.block_hash import root_hash
+from kvrelay.common.block_hash import HashChain
 from kvrelay.decode_worker.cache_check import cache_miss
 from kvrelay.decode_worker.entries import Entry, Phase
 from kvrelay.decode_worker.model_worker import Add, Remove, Report
@@ -74,7 +74,7 @@ class DecodeService:
         self._identity = identity
         self._blocks = blocks
         self._clock = clock
-        self._root_hash = root_hash(identity.card.layout.fingerprint())
+        self._fingerprint = identity.card.layout.fingerprint()
         self._entries: dict[Key, Entry] = {}
         self.state = WorkerState.READY
         self._drained = asyncio.Event()  # draining, and the last entry is gone
@@ -145,7 +145,8 @@ class DecodeService:
     def _on_submit(self, gateway_id: str, submit: Submit) -> None:
         key = (submit.request_id, submit.attempt)
         refusal = submit_refusal(submit, self._identity, self.status(), is_known=key in self._entries)
-        refusal = refusal or cache_miss(submit, self._blocks, self._root_hash)
+        chain = HashChain(self._fingerprint, self._identity.card.layout.block_size, cache_salt=submit.cache_salt)
+        refusal = refusal or cache_miss(submit, self._blocks, chain)
         if refusal is not None:
             self.ports.send(Role.GATEWAY, gateway_id, refusal)
             return
@@ -168,7 +169,7 @@ class DecodeService:
             sampling=submit.sampling,
             arrival_s=now_s,
             retention=submit.retention,
-            cache_salt=submit.cache_salt,
+            chain=chain,
         )
         entry.waiting = Add(sequence)
         self._compile(entry, submit)
@@ -256,10 +257,8 @@ class DecodeService:
             block_table=list(lease.block_ids),
             num_computed_tokens=len(offer.token_ids),
             retention=offer.retention,
-            cache_salt=offer.cache_salt,
+            chain=lease.chain,
         )
-        block_size = self._identity.card.layout.block_size
-        sequence.block_hashes = offer.block_hashes[: len(offer.token_ids) // block_size]
         self._blocks.hand_on(lease_owner(lease.lease_key), sequence_owner(key))
         entry.waiting = Add(sequence, commit.first_token if is_search else None)
         self._run_if_ready(entry)

@@ -8,7 +8,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.block_hash import root_hash
 from kvrelay.common.errors import SettingsError
 from kvrelay.decode_worker.model_worker import Command, DecodeModelWorker, Report
 from kvrelay.decode_worker.ports import Ports
@@ -109,7 +108,7 @@ class DecodeWorker:
         self.blocks = BlockManager(
             card.num_blocks, card.layout.block_size, clock, max_retained_share=max_retained_share
         )
-        scheduler = DecodeScheduler(settings, self.blocks, root_hash(fingerprint), card.max_model_len)
+        scheduler = DecodeScheduler(settings, self.blocks, card.max_model_len)
         engine_metrics = EngineMetrics(
             registry,
             self.blocks,

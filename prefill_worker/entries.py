@@ -39,6 +39,7 @@ class Entry:
     submit: Submit
     gateway_id: str
     sequence: Sequence
+    block_hashes: list[bytes]  # of all blocks of the submitted tokens, the last one maybe partial
     deadline_s: float  # when nobody waits for it any more
     started_s: float | None = None
     phase: Phase = Phase.COMPILING

@@ -59,7 +59,7 @@ class PrefillScheduler:
         self.running: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a prompt. Its ``block_hashes`` must cover all its tokens, the last one maybe partial."""
+        """Queue a prompt."""
         num_blocks = self._blocks.num_cached_prefix(self._reusable_hashes(sequence))
         self._num_cached[sequence.key] = num_blocks * self._blocks.block_size
         self.waiting.append(sequence)
@@ -150,8 +150,10 @@ class PrefillScheduler:
             num_full_before = sequence.num_computed_tokens // self._blocks.block_size
             sequence.num_computed_tokens += row.num_tokens
             num_ready_blocks = sequence.num_computed_tokens // self._blocks.block_size
-            for index in range(num_full_before, num_ready_blocks):
-                self._blocks.publish(sequence_owner(sequence.key), index, sequence.block_hashes[index])
+            if num_ready_blocks > num_full_before:
+                hashes = sequence.block_hashes(num_ready_blocks)
+                for index in range(num_full_before, num_ready_blocks):
+                    self._blocks.publish(sequence_owner(sequence.key), index, hashes[index])
             if token is not None:
                 num_ready_blocks = len(sequence.block_table)
                 self.running.remove(sequence)
@@ -180,13 +182,12 @@ class PrefillScheduler:
         return max(0, share - num_past) if 8 * num_past <= self._max_batched_tokens else share
 
     def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
-        return sequence.block_hashes[: sequence.num_cacheable_tokens // self._blocks.block_size]
+        return sequence.block_hashes(sequence.num_cacheable_tokens // self._blocks.block_size)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Let a waiting prompt run, behind what of it is cached; False if there are no blocks for it."""
-        allocation = self._blocks.allocate(
-            sequence_owner(sequence.key), len(sequence.block_hashes), self._reusable_hashes(sequence)
-        )
+        num_blocks = self._blocks.num_blocks_for(sequence.num_tokens)
+        allocation = self._blocks.allocate(sequence_owner(sequence.key), num_blocks, self._reusable_hashes(sequence))
         if allocation is None:
             return False
         sequence.block_table = allocation.block_ids

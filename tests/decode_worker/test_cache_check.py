@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.common.block_hash import chain_hashes
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.cache_check import cache_miss
 from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind
 from kvrelay.wire.messages import FailureCode, Submit
 
-ROOT = b"root"
+
+def chain() -> HashChain:
+    return HashChain(b"model", 4)
 
 
 def submit(num_tokens: int, most: int | None) -> Submit:
@@ -29,7 +31,7 @@ def blocks() -> BlockManager:
     """Five blocks of the prompt ``range(20)`` are cached."""
     manager, owner = BlockManager(16, 4, lambda: 0.0), Owner(OwnerKind.SEQUENCE, "a")
     manager.allocate(owner, 5)
-    for index, block_hash in enumerate(chain_hashes(ROOT, range(20), 4)):
+    for index, block_hash in enumerate(chain().hashes(range(20), 5)):
         manager.publish(owner, index, block_hash)
     manager.release(owner)
     return manager
@@ -37,12 +39,12 @@ def blocks() -> BlockManager:
 
 @pytest.mark.parametrize(("num_tokens", "most"), [(30, None), (30, 10), (21, 1), (20, 4), (3, 3), (1, 1)])
 def test_what_is_allowed(blocks: BlockManager, num_tokens: int, most: int | None) -> None:
-    assert cache_miss(submit(num_tokens, most), blocks, ROOT) is None
+    assert cache_miss(submit(num_tokens, most), blocks, chain()) is None
 
 
 @pytest.mark.parametrize(("num_tokens", "most", "num_uncached"), [(30, 9, 10), (20, 3, 4), (21, 0, 1)])
 def test_what_is_refused(blocks: BlockManager, num_tokens: int, most: int, num_uncached: int) -> None:
-    refusal = cache_miss(submit(num_tokens, most), blocks, ROOT)
+    refusal = cache_miss(submit(num_tokens, most), blocks, chain())
     assert refusal is not None
     assert (refusal.request_id, refusal.attempt, refusal.code) == ("r", 3, FailureCode.NOT_CACHED)
     assert refusal.detail == f"{num_uncached} of {num_tokens} tokens are not cached here; the limit is {most}"

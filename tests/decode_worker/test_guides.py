@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import FinishReason, Guide, GuideKind, SampledToken
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
@@ -28,7 +29,7 @@ from kvrelay.wire.messages import (
 )
 
 from ..guides import PlayedGuides, tokens_guide
-from .test_service import EPOCH, Rig, offer, submit
+from .test_service import BLOCK, EPOCH, FINGERPRINT, Rig, offer, submit
 
 PROMPT = list(range(6))
 
@@ -62,7 +63,8 @@ class GuidedRig(Rig):
         )
         # As if every block had come: what is looked at is the sequence that is made of it.
         owner = next(owner for owner in self.blocks.owners() if owner.kind == "lease")
-        lease = (self.granted.lease_id, owner.key, "prefill", made, commit, self.blocks.owned_blocks(owner), 0.1)
+        chain = HashChain(FINGERPRINT, BLOCK)
+        lease = (self.granted.lease_id, owner.key, "prefill", made, chain, commit, self.blocks.owned_blocks(owner), 0.1)
         self.service.on_lease_verified(VerifiedLease(*lease))
 
     def failed(self) -> list[Failed]:
@@ -226,7 +228,7 @@ def test_a_dead_end_fails_its_sequence_alone() -> None:
 def test_a_preempted_sequence_goes_on_in_its_guide() -> None:
     rig = GuidedRig()
     rig.blocks = BlockManager(6, 4, lambda: 0.0)
-    rig.scheduler = DecodeScheduler(DecodeSchedulerSettings(), rig.blocks, rig.service._root_hash, 1000)
+    rig.scheduler = DecodeScheduler(DecodeSchedulerSettings(), rig.blocks, 1000)
     rig.model._scheduler, rig.service._blocks = rig.scheduler, rig.blocks
     outputs = {"a": list(range(10, 18)), "b": list(range(20, 28))}
     for name, output in outputs.items():

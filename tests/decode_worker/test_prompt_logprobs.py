@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.fake.engine import token_digests, with_logprobs
 from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.messages import Commit, Grant, Offer, Role, Submit, Timings
 from tests.decode_worker.rig import Rig as ModelRig
 from tests.decode_worker.rig import greedy
-from tests.decode_worker.test_service import CARD, EPOCH, Rig, offer, submit
+from tests.decode_worker.test_service import BLOCK, CARD, EPOCH, FINGERPRINT, Rig, offer, submit
 
 ASKS = SamplingParams(max_tokens=4, temperature=0.0, num_prompt_logprobs=1)
 
@@ -57,7 +58,9 @@ def test_a_prompt_that_was_handed_over_has_told_them() -> None:
     lease_key, block_ids = next(
         (owner.key, rig.blocks.owned_blocks(owner)) for owner in rig.blocks.owners() if owner.kind == "lease"
     )
-    rig.service.on_lease_verified(VerifiedLease(grant.lease_id, lease_key, "prefill", made, commit, block_ids, 0.1))
+    chain = HashChain(FINGERPRINT, BLOCK)
+    lease = VerifiedLease(grant.lease_id, lease_key, "prefill", made, chain, commit, block_ids, 0.1)
+    rig.service.on_lease_verified(lease)
     rig.handle()
     [taken] = rig.scheduler.waiting
     assert taken.sampling == msgspec.structs.replace(ASKS, num_prompt_logprobs=None)

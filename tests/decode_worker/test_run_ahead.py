@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import BeamSearch, SamplingParams, Watermark
 from kvrelay.decode_worker.model_worker import Add, Remove
 from kvrelay.decode_worker.run_ahead import sequences_that_go_on
@@ -326,7 +326,8 @@ def test_a_search_that_waits_for_places_holds_nobody_up() -> None:
     rig.add("a", [1, 2, 3], greedy(4))
     rig.add("b", [4, 5, 6], greedy(9))
     search = greedy(3, beam_search=BeamSearch(width=2))
-    rig.worker.handle(Add(Sequence("search", 1, [7, 8], 2, search, 9.0)))
+    chain = HashChain(b"model", rig.blocks.block_size)
+    rig.worker.handle(Add(Sequence("search", 1, [7, 8], 2, search, 9.0, chain=chain)))
     for _ in range(3):
         rig.step()
     assert (rig.ends, watched.depths) == ({"a": "length"}, [0, 1, 1])
@@ -366,7 +367,7 @@ def test_a_prompt_whose_prefix_is_cached_meanwhile_is_looked_at_again() -> None:
     for _ in range(3):
         rig.step()
     assert rig.engine.depths[-1] == 1, "who waits for blocks should hold nobody up"
-    hashes = chain_hashes(root_hash(rig.engine.card.layout.fingerprint()), prompt[: 9 * block_size], block_size)
+    hashes = HashChain(rig.engine.card.layout.fingerprint(), block_size).hashes(prompt, 9)
     for index, block_hash in enumerate(hashes):
         rig.blocks.publish(lease, index, block_hash)
     waiting = [sequence for sequence in rig.scheduler.waiting if sequence.key[0] == "waits"]

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.decode_worker.model_worker import Add, Command, DecodeModelWorker, Remove, Report
 from kvrelay.decode_worker.scheduler import DecodeScheduler
@@ -65,7 +65,7 @@ def offer(name: str, token_ids: list[int], num_prompt_tokens: int | None = None)
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
         sampling=SamplingParams(max_tokens=8, temperature=0.0),
-        block_hashes=chain_hashes(root_hash(FINGERPRINT), token_ids, BLOCK),
+        block_hashes=HashChain(FINGERPRINT, BLOCK).hashes_of_all(token_ids),
     )
 
 
@@ -79,9 +79,7 @@ class Rig:
         self.reports: list[Report] = []
         self.now_s = 1000.0
         self.blocks = BlockManager(CARD.num_blocks, BLOCK, lambda: 0.0)
-        self.scheduler = DecodeScheduler(
-            DecodeSchedulerSettings(), self.blocks, root_hash(FINGERPRINT), CARD.max_model_len
-        )
+        self.scheduler = DecodeScheduler(DecodeSchedulerSettings(), self.blocks, CARD.max_model_len)
         self.engine = FakeEngine(CARD)
         metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
         self.model = DecodeModelWorker(self.engine, self.scheduler, metrics, self.reports.append, lambda: self.now_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
@@ -26,7 +26,7 @@ class ModelRig:
         self.tokens: dict[str, int] = {}  # the first one of each prompt
         self.failed: list[str] = []
         self.reports: list[Report] = []
-        self._root_hash = root_hash(card.layout.fingerprint())
+        self._fingerprint = card.layout.fingerprint()
         metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
         self.worker = PrefillModelWorker(engine, self.scheduler, metrics, self._hear, clock)
 
@@ -41,8 +41,8 @@ class ModelRig:
 
     def local(self, name: str, prompt: list[int], sampling: SamplingParams, arrival_s: float = 0.0) -> None:
         """A prompt to compute."""
-        sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, arrival_s)
-        sequence.block_hashes = chain_hashes(self._root_hash, prompt, self.blocks.block_size)
+        chain = HashChain(self._fingerprint, self.blocks.block_size)
+        sequence = Sequence(name, 1, list(prompt), len(prompt), sampling, arrival_s, chain=chain)
         self.worker.handle(Add(sequence))
 
     def run(self, *, breaks: bool = False) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.step.sequence import Sequence
@@ -17,7 +17,6 @@ from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.worker.step_cost import StepCost
 
-ROOT = root_hash(b"model")
 BLOCK = 16
 COST = StepCost(0.008, 3e-4)  # a core computes the demo model about so
 
@@ -64,7 +63,7 @@ def test_a_gpus_steps_grow_to_what_the_budget_buys(token_s: float, reached: int)
     blocks = BlockManager(8192, BLOCK, lambda: 0.0)
     scheduler = PrefillScheduler(PrefillSchedulerSettings(), blocks, 8192 * BLOCK, "cuda")
     prompt = Sequence("a", 1, list(range(100_000)), 100_000, SamplingParams(max_tokens=8), 0.0)
-    prompt.block_hashes = chain_hashes(ROOT, prompt.token_ids, BLOCK)
+    prompt.chain = HashChain(b"model", BLOCK)
     scheduler.add(prompt)
     sizes: list[int] = []
     for _ in range(12):
@@ -86,7 +85,7 @@ def test_steps_of_short_prompts_do_not_buy_a_step_of_thousands() -> None:
     for num_tokens in (8, 64, 12, 100):
         scheduler.observe(num_tokens, 0.02 + 1e-6 * num_tokens)
     prompt = Sequence("a", 1, list(range(10_000)), 10_000, SamplingParams(max_tokens=8), 0.0)
-    prompt.block_hashes = chain_hashes(ROOT, prompt.token_ids, BLOCK)
+    prompt.chain = HashChain(b"model", BLOCK)
     scheduler.add(prompt)
     assert scheduler.schedule(0.0)[0][0].num_tokens == 512
 
@@ -172,7 +171,7 @@ def serve(
             tokens = [len(coming), *range(1, arrival.length)]  # unlike all others: none has a cached prefix
             params = SamplingParams(max_tokens=8, temperature=0.0)
             made = Sequence(arrival.name, 1, tokens, arrival.length, params, arrival.at_s)
-            made.block_hashes = chain_hashes(ROOT, tokens, BLOCK)
+            made.chain = HashChain(b"model", BLOCK)
             scheduler.add(made)
         for release_s, sequence in [one for one in held if one[0] <= now_s]:
             blocks.release(sequence_owner(sequence.key))

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 
-ROOT = root_hash(b"model")
 BLOCK = 4
 
 
 def sequence(name: str, tokens: list[int], arrival_s: float = 0.0) -> Sequence:
-    made = Sequence(name, 1, list(tokens), len(tokens), SamplingParams(max_tokens=8, temperature=0.0), arrival_s)
-    made.block_hashes = chain_hashes(ROOT, tokens, BLOCK)
-    return made
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    return Sequence(name, 1, list(tokens), len(tokens), params, arrival_s, chain=HashChain(b"model", BLOCK))
 
 
 class Rig:
@@ -205,6 +203,6 @@ def test_a_block_as_large_as_a_step_is_computed_in_pieces() -> None:
     rig.blocks = BlockManager(64, 64, lambda: 0.0)
     rig.scheduler = PrefillScheduler(PrefillSchedulerSettings(max_batched_tokens=16), rig.blocks, 4096)
     made = sequence("a", [1] * 40)
-    made.block_hashes = chain_hashes(ROOT, made.token_ids, 64)
+    made.chain = HashChain(b"model", 64)
     rig.scheduler.add(made)
     assert [rig.step()[0] for _ in range(3)] == [[("a", 16)], [("a", 16)], [("a", 8)]]

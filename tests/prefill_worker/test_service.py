@@ -216,8 +216,8 @@ def test_a_prompt_that_cannot_even_be_scheduled_is_ended_alone() -> None:
     rig.ask(submit("a"))
     rig.ask(submit("b", max_tokens=1))
     rig.handle()
-    rig.scheduler.waiting[0].block_hashes = cast("list[bytes]", None)
-    with pytest.raises(TypeError) as raised:
+    rig.scheduler.waiting[0].chain = None
+    with pytest.raises(AssertionError) as raised:
         rig.model.step()
     rig.model.on_step_failed(raised.value)
     rig.finish()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.retention import Retention
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake.engine import fake_card
@@ -199,8 +199,8 @@ async def test_a_request_s_blocks_stay_as_long_as_it_asks(local: bool) -> None:
         others = Owner(OwnerKind.LEASE, "others")
         # All but what is retained is taken: the others' prefixes go, and nothing of the retained one.
         assert blocks_of.allocate(others, blocks_of.num_allocatable - len(blocks_of.retained())) is not None
-        root = root_hash(fake_card(block_size=BLOCK).layout.fingerprint())
-        kept = chain_hashes(root, [*shared, *tokens(2, 20)], BLOCK)
+        fingerprint = fake_card(block_size=BLOCK).layout.fingerprint()
+        kept = HashChain(fingerprint, BLOCK).hashes_of_all([*shared, *tokens(2, 20)])
         assert blocks_of.num_cached_prefix(kept) == 60 // BLOCK
-        assert blocks_of.num_cached_prefix(chain_hashes(root, tokens(4, 20), BLOCK)) == 0
+        assert blocks_of.num_cached_prefix(HashChain(fingerprint, BLOCK).hashes_of_all(tokens(4, 20))) == 0
         blocks_of.release(others)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.model_worker import DecodeModelWorker
 from kvrelay.decode_worker.scheduler import DecodeScheduler
@@ -58,7 +58,7 @@ def offer_of(request_id: str, token_ids: list[int], gateway_id: str, max_tokens:
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
-        block_hashes=chain_hashes(root_hash(FINGERPRINT), token_ids, BLOCK_SIZE),
+        block_hashes=HashChain(FINGERPRINT, BLOCK_SIZE).hashes_of_all(token_ids),
     )
 
 
@@ -146,7 +146,7 @@ class DecodeRig(_Rig):
 
     def __init__(self) -> None:
         super().__init__()
-        scheduler = DecodeScheduler(DecodeSchedulerSettings(), self.blocks, root_hash(FINGERPRINT), CARD.max_model_len)
+        scheduler = DecodeScheduler(DecodeSchedulerSettings(), self.blocks, CARD.max_model_len)
         self.model = DecodeModelWorker(self.engine, scheduler, self.metrics, self.reports.append, self.clock)
         self.service: DecodeService = DecodeService(self.identity, self.blocks, self.clock)
         self.leases = LeaseTable(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.block_hash import chain_hashes, root_hash
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.fake.engine import MemoryStore
 from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind
@@ -255,7 +255,7 @@ def offer_of(token_ids: list[int], request_id: str = "r", attempt: int = 1) -> O
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
         sampling=SamplingParams(max_tokens=8),
-        block_hashes=chain_hashes(root_hash(FINGERPRINT), token_ids, BLOCK_SIZE),
+        block_hashes=HashChain(FINGERPRINT, BLOCK_SIZE).hashes_of_all(token_ids),
     )
 
 

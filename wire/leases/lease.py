@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvrelay.common.block_hash import HashChain
 from kvrelay.wire.blocks.seal import BlockOpener
 from kvrelay.wire.leases.states import HandoffState, advance
 from kvrelay.wire.messages import Commit, FailureCode, Offer
@@ -46,6 +47,7 @@ class VerifiedLease:
     lease_key: str  # under which the blocks are reserved
     peer_id: str
     offer: Offer
+    chain: HashChain  # of its tokens' blocks
     commit: Commit
     block_ids: list[int]
     transfer_s: float  # commit received until the last block was verified
@@ -82,6 +84,7 @@ class Lease:
     lease_id: int
     peer_id: str
     offer: Offer
+    chain: HashChain  # of its tokens' blocks
     block_ids: list[int]
     num_cached: int
     expires_s: float

@@ -32,7 +32,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvrelay.common.block_hash import chain_hashes, root_hash, salted
+from kvrelay.common.block_hash import HashChain
 from kvrelay.wire.blocks.frames import BlockHeader
 from kvrelay.wire.blocks.seal import BlockOpener, new_key
 from kvrelay.wire.errors import BlockRefusedError
@@ -71,7 +71,6 @@ class LeaseTable:
         self._handler = handler
         self._metrics = metrics
         self._clock = clock
-        self._root_hash = root_hash(settings.fingerprint)
         self._lock = threading.RLock()
         self._verdict = threading.Condition(self._lock)  # on a block that was being written
         self._leases: dict[int, Lease] = {}
@@ -92,7 +91,8 @@ class LeaseTable:
             return Refuse(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
 
         block_size = self._settings.block_size
-        unfit = self._unfit(offer)
+        chain = HashChain(self._settings.fingerprint, block_size, cache_salt=offer.cache_salt)
+        unfit = self._unfit(offer, chain)
         if unfit is not None:
             return refuse(*unfit)
         num_full = len(offer.token_ids) // block_size
@@ -109,7 +109,7 @@ class LeaseTable:
             seal_key = new_key() if self._settings.seals_kv else None
             opener = None if seal_key is None else BlockOpener(seal_key)
             expires_s = self._clock() + self._settings.ttl_s
-            lease = Lease(lease_id, peer_id, offer, block_ids, num_cached, expires_s, opener)
+            lease = Lease(lease_id, peer_id, offer, chain, block_ids, num_cached, expires_s, opener)
             self._leases[lease_id] = self._by_key[key] = lease
         self._metrics.reused_blocks.inc(num_cached)
         return Grant(
@@ -268,15 +268,14 @@ class LeaseTable:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _unfit(self, offer: Offer) -> tuple[FailureCode, str] | None:
+    def _unfit(self, offer: Offer, chain: HashChain) -> tuple[FailureCode, str] | None:
         """Why the offer can be granted at no time; None if only room decides."""
         if offer.fingerprint != self._settings.fingerprint:
             self._metrics.handoffs.labels("refused_fingerprint").inc()
             detail = f"fingerprint {offer.fingerprint.hex()} offered, {self._settings.fingerprint.hex()} served"
             return (FailureCode.LAYOUT_MISMATCH, detail)
         try:
-            root = salted(self._root_hash, offer.cache_salt)
-            hashes = chain_hashes(root, offer.token_ids, self._settings.block_size)
+            hashes = chain.hashes_of_all(offer.token_ids)
         except OverflowError as error:
             return (FailureCode.INVALID, f"a token id cannot be one: {error}")
         if not hashes:
@@ -350,6 +349,7 @@ class LeaseTable:
                     lease_key=lease.lease_key,
                     peer_id=lease.peer_id,
                     offer=lease.offer,
+                    chain=lease.chain,
                     commit=lease.commit,
                     block_ids=lease.block_ids,
                     transfer_s=self._clock() - lease.committed_s,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvrelay.common.block_hash import chain_hashes
+from kvrelay.common.block_hash import HashChain
 from kvrelay.common.retention import DEFAULT_PRIORITY, Retention
 from kvrelay.engine.kv.block_manager import BlockManager, Ledger, Owner, OwnerKind, sequence_owner
 
@@ -112,7 +112,8 @@ class AgainstModel:
 
     def allocate(self) -> None:
         # Few different tokens: many common prefixes.
-        owner, chain = self.new_owner(), chain_hashes(b"", self.chance.choices((0, 1), k=self.chance.randint(0, 6)), 1)
+        tokens = self.chance.choices((0, 1), k=self.chance.randint(0, 6))
+        owner, chain = self.new_owner(), HashChain(b"model", 1).hashes_of_all(tokens)
         self.known |= set(chain)
         model, shared = self.model, self.model.prefix(chain)
         num_blocks, spare = len(chain) + self.chance.randint(0, 2), self.chance.choice((0, 0, 1, 2))

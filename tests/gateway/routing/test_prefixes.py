@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrelay.common.block_hash import chain_hashes, hashes_behind, root_hash
-from kvrelay.gateway.routing import prefixes as prefixes_module
+from kvrelay.common.block_hash import HashChain
 from kvrelay.gateway.routing.prefixes import PrefixMap, RequestPrefix
 
 from .test_routing import view
@@ -18,7 +17,7 @@ BLOCK = 16
 
 def chain(*blocks: int) -> list[bytes]:
     """One hash per number."""
-    return chain_hashes(b"root", blocks, 1)
+    return HashChain(b"model", 1).hashes_of_all(blocks)
 
 
 def test_everybody_is_found_with_as_much_as_it_has() -> None:
@@ -58,8 +57,7 @@ def test_a_worker_that_starts_anew_has_nothing() -> None:
     known.record(chain(1), ("a", 2))
     assert known.find(chain(1, 2)) == {("a", 2): 1, B: 2}
     prefix = RequestPrefix(known, range(BLOCK + 1))
-    root = root_hash(b"f")
-    known.record(chain_hashes(root, range(BLOCK), BLOCK), A)
+    known.record(HashChain(b"f", BLOCK).hashes(range(BLOCK), 1), A)
     assert prefix.cached_tokens([], [view("a", epoch=1)]) == {"a": BLOCK}
     assert prefix.cached_tokens([], [view("a", epoch=2)]) == {}
 
@@ -125,12 +123,14 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """All blocks that requests hash."""
     found: list[bytes] = []
 
-    def counted(parent: bytes, tokens: list[int], block_size: int) -> Iterator[bytes]:
-        for block_hash in hashes_behind(parent, tokens, block_size):
+    make = HashChain._behind
+
+    def counted(chain: HashChain, token_ids: list[int]) -> Iterator[bytes]:
+        for block_hash in make(chain, token_ids):
             found.append(block_hash)
             yield block_hash
 
-    monkeypatch.setattr(prefixes_module, "hashes_behind", counted)
+    monkeypatch.setattr(HashChain, "_behind", counted)
     return found
 
 
@@ -142,7 +142,8 @@ def test_each_block_is_hashed_once(hashed: list[bytes]) -> None:
     request.on_cached([], view("p"))
     request.on_cached([], view("d"))
     request.on_end(list(range(60)), view("d"))
-    assert hashed == chain_hashes(root_hash(b"f"), [*range(100), *range(60)], BLOCK)
+    made = hashed.copy()
+    assert made == HashChain(b"f", BLOCK).hashes([*range(100), *range(60)], 10)
 
 
 def test_routing_hashes_no_more_than_somebody_has_and_one_block(hashed: list[bytes]) -> None:
