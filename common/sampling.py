@@ -54,10 +54,32 @@ class BeamSearch(msgspec.Struct, frozen=True, kw_only=True):
     early_stopping: bool | None = False  # True: at ``width`` finished; False: a heuristic; None: no better can come
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters of one sequence, complete and validated.
+class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What of the sampling parameters is taken as the client says it.
 
     ``temperature == 0`` is greedy. ``top_k == 0``, ``top_p == 1``, ``typical_p == 1`` and ``min_p == 0`` switch a filter off.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0  # no stop token before so many
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token_id, what is added)
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    num_prompt_logprobs: int | None = None  # as num_logprobs, of the prompt's tokens but the first
+    guide: Guide | None = None
+    processors: tuple[str, ...] = ()  # names of the operator's logits processors, in the order of their application
+    beam_search: BeamSearch | None = None
+
+
+class SamplingParams(SamplingOptions, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters of one sequence, complete and validated.
+
     First what is set or forbidden (bias, ``allowed_token_ids``, ``bad_words``, stop tokens before ``min_tokens``, the guide),
     then penalties, the watermark, the operator's processors; then filters in the order temperature, top-k, top-p, min-p,
     typical. ``seed`` is never None here: the gateway draws one when the client gave none, so that every attempt at the
@@ -65,27 +87,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()  # end-of-text ids included, unless the client asked to ignore them
     num_logprobs: int | None = None  # None: no logprobs; 0: the sampled token's only; n: and the n likeliest
     choice: int = 0  # which of a request's sequences this is: each has noise of its own
-    typical_p: float = 1.0
-    min_tokens: int = 0  # no stop token before so many
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token_id, what is added)
-    allowed_token_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that never come
-    num_prompt_logprobs: int | None = None  # as num_logprobs, of the prompt's tokens but the first
-    guide: Guide | None = None
     watermark: Watermark | None = None
-    processors: tuple[str, ...] = ()  # names of the operator's logits processors, in the order of their application
-    beam_search: BeamSearch | None = None
 
     @property
     def needs_penalties(self) -> bool:

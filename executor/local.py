@@ -33,16 +33,13 @@ from kvrelay.executor.request import Chat, Request, encode_body
 from kvrelay.gateway.apis.jobs import choose
 from kvrelay.gateway.apis.logprob_bodies import finite
 from kvrelay.gateway.apis.openai_schema import ChatBody, CompletionBody
-from kvrelay.gateway.chat.chats import ChatReader
-from kvrelay.gateway.chat.dialect import Dialect
-from kvrelay.gateway.chat.template import ChatTemplate
 from kvrelay.gateway.http.bodies import parse_body
 from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.model import Model, ModelFiles
 from kvrelay.gateway.relay.relay import Relay
 from kvrelay.gateway.relay.settings import RelaySettings
-from kvrelay.gateway.text.generation import Generator, TextDelta, Usage
-from kvrelay.gateway.text.intake import Arrival, Intake, aside
-from kvrelay.gateway.text.tokenizer import Tokenizer
+from kvrelay.gateway.text.output import TextDelta, Usage
+from kvrelay.gateway.text.tokenizer import aside
 from kvrelay.gateway.workers.pool import WorkerPool, static_workers
 from kvrelay.launcher.models import resolve_model
 from kvrelay.wire.network import Network
@@ -76,9 +73,7 @@ class _Running:
     directory: Path  # of the sockets
     worker: DecodeWorker
     metrics: GatewayMetrics
-    pool: WorkerPool
-    intake: Intake
-    generator: Generator
+    model: Model
 
 
 class LocalBackend:
@@ -92,9 +87,7 @@ class LocalBackend:
         ``guides``: what compiles guides; None: requests that have one are refused.
         """
         self._settings = settings
-        self._tokenizer = Tokenizer.load(directory)
-        template = ChatTemplate.load(directory, self._tokenizer.special_tokens)
-        self._chats = ChatReader(template, Dialect.of(template.source))
+        self._files = ModelFiles.load(directory)
         self._model_name = directory.name
         self._engine: Engine | None = engine  # until a worker has it
         self._guides = guides
@@ -154,9 +147,7 @@ class LocalBackend:
             directory=directory,
             worker=worker,
             metrics=metrics,
-            pool=pool,
-            intake=Intake(self._model_name, self._tokenizer, pool, relay.admission, settings.relay.max_sequences),
-            generator=Generator(relay, self._tokenizer, metrics, network.clock),
+            model=Model(self._model_name, self._files, relay),
         )
         await worker.start()
         pool.update(static_workers((), (worker.address,)))
@@ -172,19 +163,25 @@ class LocalBackend:
 
     async def run(self, request: Request, progress: Progress, *, stream: bool) -> None:
         """See Backend."""
-        up, received_s = self._up, time.monotonic()
-        up.intake.check(None)
+        model, received_s = self._up.model, time.monotonic()
+        model.check()
         shown = "" if isinstance(request.prompt, Chat) else request.prompt
         body = parse_body(CompletionBody, None, encode_body(request.body(shown, stream=stream)))
         spec = body.spec(max_tokens=body.max_tokens, num_logprobs=body.logprobs)
-        prompt = await self._prompt(up.intake, request)
-        arrival = Arrival(f"{request.request_id}.{secrets.token_hex(4)}", received_s, request.timeout_s)
-        generations = up.intake.generations(arrival, [prompt], spec, prompt_param="prompt")
-        progress.on_prompt(generations[0].prompt_token_ids)
-        usages = [Usage(len(prompt)) for _ in generations]
+        prompt = await _prompt(model, request)
+        sequences = model.sequences(
+            [prompt],
+            spec,
+            request_id=f"{request.request_id}.{secrets.token_hex(4)}",
+            received_s=received_s,
+            prompt_param="prompt",
+            timeout_s=request.timeout_s,
+        )
+        progress.on_prompt(sequences[0].prompt_token_ids)
+        usages = [Usage(len(prompt)) for _ in sequences]
         # Which are the best, or the beams, is known at the end.
-        is_choice_late = len(generations) > spec.num_choices or spec.beam_search is not None
-        late: list[list[TextDelta]] = [[] for _ in generations]
+        is_choice_late = len(sequences) > spec.num_choices or spec.beam_search is not None
+        late: list[list[TextDelta]] = [[] for _ in sequences]
 
         def write(index: int, delta: TextDelta) -> None:
             if delta.prompt_logprobs is not None:
@@ -199,10 +196,9 @@ class LocalBackend:
             else:
                 write(index, delta)
 
-        await up.generator.run_all(generations, usages, take)
+        await model.run(sequences, usages, take)
         if is_choice_late:
-            of_one = len(generations)
-            for choice in choose(generations, late, num_per_prompt=of_one, num_returned=spec.num_choices):
+            for choice in choose(sequences, late):
                 for delta in choice.deltas:
                     write(choice.index, delta)
 
@@ -231,7 +227,7 @@ class LocalBackend:
         """See Backend."""
         up, self._running, self._engine = self._running, None, None
         if up is not None:
-            await up.pool.stop()
+            await up.model.pool.stop()
             await up.worker.stop()
             await asyncio.to_thread(shutil.rmtree, up.directory, ignore_errors=True)
 
@@ -240,25 +236,24 @@ class LocalBackend:
         assert self._running is not None, "requests come between start and stop"
         return self._running
 
-    async def _prompt(self, intake: Intake, request: Request) -> list[int]:
-        """The request's prompt as token ids. Raises InvalidRequestError."""
-        params = request.sampling_params
-        match request.prompt:
-            case str(text):
-                adds_special_tokens = params.add_special_tokens
-                return await aside(
-                    lambda: intake.encode(text, "prompt", add_special_tokens=adds_special_tokens), len(text)
-                )
-            case Chat() as chat:
-                body = encode_body(chat.body())
-                read = parse_body(ChatBody, None, body).chat()
-                return await aside(
-                    lambda: intake.encode(self._chats.read(read).prompt, "messages", add_special_tokens=False),
-                    len(body),
-                )
-            case token_ids:
-                intake.check_token_ids(token_ids, "prompt")
-                return list(token_ids)
+
+async def _prompt(model: Model, request: Request) -> list[int]:
+    """The request's prompt as token ids. Raises InvalidRequestError."""
+    params = request.sampling_params
+    match request.prompt:
+        case str(text):
+            adds_special_tokens = params.add_special_tokens
+            return await aside(lambda: model.encode(text, "prompt", add_special_tokens=adds_special_tokens), len(text))
+        case Chat() as chat:
+            body = encode_body(chat.body())
+            read = parse_body(ChatBody, None, body)
+            return await aside(
+                lambda: model.encode(read.chat(model).prompt, "messages", add_special_tokens=False),
+                len(body),
+            )
+        case token_ids:
+            model.check_token_ids(token_ids, "prompt")
+            return list(token_ids)
 
 
 def _piece(delta: TextDelta, *, tells_logprobs: bool) -> Piece:

@@ -7,8 +7,7 @@ import logging
 
 from kvrelay.common.clock import Clock
 from kvrelay.gateway.metrics import TokenMeter
-from kvrelay.gateway.routing.admission import Admission
-from kvrelay.gateway.workers.pool import WorkerPool
+from kvrelay.gateway.model import Models
 from kvrelay.wire.messages import Role
 
 logger = logging.getLogger(__name__)
@@ -19,9 +18,8 @@ _EVERY_S = 10.0
 class Activity:
     """Of one gateway. Numbers of a line are those since the line before."""
 
-    def __init__(self, pool: WorkerPool, admission: Admission, tokens: TokenMeter, clock: Clock) -> None:
-        self._pool = pool
-        self._admission = admission
+    def __init__(self, models: Models, tokens: TokenMeter, clock: Clock) -> None:
+        self._models = models
         self._tokens = tokens
         self._clock = clock
         self._before_s = clock()
@@ -40,14 +38,15 @@ class Activity:
         passed_s = max(now_s - self._before_s, 1e-9)
         num_prompt, num_output, num_cached = (new - old for new, old in zip(now, self._before, strict=True))
         self._before_s, self._before = now_s, now
-        num_running, num_waiting = self._admission.num_running, self._admission.num_queued
+        num_running = sum(model.relay.admission.num_running for model in self._models)
+        num_waiting = sum(model.relay.admission.num_queued for model in self._models)
         if not (num_running or num_waiting or num_prompt or num_output):
             return None
         parts = [
             f"{num_running} requests running, {num_waiting} waiting",
             f"{num_prompt / passed_s:.0f} prompt and {num_output / passed_s:.0f} output tokens/s",
         ]
-        shares = [(role, self._pool.kv_in_use(role)) for role in (Role.PREFILL, Role.DECODE)]
+        shares = [(role, model.pool.kv_in_use(role)) for model in self._models for role in (Role.PREFILL, Role.DECODE)]
         if kv := ", ".join(f"{role.value} {share:.0%}" for role, share in shares if share is not None):
             parts.append(f"KV in use: {kv}")
         if num_prompt:

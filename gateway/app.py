@@ -1,11 +1,12 @@
-"""The gateway's ASGI application: routes, health, metrics, docs, around one worker pool."""
+"""The gateway's ASGI application: routes, health, metrics, docs, around the models that it serves."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -24,9 +25,6 @@ from kvrelay.gateway.apis.openai import OpenAIRoutes
 from kvrelay.gateway.apis.responses import ResponsesRoutes
 from kvrelay.gateway.apis.tgi.api import TgiRoutes
 from kvrelay.gateway.apis.tokenize import TokenizeRoutes
-from kvrelay.gateway.chat.chats import ChatReader
-from kvrelay.gateway.chat.dialect import Dialect
-from kvrelay.gateway.chat.template import ChatTemplate
 from kvrelay.gateway.debug import known_workers
 from kvrelay.gateway.http.api_keys import ApiKeys
 from kvrelay.gateway.http.api_request import ApiRoute
@@ -34,14 +32,12 @@ from kvrelay.gateway.http.docs_page import add_docs_page
 from kvrelay.gateway.http.edge import Edge, install_error_handlers
 from kvrelay.gateway.http.ignored import HEADER as IGNORED_HEADER
 from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.model import Model, ModelFiles, Models
 from kvrelay.gateway.relay.relay import Relay
 from kvrelay.gateway.relay.timings import HEADER as TIMINGS_HEADER
 from kvrelay.gateway.settings import GatewaySettings
-from kvrelay.gateway.text.generation import Generator
-from kvrelay.gateway.text.intake import Intake
-from kvrelay.gateway.text.tokenizer import Tokenizer
-from kvrelay.gateway.workers.discovery import Discovery, Pods
-from kvrelay.gateway.workers.pool import WorkerPool, static_workers
+from kvrelay.gateway.workers.discovery import Pods, followed
+from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.wire.messages import Role
 from kvrelay.wire.network import Network
 from kvrelay.wire.security.keys import WireKeys
@@ -55,58 +51,55 @@ def create_app(
     metrics: GatewayMetrics | None = None,
 ) -> ASGIApp:
     """The application; its lifespan connects to the workers. Raises ModelError if the tokenizer cannot be loaded."""
-    directory = Path(settings.model)
-    tokenizer = Tokenizer.load(directory)
-    template = ChatTemplate.load(directory, tokenizer.special_tokens)
     metrics = metrics or GatewayMetrics(CollectorRegistry())
-    gateway_id = f"gateway-{secrets.token_hex(8)}"
-    workers = settings.workers
+    served = [_served(settings, link_settings or LinkSettings(), metrics)]
+    models = Models([model for model, _ in served])
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        async with AsyncExitStack() as stack:
+            for model, pods in served:
+                await stack.enter_async_context(followed(settings.workers, pods, model.pool))
+            activity = asyncio.create_task(Activity(models, metrics.tokens, time.monotonic).run())
+            yield
+            activity.cancel()
+
+    app = FastAPI(title="kvrelay", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.router.route_class = ApiRoute
+    install_error_handlers(app)
+    responder = Responder()
+    OpenAIRoutes(models, responder).add_to(app)
+    ResponsesRoutes(models, responder).add_to(app)
+    TgiRoutes(models, responder).add_to(app)
+    TokenizeRoutes(models).add_to(app)
+    _add_operations(app, models, metrics)
+    add_docs_page(app)
+    api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys), time.monotonic)
+    paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    edge = Edge(app, paths, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys)
+    return _with_cors(edge, settings.allowed_origins) if settings.allowed_origins else edge
+
+
+def _served(
+    settings: GatewaySettings, link_settings: LinkSettings, metrics: GatewayMetrics
+) -> tuple[Model, Pods | None]:
+    """The model of the settings, and the pods of its workers, unless they are listed. Raises ModelError and SettingsError."""
+    directory, workers = Path(settings.model), settings.workers
+    files = ModelFiles.load(directory, settings.tool_parser, settings.reasoning_parser)
     is_discovered = workers.discovery == "kubernetes"
     has_prefill_workers = is_discovered or bool(workers.prefill_workers)
     network = Network.open()
     pool = WorkerPool(
-        gateway_id,
+        f"gateway-{secrets.token_hex(8)}",
         metrics,
-        link_settings or LinkSettings(),
+        link_settings,
         network,
         needs_prefill_workers=settings.relay.local_prefill == "never" and has_prefill_workers,
         keys=None if settings.keys is None else WireKeys.load(Path(settings.keys), Role.GATEWAY),
     )
     pods = Pods.connect(workers.namespace, workers.worker_selector) if is_discovered else None
     relay = Relay(pool, settings.relay, metrics, network.clock)
-    responder = Responder(Generator(relay, tokenizer, metrics, network.clock))
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
-        discovery = None if pods is None else Discovery(pods, pool.update)
-        if discovery is None:
-            pool.update(static_workers(workers.prefill_workers, workers.decode_workers))
-        else:
-            discovery.start()
-        activity = asyncio.create_task(Activity(pool, relay.admission, metrics.tokens, network.clock).run())
-        yield
-        activity.cancel()
-        if discovery is not None:
-            await asyncio.to_thread(discovery.stop)
-        await pool.stop()
-
-    app = FastAPI(title="kvrelay", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.router.route_class = ApiRoute
-    install_error_handlers(app)
-    model_name = settings.served_model_name or directory.name
-    dialect = Dialect.of(template.source, settings.tool_parser, settings.reasoning_parser)
-    intake = Intake(model_name, tokenizer, pool, relay.admission, settings.relay.max_sequences)
-    chats = ChatReader(template, dialect)
-    OpenAIRoutes(intake, chats, responder).add_to(app)
-    ResponsesRoutes(intake, chats, responder).add_to(app)
-    TgiRoutes(intake, responder, settings.relay.max_queued).add_to(app)
-    TokenizeRoutes(intake, chats).add_to(app)
-    _add_operations(app, pool, relay, metrics)
-    add_docs_page(app)
-    api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys), network.clock)
-    paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-    edge = Edge(app, paths, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys)
-    return _with_cors(edge, settings.allowed_origins) if settings.allowed_origins else edge
+    return Model(settings.served_model_name or directory.name, files, relay), pods
 
 
 def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
@@ -120,7 +113,7 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
-def _add_operations(app: FastAPI, pool: WorkerPool, relay: Relay, metrics: GatewayMetrics) -> None:
+def _add_operations(app: FastAPI, models: Models, metrics: GatewayMetrics) -> None:
     @app.get("/health/live", tags=["operations"], responses=HEALTHY)
     async def live() -> Response:
         """The process answers."""
@@ -129,7 +122,7 @@ def _add_operations(app: FastAPI, pool: WorkerPool, relay: Relay, metrics: Gatew
     @app.get("/health/ready", tags=["operations"], responses=READY)
     async def ready() -> Response:
         """Requests are well placed here; else 503 with the reasons. Without any worker they are: the answer to them says so."""
-        reasons = pool.not_ready()
+        reasons = [reason for model in models for reason in model.pool.not_ready()]
         if reasons:
             return JSONResponse({"status": "unavailable", "reasons": reasons}, status_code=503)
         return JSONResponse({"status": "ok"})
@@ -142,7 +135,7 @@ def _add_operations(app: FastAPI, pool: WorkerPool, relay: Relay, metrics: Gatew
     @app.get("/debug/workers", tags=["operations"], response_model=None)
     async def workers() -> Response:
         """What this gateway knows of its workers, whom it only sends probes, and which way prompts went."""
-        return JSONResponse(known_workers(pool, relay))
+        return JSONResponse(known_workers(models))
 
     @app.get("/metrics", tags=["operations"], response_class=PlainTextResponse, responses=METRICS)
     async def prometheus() -> Response:

@@ -12,7 +12,7 @@ from kvrelay.gateway.apis.logprob_bodies import chat_logprobs, prompt_logprobs
 from kvrelay.gateway.chat.tools.calls import OutputParser, ToolCallDelta
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.http.sse import DONE, ChunkTemplate, sse
-from kvrelay.gateway.text.generation import TextDelta, Usage
+from kvrelay.gateway.text.output import TextDelta, Usage
 from kvrelay.gateway.text.tokenizer import Tokenizer
 
 

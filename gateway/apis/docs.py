@@ -19,6 +19,7 @@ from kvrelay.gateway.errors import (
     UnauthorizedError,
     UnavailableError,
 )
+from kvrelay.gateway.http.api_request import SECONDS, TIMEOUT_HEADER
 from kvrelay.gateway.http.bodies import Described
 
 _ERRORS = (
@@ -273,8 +274,6 @@ VERSION: dict[int | str, dict[str, Any]] = {200: {"model": Version}}
 READY: dict[int | str, dict[str, Any]] = {**HEALTHY, 503: {"model": Health, "description": "With the reasons"}}
 METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
-TIMEOUT_HEADER = "x-request-timeout"
-SECONDS = r"[0-9]{1,9}(\.[0-9]{0,9})?"
 # Read by the routes themselves: FastAPI does not see the requests that it documents.
 REQUEST_HEADERS: dict[str, Any] = {
     "parameters": [

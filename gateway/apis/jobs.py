@@ -19,7 +19,9 @@ from kvrelay.gateway.errors import ApiError, ClientBehindError
 from kvrelay.gateway.http.api_request import ApiRequest
 from kvrelay.gateway.http.ignored import IgnoredFields
 from kvrelay.gateway.http.sse import EventStream
-from kvrelay.gateway.text.generation import Generation, Generator, TextDelta, Usage
+from kvrelay.gateway.model import Model
+from kvrelay.gateway.relay.request import GenerationRequest, GenerationSpec
+from kvrelay.gateway.text.output import TextDelta, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -72,43 +74,51 @@ class Format(Protocol):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One HTTP request, ready to run.
+    """One HTTP request, ready to run."""
 
-    ``generations`` holds for each prompt, one behind the other, as many as are generated of it; the ``num_returned`` best of
-    them, by log probability per token, are the answer. (All of them, unless that is less: then the answer is not streamed.)
-    """
-
-    generations: list[Generation]
+    model: Model
+    sequences: Sequence[GenerationRequest]
     written: Format
     is_stream: bool
-    num_per_prompt: int = 1
-    num_returned: int = 1  # of each prompt
     ignored: Sequence[str] = ()  # fields of the body that nobody knows
     includes_timings: bool = False  # beside the usage, for the first choice
 
     def extras(self) -> dict[str, object]:
         """What only kvrelay's clients ask for, once the answer is complete."""
-        return {"kvrelay": self.generations[0].timings.body()} if self.includes_timings else {}
+        return {"kvrelay": self.sequences[0].timings.body()} if self.includes_timings else {}
+
+
+def sequences_of(
+    model: Model, request: ApiRequest, prompts: Sequence[Sequence[int]], spec: GenerationSpec, prompt_param: str
+) -> list[GenerationRequest]:
+    """What an HTTP request asks ``model`` for. Raises InvalidRequestError naming the field, or the header, that is wrong."""
+    return model.sequences(
+        prompts,
+        spec,
+        request_id=request.internal_id,
+        received_s=request.received_s,
+        prompt_param=prompt_param,
+        timeout_s=request.timeout_s(),
+        min_priority=request.min_priority,
+    )
 
 
 class Responder:
     """Runs jobs and answers them."""
 
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
+    def __init__(self) -> None:
         self._ignored = IgnoredFields()
 
     async def respond(self, request: ApiRequest, job: Job) -> Response:
         """The response. What fails before its status line is raised, as ApiError, here or when it is sent."""
         headers = self._ignored.headers(job.ignored)
         # A prompt counts once.
-        usages = [Usage(len(one.prompt_token_ids) if one.is_first else 0) for one in job.generations]
+        usages = [Usage(len(one.prompt_token_ids) if one.is_first else 0) for one in job.sequences]
         if job.is_stream:
             return EventStream(lambda stream: self._events(request, job, usages, stream), job.written.failed, headers)
-        deltas: list[list[TextDelta]] = [[] for _ in job.generations]
-        await self._generator.run_all(job.generations, usages, lambda index, delta: deltas[index].append(delta))
-        choices = choose(job.generations, deltas, num_per_prompt=job.num_per_prompt, num_returned=job.num_returned)
-        body = job.written.whole(choices, _total(usages))
+        deltas: list[list[TextDelta]] = [[] for _ in job.sequences]
+        await job.model.run(job.sequences, usages, lambda index, delta: deltas[index].append(delta))
+        body = job.written.whole(choose(job.sequences, deltas), _total(usages))
         return JSONResponse({**body, **job.extras()} if isinstance(body, dict) else body, headers=headers)
 
     async def _events(self, request: ApiRequest, job: Job, usages: Sequence[Usage], stream: EventStream) -> bytes:
@@ -119,7 +129,7 @@ class Responder:
             stream.write(before + job.written.chunk(index, delta))
 
         try:
-            await self._generator.run_all(job.generations, usages, take)
+            await job.model.run(job.sequences, usages, take)
             return job.written.closing(_total(usages), job.extras())
         except Exception as error:
             if not stream.has_begun:
@@ -127,24 +137,23 @@ class Responder:
             request.cut = "client_behind" if isinstance(error, ClientBehindError) else "failed_mid_stream"
             if isinstance(error, ApiError):
                 return job.written.failed(error)
-            logger.exception("a stream failed", extra={"request_id": job.generations[0].request_id})
+            logger.exception("a stream failed", extra={"request_id": job.sequences[0].request_id})
             return job.written.failed(ApiError("the server failed while it was answering; try again"))
 
 
-def choose(
-    generations: Sequence[Generation], deltas: Sequence[Sequence[TextDelta]], *, num_per_prompt: int, num_returned: int
-) -> list[Choice]:
-    """The answer among what was generated: beams apart, the best of each prompt only, numbered."""
+def choose(sequences: Sequence[GenerationRequest], deltas: Sequence[Sequence[TextDelta]]) -> list[Choice]:
+    """The answer among what ``sequences`` gave: beams apart, of each prompt the best by log probability per token, numbered."""
+    spec = sequences[0].spec
     chosen: list[list[TextDelta]] = []
-    for first in range(0, len(deltas), num_per_prompt):
-        group = [list(one) for one in deltas[first : first + num_per_prompt]]
-        if generations[first].sampling.beam_search is not None:
+    for first in range(0, len(deltas), spec.num_sequences):
+        group = [list(one) for one in deltas[first : first + spec.num_sequences]]
+        if spec.beam_search is not None:
             chosen += [[beam] for one in group for beam in sorted(one, key=lambda delta: delta.beam)]
             continue
         prompt_logprobs = group[0][0].prompt_logprobs
-        if num_returned < len(group):
+        if spec.num_choices < len(group):
             group.sort(key=lambda one: Choice(0, one).mean_logprob, reverse=True)
-        for one in group[:num_returned]:
+        for one in group[: spec.num_choices]:
             one[0] = msgspec.structs.replace(one[0], prompt_logprobs=prompt_logprobs)
             chosen.append(one)
     return [Choice(index, list(one)) for index, one in enumerate(chosen)]

@@ -9,7 +9,6 @@ import msgspec
 from fastapi import FastAPI, Path
 from starlette.responses import JSONResponse, Response
 
-from kvrelay.gateway.apis.arrival import arrival_of
 from kvrelay.gateway.apis.chat_format import ChatFormat
 from kvrelay.gateway.apis.completions_format import AnswerHead, CompletionFormat, Shown
 from kvrelay.gateway.apis.docs import (
@@ -21,16 +20,16 @@ from kvrelay.gateway.apis.docs import (
     TextAnswer,
     answers,
 )
-from kvrelay.gateway.apis.jobs import Format, Job, Responder
+from kvrelay.gateway.apis.jobs import Format, Job, Responder, sequences_of
 from kvrelay.gateway.apis.openai_schema import ChatBody, CompletionBody
 from kvrelay.gateway.apis.sampling_schema import SamplingBody
-from kvrelay.gateway.chat.chats import Chat, ChatReader
-from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError
+from kvrelay.gateway.chat.chat import Chat
+from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.api_request import ApiRequest
+from kvrelay.gateway.model import Model, Models
+from kvrelay.gateway.relay.request import GenerationRequest, GenerationSpec
 from kvrelay.gateway.relay.timings import HEADER as TIMINGS_HEADER
-from kvrelay.gateway.text.generation import Generation
-from kvrelay.gateway.text.intake import Intake, aside
-from kvrelay.gateway.text.spec import GenerationSpec
+from kvrelay.gateway.text.tokenizer import aside
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -38,9 +37,8 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 class OpenAIRoutes:
     """Answers chats, completions, and who asks for the model."""
 
-    def __init__(self, intake: Intake, chats: ChatReader, responder: Responder) -> None:
-        self._intake = intake
-        self._chats = chats
+    def __init__(self, models: Models, responder: Responder) -> None:
+        self._models = models
         self._responder = responder
 
     def add_to(self, app: FastAPI) -> None:
@@ -56,21 +54,17 @@ class OpenAIRoutes:
         app.get("/v1/models/{model:path}", tags=tags, responses={**answers(ServedModel), **UNAUTHORIZED})(self.model)
 
     async def models(self) -> Response:
-        """The model that is served."""
-        return JSONResponse({"object": "list", "data": [self._model_entry()]})
+        """The models that are served."""
+        return JSONResponse({"object": "list", "data": [_model_entry(model) for model in self._models]})
 
     async def model(self, model: Annotated[str, Path(description="Its name.")]) -> Response:
         """One model, by its name."""
-        if model != self._intake.model_name:
-            raise ModelNotFoundError(
-                f"model {model[:200]!r} is not served here; this deployment serves {self._intake.model_name!r}",
-                param="model",
-            )
-        return JSONResponse(self._model_entry())
+        return JSONResponse(_model_entry(self._models.named(model)))
 
     async def chat(self, body: ChatBody, request: ApiRequest) -> Response:
         """Answer a chat."""
-        self._intake.check(body.model)
+        model = self._models.find(body.model)
+        model.check()
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -79,91 +73,89 @@ class OpenAIRoutes:
 
         def prepare() -> tuple[Chat, GenerationSpec, list[int]]:
             spec = body.spec(max_tokens=max_tokens, num_logprobs=num_logprobs, max_tokens_param=name)
-            chat = self._chats.read(body.chat())
+            chat = body.chat(model)
             adds_special_tokens = bool(body.add_special_tokens)
-            prompt = self._intake.encode(chat.prompt, "messages", add_special_tokens=adds_special_tokens)
+            prompt = model.encode(chat.prompt, "messages", add_special_tokens=adds_special_tokens)
             return chat, chat.guided(spec), prompt
 
         chat, spec, prompt = await aside(prepare, len(await request.body()))
-        generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="messages")
+        sequences = sequences_of(model, request, [prompt], spec, "messages")
 
         written = ChatFormat(
-            self._head(request),
-            self._intake.tokenizer,
+            _head(model, request),
+            model.tokenizer,
             _shown(body, logprobs=bool(body.logprobs)),
             num_choices=spec.num_choices,
             make_parser=None if chat.has_plain_answers else chat.parser,
             echoed=chat.echoed,
         )
-        return await self._respond(request, body, spec, generations, written)
+        return await self._respond(request, body, model, sequences, written)
 
     async def completions(self, body: CompletionBody, request: ApiRequest) -> Response:
         """Continue one text, or several."""
-        self._intake.check(body.model)
+        model = self._models.find(body.model)
+        model.check()
         max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         spec = body.spec(max_tokens=max_tokens, num_logprobs=body.logprobs)
         if body.echo and body.logprobs is not None and spec.num_prompt_logprobs is None:
             spec = msgspec.structs.replace(spec, num_prompt_logprobs=body.logprobs)
-        prompts = await aside(lambda: self._prompts(body), len(await request.body()))
-        generations = self._intake.generations(arrival_of(request), prompts, spec, prompt_param="prompt")
+        prompts = await aside(lambda: _prompts(model, body), len(await request.body()))
+        sequences = sequences_of(model, request, prompts, spec, "prompt")
 
-        used = [one.prompt_token_ids for one in generations if one.is_first]
+        used = [one.prompt_token_ids for one in sequences if one.is_first]
         written = CompletionFormat(
-            self._head(request),
-            self._intake.tokenizer,
+            _head(model, request),
+            model.tokenizer,
             _shown(body, logprobs=body.logprobs is not None),
             num_per_prompt=spec.num_choices,
-            echoed=[(self._intake.tokenizer.decode(ids), ids) for ids in used] if body.echo else [],
+            echoed=[(model.tokenizer.decode(ids), ids) for ids in used] if body.echo else [],
             prompts=used,
         )
-        return await self._respond(request, body, spec, generations, written)
-
-    def _prompts(self, body: CompletionBody) -> list[list[int]]:
-        """The prompts as token ids, whichever of the four forms they came in."""
-        prompts: list[list[int]] = []
-        given = body.prompt
-        texts_or_ids: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
-        adds_special_tokens = body.add_special_tokens is not False
-        for item in texts_or_ids:
-            if isinstance(item, str):
-                prompts.append(self._intake.encode(item, "prompt", add_special_tokens=adds_special_tokens))
-            else:
-                self._intake.check_token_ids(item, "prompt")
-                prompts.append(item)
-        return prompts
+        return await self._respond(request, body, model, sequences, written)
 
     async def _respond(
         self,
         request: ApiRequest,
         body: SamplingBody,
-        spec: GenerationSpec,
-        generations: list[Generation],
+        model: Model,
+        sequences: list[GenerationRequest],
         written: Format,
     ) -> Response:
         job = Job(
-            generations,
+            model,
+            sequences,
             written,
             is_stream=bool(body.stream),
-            num_per_prompt=1 if spec.beam_search is not None else max(spec.best_of, spec.num_choices),
-            num_returned=spec.num_choices,
             ignored=body.ignored(),
             includes_timings=request.headers.get(TIMINGS_HEADER) == "1",
         )
         return await self._responder.respond(request, job)
 
-    def _head(self, request: ApiRequest) -> AnswerHead:
-        return AnswerHead(request.internal_id, self._intake.model_name, self._intake.system_fingerprint())
 
-    def _model_entry(self) -> dict[str, Any]:
-        entry: dict[str, Any] = {
-            "id": self._intake.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "kvrelay",
-        }
-        if (limits := self._intake.pool.limits) is not None:
-            entry["max_model_len"] = limits.max_model_len
-        return entry
+def _prompts(model: Model, body: CompletionBody) -> list[list[int]]:
+    """The prompts as token ids, whichever of the four forms they came in."""
+    prompts: list[list[int]] = []
+    given = body.prompt
+    texts_or_ids: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+    adds_special_tokens = body.add_special_tokens is not False
+    for item in texts_or_ids:
+        if isinstance(item, str):
+            prompts.append(model.encode(item, "prompt", add_special_tokens=adds_special_tokens))
+        else:
+            model.check_token_ids(item, "prompt")
+            prompts.append(item)
+    return prompts
+
+
+def _head(model: Model, request: ApiRequest) -> AnswerHead:
+    return AnswerHead(request.internal_id, model.name, model.system_fingerprint())
+
+
+def _model_entry(model: Model) -> dict[str, Any]:
+    entry: dict[str, Any] = {"id": model.name, "object": "model", "created": 0, "owned_by": "kvrelay"}
+    if (limits := model.pool.limits) is not None:
+        entry["max_model_len"] = limits.max_model_len
+    return entry
 
 
 def _shown(body: SamplingBody, *, logprobs: bool) -> Shown:

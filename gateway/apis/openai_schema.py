@@ -8,8 +8,9 @@ from pydantic import Field, WithJsonSchema
 
 from kvrelay.gateway.apis.contents import ROLES, checked_role, text_of
 from kvrelay.gateway.apis.sampling_schema import MAX_LOGPROBS, SamplingBody, TokenId, TokenIds
-from kvrelay.gateway.chat.chats import ChatRequest
+from kvrelay.gateway.chat.chat import Chat, read_chat
 from kvrelay.gateway.http.bodies import RequestBody
+from kvrelay.gateway.model import Model
 
 _MESSAGE_SCHEMA = {
     "type": "object",
@@ -67,15 +68,17 @@ class ChatBody(SamplingBody):
     echo: bool | None = None
     """Whether the answer repeats the message that it continues."""
 
-    def chat(self) -> ChatRequest:
-        """The conversation, and how to go on with it."""
+    def chat(self, model: Model) -> Chat:
+        """The conversation as the model's prompt. Raises InvalidRequestError naming the field that is wrong."""
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", self.reasoning_effort)
-        return ChatRequest(
+        return read_chat(
+            model.template,
+            model.dialect,
             [_checked(message, f"messages[{index}]") for index, message in enumerate(self.messages)],
-            self.tools,
-            self.tool_choice,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
             allows_parallel=self.parallel_tool_calls is not False,
             continues=bool(self.continue_final_message),
             echoes=bool(self.echo),

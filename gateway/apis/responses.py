@@ -10,20 +10,19 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from kvrelay.common.sampling import FinishReason
-from kvrelay.gateway.apis.arrival import arrival_of
 from kvrelay.gateway.apis.docs import REQUEST_HEADERS, ResponseAnswer, answers
-from kvrelay.gateway.apis.jobs import Choice, Job, Responder
+from kvrelay.gateway.apis.jobs import Choice, Job, Responder, sequences_of
 from kvrelay.gateway.apis.logprob_bodies import chat_logprobs
 from kvrelay.gateway.apis.response_items import ResponseItems
 from kvrelay.gateway.apis.responses_schema import ResponseBody
-from kvrelay.gateway.chat.chats import Chat, ChatReader
+from kvrelay.gateway.chat.chat import Chat
 from kvrelay.gateway.chat.tools.calls import OutputParser, ParsedDelta
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.http.api_request import ApiRequest
-from kvrelay.gateway.text.generation import TextDelta, Usage
-from kvrelay.gateway.text.intake import Intake, aside
-from kvrelay.gateway.text.spec import GenerationSpec
-from kvrelay.gateway.text.tokenizer import Tokenizer
+from kvrelay.gateway.model import Models
+from kvrelay.gateway.relay.request import GenerationSpec
+from kvrelay.gateway.text.output import TextDelta, Usage
+from kvrelay.gateway.text.tokenizer import Tokenizer, aside
 
 
 class ResponseFormat:
@@ -107,9 +106,8 @@ class ResponseFormat:
 class ResponsesRoutes:
     """Answers conversations."""
 
-    def __init__(self, intake: Intake, chats: ChatReader, responder: Responder) -> None:
-        self._intake = intake
-        self._chats = chats
+    def __init__(self, models: Models, responder: Responder) -> None:
+        self._models = models
         self._responder = responder
 
     def add_to(self, app: FastAPI) -> None:
@@ -119,41 +117,43 @@ class ResponsesRoutes:
 
     async def respond(self, body: ResponseBody, request: ApiRequest) -> Response:
         """Answer a conversation."""
-        self._intake.check(body.model)
+        model = self._models.find(body.model)
+        model.check()
 
         def prepare() -> tuple[Chat, GenerationSpec, list[int]]:
             spec = body.spec()
-            chat = self._chats.read(body.chat())
-            prompt = self._intake.encode(chat.prompt, "input", add_special_tokens=False)
+            chat = body.chat(model)
+            prompt = model.encode(chat.prompt, "input", add_special_tokens=False)
             return chat, chat.guided(spec), prompt
 
         chat, spec, prompt = await aside(prepare, len(await request.body()))
-        generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="input")
-        head = self._head(body, request)
-        written = ResponseFormat(head, self._intake.tokenizer, chat.parser(), shows_logprobs=body.shows_logprobs)
-        job = Job(generations, written, is_stream=bool(body.stream), ignored=body.ignored())
+        sequences = sequences_of(model, request, [prompt], spec, "input")
+        head = _head(body, request, model.name)
+        written = ResponseFormat(head, model.tokenizer, chat.parser(), shows_logprobs=body.shows_logprobs)
+        job = Job(model, sequences, written, is_stream=bool(body.stream), ignored=body.ignored())
         return await self._responder.respond(request, job)
 
-    def _head(self, body: ResponseBody, request: ApiRequest) -> dict[str, Any]:
-        return {
-            "id": f"resp_{request.internal_id}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "model": self._intake.model_name,
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "reasoning": {"effort": body.effort, "summary": None},
-            "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": body.text or {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "top_logprobs": body.top_logprobs,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
-        }
+
+def _head(body: ResponseBody, request: ApiRequest, model_name: str) -> dict[str, Any]:
+    return {
+        "id": f"resp_{request.internal_id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": model_name,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": body.effort, "summary": None},
+        "store": False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": body.text or {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+    }

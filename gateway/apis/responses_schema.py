@@ -12,11 +12,12 @@ from kvrelay.gateway.apis.contents import checked_role, text_of
 from kvrelay.gateway.apis.guides import format_guide, make_guide
 from kvrelay.gateway.apis.openai_schema import Effort
 from kvrelay.gateway.apis.sampling_schema import MAX_LOGPROBS, CacheSalt, Probability, refuse_unsupported
-from kvrelay.gateway.chat.chats import ChatRequest
+from kvrelay.gateway.chat.chat import Chat, read_chat
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.bodies import RequestBody
 from kvrelay.gateway.http.ignored import BOOKKEEPING
-from kvrelay.gateway.text.spec import GenerationSpec
+from kvrelay.gateway.model import Model
+from kvrelay.gateway.relay.request import GenerationSpec
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -105,8 +106,8 @@ class ResponseBody(RequestBody):
             guide_param=None if guide is None else "text.format",
         )
 
-    def chat(self) -> ChatRequest:
-        """The conversation. Raises InvalidRequestError naming the item that is wrong."""
+    def chat(self, model: Model) -> Chat:
+        """The conversation as the model's prompt. Raises InvalidRequestError naming the item that is wrong."""
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -118,10 +119,12 @@ class ResponseBody(RequestBody):
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
             choice = {"type": "function", "function": {"name": choice.get("name")}}
-        return ChatRequest(
+        return read_chat(
+            model.template,
+            model.dialect,
             messages,
-            self.tools,
-            choice,
+            tools=self.tools,
+            tool_choice=choice,
             allows_parallel=self.parallel_tool_calls is not False,
             variables={} if self.effort is None else {"reasoning_effort": self.effort},
         )

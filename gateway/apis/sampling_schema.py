@@ -19,7 +19,7 @@ from kvrelay.gateway.apis.guides import GUIDED_FIELDS, requested_guide
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.bodies import RequestBody
 from kvrelay.gateway.http.ignored import BOOKKEEPING
-from kvrelay.gateway.text.spec import GenerationSpec
+from kvrelay.gateway.relay.request import GenerationSpec
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20

@@ -12,7 +12,6 @@ import msgspec
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from kvrelay.common.model_card import SharedLimits
 from kvrelay.gateway.apis.docs import ErrorBody
 from kvrelay.gateway.apis.openai_schema import ChatBody, DetokenizeBody, TokenizeBody
 from kvrelay.gateway.apis.tgi.docs import (
@@ -22,12 +21,12 @@ from kvrelay.gateway.apis.tgi.docs import (
     SpanToken,
     tgi_answers,
 )
-from kvrelay.gateway.chat.chats import ChatReader
 from kvrelay.gateway.errors import ApiError, InvalidRequestError
 from kvrelay.gateway.http.api_request import ApiRequest
 from kvrelay.gateway.http.edge import error_response
-from kvrelay.gateway.text.intake import Intake, aside, check_text
-from kvrelay.gateway.text.spec import check_token_ids
+from kvrelay.gateway.model import Model, Models
+from kvrelay.gateway.text.sampling import check_token_ids
+from kvrelay.gateway.text.tokenizer import aside, check_text
 
 _CHUNK_TOKENS = 2_000  # that are written without a pause: on a thread, streams go on in between
 
@@ -42,9 +41,8 @@ class AnyTokenizeBody(TokenizeBody):
 class TokenizeRoutes:
     """Answers who asks for tokens, or for their text."""
 
-    def __init__(self, intake: Intake, chats: ChatReader) -> None:
-        self._intake = intake
-        self._chats = chats
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""
@@ -63,31 +61,31 @@ class TokenizeRoutes:
                 f"the body has {' and '.join(given) or 'none of inputs, prompt and messages'}; it must have exactly one "
                 "of inputs, prompt and messages"
             )
-        size, limits = len(await request.body()), self._intake.pool.limits
+        size = len(await request.body())
         if body.inputs is not None:
-            text, adds_special_tokens = body.inputs, body.add_special_tokens is not False
-            return _json(await aside(lambda: self._spans(text, "inputs", adds_special_tokens), size))
+            tgis, text, adds_special_tokens = self._models.find(None), body.inputs, body.add_special_tokens is not False
+            return _json(await aside(lambda: _spans(tgis, text, "inputs", adds_special_tokens), size))
         try:
-            self._intake.check_name(body.model)
-            return _json(await aside(lambda: self._ids(body, limits), size))
+            model = self._models.find(body.model)
+            return _json(await aside(lambda: _ids(model, body), size))
         except ApiError as error:
             return error_response(error)  # in vLLM's shape, which is OpenAI's
 
     async def chat_tokenize(self, body: ChatBody, request: ApiRequest) -> Response:
         """A chat as text, and its tokens."""
+        model = self._models.find(None)  # TGI looks at no name
 
         def work() -> bytes:
-            text = self._chats.read(body.chat()).prompt
-            tokens = self._spans(text, "messages", bool(body.add_special_tokens))
+            text = body.chat(model).prompt
+            tokens = _spans(model, text, "messages", bool(body.add_special_tokens))
             return b'{"tokenize_response":' + tokens + b',"templated_text":' + msgspec.json.encode(text) + b"}"
 
         return _json(await aside(work, len(await request.body())))
 
     async def detokenize(self, body: DetokenizeBody, request: ApiRequest) -> Response:
         """The text of tokens, special ones included."""
-        self._intake.check_name(body.model)
-        tokenizer = self._intake.tokenizer
-        limits = self._intake.pool.limits
+        model = self._models.find(body.model)
+        tokenizer, limits = model.tokenizer, model.pool.limits
         check_token_ids(body.tokens, tokenizer.vocab_size if limits is None else limits.vocab_size, "tokens")
 
         def work() -> bytes:
@@ -95,38 +93,40 @@ class TokenizeRoutes:
 
         return _json(await aside(work, len(await request.body())))
 
-    def _ids(self, body: TokenizeBody, limits: SharedLimits | None) -> bytes:
-        """vLLM's answer."""
-        if body.prompt is not None:
-            text, param = body.prompt, "prompt"
-            adds_special_tokens = body.add_special_tokens is not False
-        else:
-            assert body.messages is not None
-            chat = ChatBody(
-                messages=body.messages,
-                tools=body.tools,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                chat_template_kwargs=body.chat_template_kwargs,
-            )
-            text, param = self._chats.read(chat.chat()).prompt, "messages"
-            adds_special_tokens = bool(body.add_special_tokens)
-        tokenizer = self._intake.tokenizer
-        check_text(text, param)
-        ids = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
-        answer = {
-            "count": len(ids),
-            "max_model_len": None if limits is None else limits.max_model_len,
-            "tokens": ids,
-            "token_strs": [tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None,
-        }
-        return msgspec.json.encode(answer)
 
-    def _spans(self, text: str, param: str, adds_special_tokens: bool) -> bytes:
-        """TGI's list of tokens."""
-        check_text(text, param)
-        spans = self._intake.tokenizer.spans(text, add_special_tokens=adds_special_tokens)
-        return b"[" + b",".join(_written(text, spans)) + b"]"
+def _ids(model: Model, body: TokenizeBody) -> bytes:
+    """vLLM's answer."""
+    if body.prompt is not None:
+        text, param = body.prompt, "prompt"
+        adds_special_tokens = body.add_special_tokens is not False
+    else:
+        assert body.messages is not None
+        chat = ChatBody(
+            messages=body.messages,
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        text, param = chat.chat(model).prompt, "messages"
+        adds_special_tokens = bool(body.add_special_tokens)
+    tokenizer, limits = model.tokenizer, model.pool.limits
+    check_text(text, param)
+    ids = tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+    answer = {
+        "count": len(ids),
+        "max_model_len": None if limits is None else limits.max_model_len,
+        "tokens": ids,
+        "token_strs": [tokenizer.token_name(token_id) for token_id in ids] if body.return_token_strs else None,
+    }
+    return msgspec.json.encode(answer)
+
+
+def _spans(model: Model, text: str, param: str, adds_special_tokens: bool) -> bytes:
+    """TGI's list of tokens."""
+    check_text(text, param)
+    spans = model.tokenizer.spans(text, add_special_tokens=adds_special_tokens)
+    return b"[" + b",".join(_written(text, spans)) + b"]"
 
 
 def _written(text: str, spans: Sequence[tuple[int, int, int]]) -> Iterator[bytes]:

@@ -14,8 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.bodies import parse_body
 
+TIMEOUT_HEADER = "x-request-timeout"
+SECONDS = r"[0-9]{1,9}(\.[0-9]{0,9})?"
+
+_SECONDS = re.compile(SECONDS)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -37,6 +42,16 @@ class ApiRequest(Request):
         else:
             self.request_id = self.internal_id = secrets.token_hex(12)
         self.state.api_request = self
+
+    def timeout_s(self) -> float | None:
+        """What the client gives the request, by its header. Raises InvalidRequestError if that is no time."""
+        given = self.headers.get(TIMEOUT_HEADER)
+        if given is not None and (_SECONDS.fullmatch(given.strip()) is None or float(given) <= 0):
+            raise InvalidRequestError(
+                f"{TIMEOUT_HEADER} is {given[:80]!r}; it must be a number of seconds above 0, such as 30 or 2.5",
+                param=TIMEOUT_HEADER,
+            )
+        return None if given is None else float(given)
 
 
 class ApiRoute(APIRoute):

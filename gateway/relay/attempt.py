@@ -16,7 +16,7 @@ from kvrelay.gateway.errors import AttemptsFailedError
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.failover import blamed_roles
 from kvrelay.gateway.relay.placement import views
-from kvrelay.gateway.relay.progress import Place, Progress
+from kvrelay.gateway.relay.request import Place, Progress
 from kvrelay.gateway.routing.breaker import Trial
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.gateway.workers.worker import AttemptEvent, DeadlinePassed, GaveUp, Worker, WorkerLost

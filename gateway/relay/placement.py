@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from kvrelay.common.clock import Clock
-from kvrelay.gateway.relay.progress import GenerationRequest, Place, Progress
+from kvrelay.gateway.relay.request import GenerationRequest, Place, Progress
 from kvrelay.gateway.relay.settings import RelaySettings
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
 from kvrelay.gateway.routing.forecast import Prefiller, Supply
@@ -35,7 +35,7 @@ class Placement:
 
     def prefix_of(self, request: GenerationRequest) -> RequestPrefix:
         """What is known of who has the request's prompt cached, and will be."""
-        return RequestPrefix(self._prefixes, request.prompt_token_ids, request.cache_salt)
+        return RequestPrefix(self._prefixes, request.prompt_token_ids, request.spec.cache_salt)
 
     def no_room(self, max_len: int) -> str:
         """Why there is no place for a request of so many tokens."""

@@ -25,7 +25,7 @@ from kvrelay.gateway.errors import (
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.attempt import Attempt, AttemptFailedError, AttemptMovedError, Take
 from kvrelay.gateway.relay.placement import Placement, views
-from kvrelay.gateway.relay.progress import GenerationRequest, Place, Progress
+from kvrelay.gateway.relay.request import GenerationRequest, Place, Progress
 from kvrelay.gateway.relay.settings import RelaySettings
 from kvrelay.gateway.routing.admission import Admission, Asked
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
@@ -45,10 +45,10 @@ class Relay:
     """Runs requests over a worker pool."""
 
     def __init__(self, pool: WorkerPool, settings: RelaySettings, metrics: GatewayMetrics, clock: Clock) -> None:
-        self._pool = pool
-        self._settings = settings
-        self._metrics = metrics
-        self._clock = clock
+        self.pool = pool
+        self.settings = settings
+        self.metrics = metrics
+        self.clock = clock
         self.prompt_ways: Counter[tuple[str, str]] = Counter()  # attempts by way and reason
         self.breakers = CircuitBreakers(self._on_breaker)
         self._placement = Placement(pool, settings, self.breakers, clock)
@@ -81,7 +81,7 @@ class Relay:
 
     async def _admitted(self, request: GenerationRequest, asked: Asked) -> Progress:
         """The request with its place on workers. Raises ApiError if it gets none."""
-        limit_s = self._settings.request_timeout_s
+        limit_s = self.settings.request_timeout_s
         timeout_s = limit_s if request.timeout_s is None else min(request.timeout_s, limit_s)
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         progress = Progress(request, timeout_s, deadline_s, self._placement.prefix_of(request))
@@ -114,33 +114,33 @@ class Relay:
         logger.log(level, "an attempt failed (%s): %s", failure.code.value, failure, extra=extra)
         match failure.code:
             case FailureCode.INVALID if failure.about == ABOUT_GUIDE:
-                raise UnusableGuideError(progress.request.guide_param, str(failure)) from failure
+                raise UnusableGuideError(progress.request.spec.guide_param, str(failure)) from failure
             case FailureCode.INVALID:
                 raise InvalidRequestError(str(failure)) from failure
             case FailureCode.DEADLINE:
                 raise progress.timed_out() from failure
             case FailureCode.NOT_CACHED:
-                for view in views((w for w in self._pool.workers if w.address in failure.blamed), 0):
+                for view in views((w for w in self.pool.workers if w.address in failure.blamed), 0):
                     progress.prefix.on_miss(view)
                 return  # the worker is as good as any; the ways are compared again, with nothing cached
             case _:
                 pass  # another attempt may succeed, also after a cancellation: it was not ours
         pause_s = _AVOID_S if failure.retry_after_s is None else failure.retry_after_s
-        now_s = self._clock()
+        now_s = self.clock()
         progress.avoidance.blame(failure.blamed, now_s, now_s + pause_s)
         if failure.code not in _SHORTAGES:
             progress.num_failures += 1
             progress.waits_since_s = None
         elif progress.waits_since_s is None:
             progress.waits_since_s = asyncio.get_running_loop().time()
-        if progress.num_failures >= self._settings.max_attempts:
+        if progress.num_failures >= self.settings.max_attempts:
             raise AttemptsFailedError(
                 f"{progress.num_failures} attempts failed, the last one: {failure.code.value}; try again",
                 retry_after_s=_RETRY_AFTER_S,
             ) from failure
 
     def _on_breaker(self, part: Part, is_open: bool) -> None:
-        self._metrics.breakers_open.labels("worker" if len(part) == 1 else "pair").inc(1 if is_open else -1)
+        self.metrics.breakers_open.labels("worker" if len(part) == 1 else "pair").inc(1 if is_open else -1)
         name = " with ".join(part)
         if is_open:
             logger.warning("%s failed several requests one after another: only probes are sent there", name)
@@ -160,7 +160,7 @@ class Relay:
                 raise progress.timed_out()
             give_up_s = progress.deadline_s
             if progress.waits_since_s is not None:
-                give_up_s = min(give_up_s, progress.waits_since_s + self._settings.room_timeout_s)
+                give_up_s = min(give_up_s, progress.waits_since_s + self.settings.room_timeout_s)
             remaining_s = give_up_s - loop.time()
             if remaining_s <= 0:
                 text = self._placement.no_room(progress.request.max_len)
@@ -170,15 +170,15 @@ class Relay:
             if progress.waits_since_s is None:
                 progress.waits_since_s = loop.time()
                 continue
-            self._pool.changed.clear()
+            self.pool.changed.clear()
             wait_s = min(remaining_s, _DEFAULT_RETRY_S)
-            now_s = self._clock()
+            now_s = self.clock()
             if (change_s := progress.avoidance.next_change_s(now_s)) is not None:
                 wait_s = min(wait_s, change_s - now_s)
             # Not wait_for: up to Python 3.11 it swallows a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await self._pool.changed.wait()
+                    await self.pool.changed.wait()
 
     async def _is_over(self, progress: Progress, take: Take) -> bool:
         """Make one more attempt; whether there is nothing left to attempt."""
@@ -187,14 +187,14 @@ class Relay:
         progress.place = None
         progress.attempt += 1
         self.prompt_ways[place.way, place.reason.value] += 1
-        self._metrics.prompt_ways.labels(place.way, place.reason.value).inc()
+        self.metrics.prompt_ways.labels(place.way, place.reason.value).inc()
         part = tuple(worker.address for worker in place.workers)
-        trial = self.breakers.begin(request.share or request.request_id, part, self._clock())
-        attempt = Attempt(self._pool, progress, place, take, self._metrics, trial)
+        trial = self.breakers.begin(request.share or request.request_id, part, self.clock())
+        attempt = Attempt(self.pool, progress, place, take, self.metrics, trial)
         outcome = "given_up"  # by its client, or by us, its time being up
         try:
             elsewhere = partial(self._placement.elsewhere, progress, place.decode)
-            await attempt.run(self._submit(progress, place), self._clock(), elsewhere)
+            await attempt.run(self._submit(progress, place), self.clock(), elsewhere)
             outcome = "finished" if attempt.is_finished else "stopped"
             if progress.num_failures:
                 text = "the request went on after %d failed attempts; its client got all of it"
@@ -205,7 +205,7 @@ class Relay:
         except AttemptFailedError as failure:
             outcome = failure.code.value
             if failure.blamed and failure.code.is_fault:
-                self.breakers.on_failure(trial, tuple(failure.blamed), self._clock())
+                self.breakers.on_failure(trial, tuple(failure.blamed), self.clock())
             if not progress.is_complete:
                 self._on_failure(progress, failure)
                 return False
@@ -221,7 +221,7 @@ class Relay:
             outcome = "finished"
         finally:
             self.breakers.on_end(trial)
-            self._metrics.attempts.labels(outcome).inc()
+            self.metrics.attempts.labels(outcome).inc()
         return True
 
     def _submit(self, progress: Progress, place: Place) -> Submit:
@@ -234,7 +234,7 @@ class Relay:
             sampling=progress.sampling,
             decode=None if place.prefill is None else DecodeTarget(address=place.decode.address),
             timeout_s=progress.deadline_s - asyncio.get_running_loop().time(),
-            retention=request.retention,
-            cache_salt=request.cache_salt,
+            retention=request.spec.retention,
+            cache_salt=request.spec.cache_salt,
             max_uncached_tokens=place.max_uncached_tokens,
         )

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 import tokenizers.decoders
 
 from kvrelay.common.errors import ModelError
+from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.text.detokenizer import Detokenizer
+
+T = TypeVar("T")
+
+_LONG = 4_000  # bytes of text, which take about 1 ms
 
 
 class Tokenizer:
@@ -123,3 +129,18 @@ def _content(token: Any) -> str:
     """A special token's text; empty for what is none, such as the switch ``add_bos_token``."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
+
+
+def check_text(text: str, param: str) -> None:
+    """Raises InvalidRequestError on text that is no text: JSON escapes can spell half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"{param} holds half of a surrogate pair (character {error.start}): not valid Unicode", param=param
+        ) from error
+
+
+async def aside(work: Callable[[], T], size: int) -> T:
+    """What ``work`` makes of ``size`` bytes of a client's: on a thread if they are many, so that no stream waits for it."""
+    return work() if size < _LONG else await asyncio.to_thread(work)

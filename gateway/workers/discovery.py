@@ -17,12 +17,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.gateway.workers.pool import FoundWorker
+from kvrelay.gateway.workers.pool import FoundWorker, WorkerPool, static_workers
+from kvrelay.gateway.workers.settings import DiscoverySettings
 from kvrelay.wire.messages import Role
 
 if TYPE_CHECKING:
@@ -176,6 +177,20 @@ class Discovery:
                 logger.exception("discovery failed; it tries again")
             self._ended.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+@contextlib.asynccontextmanager
+async def followed(settings: DiscoverySettings, pods: Pods | None, pool: WorkerPool) -> AsyncGenerator[None]:
+    """Gives ``pool`` the workers in ``pods``, as they come and go, or without pods those that are listed; stops it at the end."""
+    if pods is None:
+        pool.update(static_workers(settings.prefill_workers, settings.decode_workers))
+        yield
+    else:
+        discovery = Discovery(pods, pool.update)
+        discovery.start()
+        yield
+        await asyncio.to_thread(discovery.stop)
+    await pool.stop()
 
 
 def worker_of(pod: dict[str, Any]) -> FoundWorker | None:

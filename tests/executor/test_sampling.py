@@ -14,7 +14,7 @@ from kvrelay.executor.sampling import SamplingParams, StructuredOutputsParams
 from kvrelay.gateway.apis.openai_schema import CompletionBody
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.bodies import parse_body
-from kvrelay.gateway.text.spec import GenerationSpec
+from kvrelay.gateway.relay.request import GenerationSpec
 
 
 def spec_of(params: SamplingParams, *, stream: bool = False) -> GenerationSpec:

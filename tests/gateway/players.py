@@ -13,8 +13,8 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.engine.fake.engine import fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.relay.progress import GenerationRequest
 from kvrelay.gateway.relay.relay import Relay
+from kvrelay.gateway.relay.request import GenerationRequest
 from kvrelay.gateway.relay.settings import RelaySettings
 from kvrelay.gateway.relay.timings import RequestTimings
 from kvrelay.gateway.text.tokenizer import Tokenizer

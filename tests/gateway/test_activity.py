@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.gateway.activity import Activity
+from kvrelay.gateway.model import Model, ModelFiles, Models
 from kvrelay.wire.messages import Submit
 
 from .clock import Clock
@@ -15,12 +16,15 @@ from .http_app import TEXT, app_for
 from .players import ALL, Player, good, stage, until
 
 
-async def test_a_line_says_what_was_done_since_the_last_one_and_nothing_of_nothing(clock: Clock) -> None:
+async def test_a_line_says_what_was_done_since_the_last_one_and_nothing_of_nothing(
+    model_directory: Path, clock: Clock
+) -> None:
     begun: asyncio.Queue[tuple[Player, Submit]] = asyncio.Queue()
     async with stage(lambda *play: begun.put_nowait(play)) as s:
         worker = s.pool.decodes[s.players[0].address]
         await until(s.pool, lambda: worker.status is not None)
-        activity = Activity(s.pool, s.relay.admission, s.metrics.tokens, clock)
+        model = Model("tiny", ModelFiles.load(model_directory), s.relay)
+        activity = Activity(Models([model]), s.metrics.tokens, clock)
         assert activity.line() is None
         running = asyncio.create_task(s.run())
         play = await begun.get()

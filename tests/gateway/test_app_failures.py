@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from kvrelay.common.settings import build
 from kvrelay.gateway.app import create_app
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.model import Model, ModelFiles
 from kvrelay.gateway.relay.attempt import Take
-from kvrelay.gateway.relay.progress import GenerationRequest
+from kvrelay.gateway.relay.request import GenerationRequest
 from kvrelay.gateway.relay.timings import RequestTimings
 from kvrelay.gateway.settings import GatewaySettings
-from kvrelay.gateway.text.generation import Generation, Generator, Usage
+from kvrelay.gateway.text.output import Usage
 from kvrelay.gateway.text.tokenizer import Tokenizer
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.wire.messages import FailureCode, TokenDelta
@@ -176,6 +178,9 @@ async def test_the_first_error_of_several_choices_ends_all(model_directory: Path
     was_given_up = asyncio.Event()
 
     class TwoWays:
+        metrics = GatewayMetrics(CollectorRegistry())
+        clock = time.monotonic
+
         async def run(self, request: GenerationRequest, take: Take) -> None:
             take(TokenDelta(request_id="r", attempt=1, index=0, tokens=[SampledToken(5)]))
             if request.request_id == "broken":
@@ -186,13 +191,14 @@ async def test_the_first_error_of_several_choices_ends_all(model_directory: Path
                 was_given_up.set()
 
     relay: Any = TwoWays()
-    generator = Generator(relay, Tokenizer.load(model_directory), GatewayMetrics(CollectorRegistry()), lambda: 0.0)
-    generations = [
-        Generation(name, [1], SamplingParams(max_tokens=9), RequestTimings(0.0)) for name in ("endless", "broken")
+    model = Model("tiny", ModelFiles.load(model_directory), relay)
+    sequences = [
+        GenerationRequest(name, [1], SamplingParams(max_tokens=9), RequestTimings(0.0))
+        for name in ("endless", "broken")
     ]
     taken: list[int] = []
     with pytest.raises(ApiError, match="broken"):
-        await generator.run_all(generations, [Usage(1), Usage(1)], lambda index, delta: taken.append(index))
+        await model.run(sequences, [Usage(1), Usage(1)], lambda index, delta: taken.append(index))
     assert taken == [0, 1]
     assert was_given_up.is_set()
 

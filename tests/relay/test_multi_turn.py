@@ -21,6 +21,7 @@ from kvrelay.engine.fake.engine import fake_card
 from kvrelay.engine.kv.block_manager import Owner, OwnerKind
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.relay import Relay
+from kvrelay.gateway.relay.request import GenerationSpec
 from kvrelay.gateway.relay.settings import RelaySettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 
@@ -47,7 +48,8 @@ class Cluster:
     async def generate(
         self, name: str, prompt: list[int], max_tokens: int, retention: Retention | None = None, cache_salt: str = ""
     ) -> tuple[list[int], int]:
-        return await generate(self.relay, name, prompt, max_tokens, retention=retention, cache_salt=cache_salt)
+        spec = GenerationSpec(retention=retention, cache_salt=cache_salt)
+        return await generate(self.relay, name, prompt, max_tokens, spec=spec)
 
     def values(self, name: str, **labels: str) -> list[float]:
         """A metric of each worker, those of prefill first."""
@@ -61,7 +63,7 @@ class Cluster:
 
     async def know_their_speed(self) -> None:
         """Until all prefill workers have reported one: before that, prompts are handed over."""
-        pool = self.relay._pool
+        pool = self.relay.pool
         async with asyncio.timeout(20):
             while not all(w.status and w.status.prompt_tokens_per_s for w in pool.prefills.values()):
                 pool.changed.clear()

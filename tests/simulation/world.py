@@ -24,8 +24,8 @@ from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.relay.progress import GenerationRequest
 from kvrelay.gateway.relay.relay import Relay
+from kvrelay.gateway.relay.request import GenerationRequest
 from kvrelay.gateway.relay.settings import RelaySettings
 from kvrelay.gateway.relay.timings import RequestTimings
 from kvrelay.gateway.workers.pool import WorkerPool, static_workers

@@ -12,15 +12,15 @@ from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 
 from kvrelay import __version__
-from kvrelay.gateway.apis.arrival import arrival_of
 from kvrelay.gateway.apis.docs import REQUEST_HEADERS
-from kvrelay.gateway.apis.jobs import Job, Responder
+from kvrelay.gateway.apis.jobs import Job, Responder, sequences_of
 from kvrelay.gateway.apis.sampling_schema import MAX_CHOICES, MAX_STOPS
 from kvrelay.gateway.apis.tgi.docs import HEALTHY, GenerateAnswer, Info, StreamEvent, tgi_answers
 from kvrelay.gateway.apis.tgi.format import GenerateFormat, Wanted
 from kvrelay.gateway.apis.tgi.schema import CompatBody, GenerateBody
 from kvrelay.gateway.http.api_request import ApiRequest
-from kvrelay.gateway.text.intake import Intake, aside
+from kvrelay.gateway.model import Models
+from kvrelay.gateway.text.tokenizer import aside
 
 _MAX_PROMPTS = 128  # of one body, which only /v1/completions takes several in
 
@@ -28,11 +28,9 @@ _MAX_PROMPTS = 128  # of one body, which only /v1/completions takes several in
 class TgiRoutes:
     """Answers TGI's clients."""
 
-    def __init__(self, intake: Intake, responder: Responder, max_queued: int) -> None:
-        """``max_queued``: what ``/info`` calls concurrent requests."""
-        self._intake = intake
+    def __init__(self, models: Models, responder: Responder) -> None:
+        self._models = models
         self._responder = responder
-        self._max_queued = max_queued
 
     def add_to(self, app: FastAPI) -> None:
         """Declare the routes."""
@@ -61,15 +59,16 @@ class TgiRoutes:
 
     async def info(self) -> Response:
         """What is served, and within which limits."""
-        limit, card = self._intake.limits().max_model_len, self._intake.pool.cards[0]
+        model = self._models.find(None)
+        limit, card = model.limits().max_model_len, model.pool.cards[0]
         layout = card.layout
         body = {
-            "model_id": self._intake.model_name,
+            "model_id": model.name,
             "model_sha": layout.weights_digest,
             "model_dtype": f"torch.{layout.kv_dtype}",
             "model_device_type": card.device_type,
             "model_pipeline_tag": "text-generation",
-            "max_concurrent_requests": self._max_queued,
+            "max_concurrent_requests": model.relay.settings.max_queued,
             "max_best_of": MAX_CHOICES,
             "max_stop_sequences": MAX_STOPS,
             "max_input_tokens": limit - 1,
@@ -86,21 +85,22 @@ class TgiRoutes:
 
     async def health(self) -> Response:
         """Nothing, if there are workers that could generate; else 503 with the reason."""
-        self._intake.limits()
+        self._models.find(None).limits()
         return Response()
 
     async def _respond(
         self, body: GenerateBody, request: ApiRequest, *, is_stream: bool, is_compat: bool = False
     ) -> Response:
-        self._intake.check(None)
+        model = self._models.find(None)
+        model.check()
         parameters = body.wanted
         spec = parameters.spec(is_stream=is_stream)
         adds_special_tokens = body.add_special_tokens is not False
         prompt = await aside(
-            lambda: self._intake.encode(body.inputs, "inputs", add_special_tokens=adds_special_tokens),
+            lambda: model.encode(body.inputs, "inputs", add_special_tokens=adds_special_tokens),
             len(await request.body()),
         )
-        generations = self._intake.generations(arrival_of(request), [prompt], spec, prompt_param="inputs")
+        sequences = sequences_of(model, request, [prompt], spec, "inputs")
         is_full = is_compat if parameters.return_full_text is None else parameters.return_full_text
         wanted = Wanted(
             details=bool(parameters.details or parameters.decoder_input_details),
@@ -109,11 +109,5 @@ class TgiRoutes:
             prefix=body.inputs if is_full else "",
             is_list=is_compat,
         )
-        job = Job(
-            generations,
-            GenerateFormat(self._intake.tokenizer, generations[0], wanted),
-            is_stream=is_stream,
-            num_per_prompt=spec.best_of,
-            num_returned=spec.num_choices,
-        )
-        return await self._responder.respond(request, job)
+        written = GenerateFormat(model.tokenizer, sequences[0], wanted)
+        return await self._responder.respond(request, Job(model, sequences, written, is_stream=is_stream))

@@ -15,7 +15,8 @@ from kvrelay.gateway.apis.logprob_bodies import finite
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.http.sse import sse
 from kvrelay.gateway.http.tgi_errors import tgi_error
-from kvrelay.gateway.text.generation import Generation, TextDelta, Usage
+from kvrelay.gateway.relay.request import GenerationRequest
+from kvrelay.gateway.text.output import TextDelta, Usage
 from kvrelay.gateway.text.tokenizer import Tokenizer
 
 
@@ -33,12 +34,12 @@ class Wanted:
 class GenerateFormat:
     """Answers of ``/generate``, ``/generate_stream`` and ``/``. Implements :class:`kvrelay.gateway.apis.jobs.Format`."""
 
-    def __init__(self, tokenizer: Tokenizer, generation: Generation, wanted: Wanted) -> None:
-        """``generation``: the first one of the prompt; the others differ in their noise only."""
+    def __init__(self, tokenizer: Tokenizer, sequence: GenerationRequest, wanted: Wanted) -> None:
+        """``sequence``: the first one of the prompt; the others differ in their noise only."""
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.skipped_ids.union(tokenizer.eos_ids)
-        self._prompt_ids = generation.prompt_token_ids
-        self._sampling = generation.sampling
+        self._prompt_ids = sequence.prompt_token_ids
+        self._sampling = sequence.sampling
         self._wanted = wanted
         # Of a stream:
         self._detokenizer = tokenizer.detokenizer()

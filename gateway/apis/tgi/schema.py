@@ -15,7 +15,7 @@ from kvrelay.gateway.apis.guides import make_guide
 from kvrelay.gateway.apis.sampling_schema import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.bodies import RequestBody
-from kvrelay.gateway.text.spec import GenerationSpec
+from kvrelay.gateway.relay.request import GenerationSpec
 
 _DEFAULT_NEW_TOKENS = 100
 _WISHES = {

@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.apis.tgi.schema import GenerateBody
-from kvrelay.gateway.text.spec import GenerationSpec
+from kvrelay.gateway.relay.request import GenerationSpec
 
 
 def spec_of(parameters: dict[str, Any] | None, *, is_stream: bool = False) -> GenerationSpec:

@@ -18,7 +18,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.gateway.chat.template import ChatTemplate
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.text.detokenizer import Detokenizer
-from kvrelay.gateway.text.output_text import StopMatcher
+from kvrelay.gateway.text.output import StopMatcher
 from kvrelay.gateway.text.tokenizer import Tokenizer
 
 

@@ -1,7 +1,4 @@
-"""What a client asks for, whichever API it speaks, and the sampling parameters that it becomes.
-
-Here are the model's limits, what contradicts what, and a seed for every request.
-"""
+"""The sampling parameters that a client's wishes become: the model's limits, what contradicts what, a seed for every request."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from collections.abc import Sequence
 import msgspec
 
 from kvrelay.common.model_card import SharedLimits
-from kvrelay.common.retention import Retention
-from kvrelay.common.sampling import BeamSearch, Guide, SamplingParams, Watermark
+from kvrelay.common.sampling import SamplingOptions, SamplingParams, Watermark
 from kvrelay.common.sampling_check import MAX_PROMPT_LOGPROBS, invalid_guide
 from kvrelay.gateway.errors import ContextLengthError, InvalidRequestError, UnusableGuideError
+from kvrelay.gateway.relay.request import GenerationSpec
 from kvrelay.gateway.text.tokenizer import Tokenizer
 
 _NOT_WITH_BEAMS = (
@@ -24,45 +21,6 @@ _NOT_WITH_BEAMS = (
 )  # fmt: skip
 _DEFAULT_BEAM_TOKENS = 256  # room for that is kept for every beam, from the start
 _PUBLIC_NAMES = {"stops": "stop", "has_watermark": "watermark", "num_prompt_logprobs": "prompt_logprobs"}
-
-
-class GenerationSpec(msgspec.Struct, frozen=True, kw_only=True):  # one per request: a tenth of a dataclass's cost
-    """Ranges of single fields are checked by whoever parsed them; what depends on the model or on other fields is not yet."""
-
-    max_tokens: int | None = None  # None: as many as fit
-    max_tokens_param: str = "max_tokens"  # what the client calls it
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None  # None: the gateway draws one
-    stops: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
-    ignore_eos: bool = False
-    includes_stop: bool = False
-    keeps_special: bool = False
-    kept_tokens: tuple[str, ...] = ()  # special tokens that stay in the text
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[str, ...] = ()
-    num_choices: int = 1  # returned …
-    best_of: int = 1  # … of so many
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
-    guide: Guide | None = None
-    guide_param: str | None = None  # the client's field that it was made from, where that is one
-    has_watermark: bool = False
-    processors: tuple[str, ...] = ()
-    beam_search: BeamSearch | None = None
-    priority: int = 0
-    retention: Retention | None = None  # how long the KV should stay cached
-    cache_salt: str = ""  # only requests with the same one share cached KV
-    truncate: int | None = None  # only so many of the prompt's last tokens are used
 
 
 def sampling_params(
@@ -108,35 +66,22 @@ def sampling_params(
     _check_workers_limits(spec, num_prompt_tokens, limits)
     drawn = secrets.randbits(63) if spec.temperature and spec.seed is None else 0  # greedy sampling draws nothing
     needs_logprobs = spec.best_of > spec.num_choices
+    options = {name: getattr(spec, name) for name in SamplingOptions.__struct_fields__}
+    if spec.beam_search is not None:
+        options["temperature"] = 0.0
     first = SamplingParams(
+        **options,
         max_tokens=max_tokens,
-        temperature=0.0 if spec.beam_search is not None else spec.temperature,
-        top_k=spec.top_k,
-        top_p=spec.top_p,
-        min_p=spec.min_p,
-        repetition_penalty=spec.repetition_penalty,
-        presence_penalty=spec.presence_penalty,
-        frequency_penalty=spec.frequency_penalty,
         seed=drawn if spec.seed is None else spec.seed % 2**64,
         stop_token_ids=tuple(dict.fromkeys((() if spec.ignore_eos else eos_ids) + spec.stop_token_ids)),
         num_logprobs=0 if needs_logprobs and spec.num_logprobs is None else spec.num_logprobs,
-        typical_p=spec.typical_p,
-        min_tokens=spec.min_tokens,
-        logit_bias=spec.logit_bias,
-        allowed_token_ids=spec.allowed_token_ids,
         bad_words=bad_words,
-        num_prompt_logprobs=spec.num_prompt_logprobs,
-        guide=spec.guide,
         watermark=Watermark() if spec.has_watermark else None,
-        processors=spec.processors,
-        beam_search=spec.beam_search,
     )
-    if spec.beam_search is not None:
-        return [first]
     # Only the first choice computes the whole prompt, so only it can tell the prompt's log probabilities.
     others = [
         msgspec.structs.replace(first, choice=choice, num_prompt_logprobs=None)
-        for choice in range(1, max(spec.best_of, spec.num_choices))
+        for choice in range(1, spec.num_sequences)
     ]
     return [first, *others]
 

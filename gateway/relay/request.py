@@ -1,4 +1,4 @@
-"""One request of the gateway's relay: what it asks for, what it has achieved over all its attempts, what its client gets."""
+"""One request in the gateway: what its client asks for, and each sequence of it with what it has achieved over its attempts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvrelay.common.retention import Retention
-from kvrelay.common.sampling import SamplingParams
+from kvrelay.common.sampling import SamplingOptions, SamplingParams
 from kvrelay.gateway.errors import ApiError, RequestTimeoutError
 from kvrelay.gateway.relay.failover import Avoidance
 from kvrelay.gateway.relay.timings import RequestTimings
@@ -40,19 +40,59 @@ class PromptShare:
         await self._is_settled.wait()
 
 
+class GenerationSpec(SamplingOptions, frozen=True, kw_only=True):
+    """What a client asks for, whichever API it speaks. All sequences of a body share it.
+
+    Ranges of single fields are checked by whoever parsed them; what depends on the model or on other fields is not yet.
+    """
+
+    max_tokens: int | None = None  # None: as many as fit
+    max_tokens_param: str = "max_tokens"  # what the client calls it
+    seed: int | None = None  # None: the gateway draws one
+    stops: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
+    ignore_eos: bool = False
+    includes_stop: bool = False  # what ends the text is part of it
+    keeps_special: bool = False  # special tokens are part of the text
+    kept_tokens: tuple[str, ...] = ()  # special tokens that are, even so: what marks a tool call, for instance
+    bad_words: tuple[str, ...] = ()
+    num_choices: int = 1  # returned …
+    best_of: int = 1  # … of so many
+    num_logprobs: int | None = None
+    guide_param: str | None = None  # the client's field that the guide was made from, where that is one
+    has_watermark: bool = False
+    priority: int = 0
+    retention: Retention | None = None  # how long the KV should stay cached
+    cache_salt: str = ""  # only requests with the same one share cached KV
+    truncate: int | None = None  # only so many of the prompt's last tokens are used
+
+    @property
+    def num_sequences(self) -> int:
+        """How many are generated of each prompt."""
+        return 1 if self.beam_search is not None else max(self.best_of, self.num_choices)
+
+
 class GenerationRequest(msgspec.Struct, frozen=True):
-    """A validated request."""
+    """One sequence to generate, validated."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
     timings: RequestTimings  # filled while it runs
+    spec: GenerationSpec = GenerationSpec()
     timeout_s: float | None = None  # the client's own; no longer than that of the settings counts
     share: PromptShare | None = None  # with the other choices of the prompt
     priority: int = 0  # in the line for a place; the smaller, the earlier
-    retention: Retention | None = None  # how long its KV should stay cached
-    cache_salt: str = ""  # only requests with the same one share cached KV
-    guide_param: str | None = None  # the client's field that ``sampling.guide`` was made from
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the choice that the prompt is computed, and counted, for."""
+        return self.sampling.choice == 0
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no output is wanted: the one token that is generated is left out."""
+        return self.spec.max_tokens == 0
 
     @property
     def follows(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,21 +14,7 @@ from kvrelay.gateway.chat.tools.calls import OutputParser
 from kvrelay.gateway.chat.tools.functions import ToolChoice, ToolMode, parse_tool_choice, parse_tools
 from kvrelay.gateway.chat.tools.guides import guide_param
 from kvrelay.gateway.errors import InvalidRequestError
-from kvrelay.gateway.text.spec import GenerationSpec
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A conversation and how to go on with it, whichever API it came by. Messages and tools are as the client sent them."""
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Any] | None = None
-    tool_choice: Any = None
-    allows_parallel: bool = True
-    continues: bool = False  # the last message is the beginning of the answer
-    echoes: bool = False  # and is repeated in it
-    add_generation_prompt: bool = True
-    variables: Mapping[str, Any] = field(default_factory=dict)  # more names for the template
+from kvrelay.gateway.relay.request import GenerationSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +45,36 @@ class Chat:
         return self._dialect.parser(self.prompt, self._choice)
 
 
-class ChatReader:
-    """Knows the model's template, and how it calls functions and thinks."""
+def read_chat(
+    template: ChatTemplate,
+    dialect: Dialect,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Any] | None = None,
+    tool_choice: Any = None,
+    allows_parallel: bool = True,
+    continues: bool = False,
+    echoes: bool = False,
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+) -> Chat:
+    """A conversation, whichever API it came by; messages and tools are as the client sent them.
 
-    def __init__(self, template: ChatTemplate, dialect: Dialect) -> None:
-        self._template = template
-        self._dialect = dialect
-
-    def read(self, request: ChatRequest) -> Chat:
-        """Raises InvalidRequestError naming the field that is wrong."""
-        functions = parse_tools(request.tools)
-        choice = parse_tool_choice(request.tool_choice, functions, allows_parallel=request.allows_parallel)
-        if request.continues and choice.mode is not ToolMode.NONE:
-            raise InvalidRequestError(
-                "continue_final_message and tools are given together; leave one out", param="continue_final_message"
-            )
-        messages, tools = self._dialect.render_arguments(request.messages, choice)
-        prompt = self._template.render(
-            messages,
-            tools=tools,
-            continues=request.continues,
-            add_generation_prompt=request.add_generation_prompt,
-            variables=request.variables,
+    ``continues``: the last message is the beginning of the answer; ``echoes``: which repeats it. ``variables``: more names for the
+    template. Raises InvalidRequestError naming the field that is wrong.
+    """
+    choice = parse_tool_choice(tool_choice, parse_tools(tools), allows_parallel=allows_parallel)
+    if continues and choice.mode is not ToolMode.NONE:
+        raise InvalidRequestError(
+            "continue_final_message and tools are given together; leave one out", param="continue_final_message"
         )
-        echoed = str(messages[-1].get("content") or "") if request.continues and request.echoes else ""
-        return Chat(prompt, echoed, self._dialect, choice)
+    shown, functions = dialect.render_arguments(messages, choice)
+    prompt = template.render(
+        shown,
+        tools=functions,
+        continues=continues,
+        add_generation_prompt=add_generation_prompt,
+        variables=variables,
+    )
+    echoed = str(shown[-1].get("content") or "") if continues and echoes else ""
+    return Chat(prompt, echoed, dialect, choice)

@@ -1,0 +1,204 @@
+"""A model as a gateway serves it: everything that depends on which model it is, and nothing else does.
+
+Several models behind one gateway are several objects. Which of them a request is for, :class:`Models` says by its ``model``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kvrelay.common.model_card import SharedLimits
+from kvrelay.gateway.chat.dialect import Dialect
+from kvrelay.gateway.chat.template import ChatTemplate
+from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
+from kvrelay.gateway.relay.relay import Relay
+from kvrelay.gateway.relay.request import GenerationRequest, GenerationSpec, PromptShare
+from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.gateway.text.output import Output, TextDelta, Usage
+from kvrelay.gateway.text.sampling import check_token_ids, sampling_params, word_ids
+from kvrelay.gateway.text.tokenizer import Tokenizer, check_text
+from kvrelay.gateway.workers.pool import WorkerPool
+
+_NO_NAMES = (None, "tgi", "dummy")  # what Hugging Face's clients send when nobody named a model
+
+TakeNumbered = Callable[[int, TextDelta], None]
+"""Takes what is new of one of several sequences, and which. Must not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What of a model's directory a gateway reads. Raises nothing once it is there."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    dialect: Dialect
+
+    @classmethod
+    def load(cls, directory: Path, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ModelFiles:
+        """Raises ModelError if the tokenizer or the chat template cannot be read."""
+        tokenizer = Tokenizer.load(directory)
+        template = ChatTemplate.load(directory, tokenizer.special_tokens)
+        return cls(tokenizer, template, Dialect.of(template.source, tool_parser, reasoning_parser))
+
+
+class Model:
+    """One model: its name, its files, and the workers that compute it. Shared by all routes, or by all requests of an executor."""
+
+    def __init__(self, name: str, files: ModelFiles, relay: Relay) -> None:
+        self.name = name
+        self.tokenizer = files.tokenizer
+        self.template = files.template
+        self.dialect = files.dialect
+        self.relay = relay
+
+    @property
+    def pool(self) -> WorkerPool:
+        """Its workers."""
+        return self.relay.pool
+
+    def check(self) -> None:
+        """Raises UnavailableError if a request could only be refused. To be called before any work goes into it."""
+        self.limits()
+        self.relay.admission.check_not_full()
+
+    def limits(self) -> SharedLimits:
+        """What all workers that are up can do.
+
+        Raises UnavailableError if none is, or if nobody is there who could serve: to wait for room then, as for a worker that
+        is busy or lost, might be to wait for ever. So it may be after every await.
+        """
+        limits, absent = self.pool.limits, self.pool.absent
+        if absent or limits is None:
+            reasons = absent or [reason.split(" (")[0] for reason in self.pool.not_ready()]
+            raise UnavailableError(f"{'; '.join(reasons)}; try again later", retry_after_s=1.0)
+        return limits
+
+    def system_fingerprint(self) -> str | None:
+        """Equal as long as model, weights and number format are; None while no worker is up."""
+        fingerprint = self.pool.fingerprint
+        return None if fingerprint is None else f"fp_{fingerprint.hex()[:12]}"
+
+    def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """The tokens of a client's ``text``, at least one. Belongs aside. Raises InvalidRequestError naming ``param``."""
+        check_text(text, param)
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # A model cannot continue nothing; like other servers we let it continue an end of text.
+        if not ids and not self.tokenizer.eos_ids:
+            raise InvalidRequestError(f"{param} is empty: give at least one character", param=param)
+        return ids or list(self.tokenizer.eos_ids[:1])
+
+    def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Raises InvalidRequestError on an id that the model does not have."""
+        check_token_ids(token_ids, self.limits().vocab_size, param)
+
+    def sequences(
+        self,
+        prompts: Sequence[Sequence[int]],
+        spec: GenerationSpec,
+        *,
+        request_id: str,
+        received_s: float,
+        prompt_param: str,
+        timeout_s: float | None = None,
+        min_priority: int | None = None,
+    ) -> list[GenerationRequest]:
+        """All choices of all prompts, prompt by prompt.
+
+        ``request_id``: nobody else's, as workers go by ids. ``received_s``: on the relay's clock.
+        ``prompt_param``: the prompts' field. ``timeout_s``: the client's; ``min_priority``: what its API key allows.
+
+        Raises InvalidRequestError, or ContextLengthError, naming the field.
+        """
+        self._check_num_sequences(len(prompts), spec)
+        priority = spec.priority if min_priority is None else max(spec.priority, min_priority)
+        limits = self.limits()
+        bad_words = word_ids(spec.bad_words, self.tokenizer)
+        sequences: list[GenerationRequest] = []
+        for given in prompts:
+            prompt = list(given if spec.truncate is None else given[-spec.truncate :])
+            sampling = sampling_params(
+                spec,
+                num_prompt_tokens=len(prompt),
+                limits=limits,
+                eos_ids=self.tokenizer.eos_ids,
+                bad_words=bad_words,
+                prompt_param=prompt_param,
+            )
+            share = PromptShare() if len(sampling) > 1 else None
+            for params in sampling:
+                name = f"{request_id}-{len(sequences)}" if sequences else request_id
+                timings = RequestTimings(received_s)
+                sequences.append(
+                    GenerationRequest(name, prompt, params, timings, spec, timeout_s, share, priority=priority)
+                )
+        return sequences
+
+    async def run(self, sequences: Sequence[GenerationRequest], usages: Sequence[Usage], take: TakeNumbered) -> None:
+        """Generate them side by side; ``take`` gets the text of all, numbered, and ``usages`` are filled. Raises ApiError.
+
+        ``take`` is called as tokens come, and must not wait; the last text of each has a finish reason. The first error ends all,
+        also what ``take`` raises. Cancel to give them up.
+        """
+        runs = [
+            self._run(sequence, usage, partial(take, index))
+            for index, (sequence, usage) in enumerate(zip(sequences, usages, strict=True))
+        ]
+        if len(runs) == 1:
+            await runs[0]
+            return
+        tasks = [asyncio.create_task(run) for run in runs]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, sequence: GenerationRequest, usage: Usage, take: Callable[[TextDelta], None]) -> None:
+        metrics = self.relay.metrics
+        if sequence.is_first:
+            metrics.tokens.on_prompt(len(sequence.prompt_token_ids))
+        output = Output(sequence, usage, take, self.tokenizer, metrics, self.relay.clock)
+        await self.relay.run(sequence, output.take)
+
+    def _check_num_sequences(self, num_prompts: int, spec: GenerationSpec) -> None:
+        """Raises InvalidRequestError if one body asks for more than one may."""
+        limit = self.relay.settings.max_sequences
+        param, per_prompt = ("best_of", spec.best_of) if spec.best_of > spec.num_choices else ("n", spec.num_choices)
+        if spec.beam_search is not None:
+            param, per_prompt = "beam_width", spec.beam_search.width
+        if num_prompts * per_prompt > limit:
+            raise InvalidRequestError(
+                f"{num_prompts} prompts times {param} {per_prompt} are {num_prompts * per_prompt} sequences; one request may ask "
+                f"for {limit}: send several",
+                param=param,
+            )
+
+
+class Models:
+    """The models behind one gateway, at least one."""
+
+    def __init__(self, models: Sequence[Model]) -> None:
+        self._by_name = {model.name: model for model in models}
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._by_name.values())
+
+    def find(self, name: str | None) -> Model:
+        """The model that a request names, or the first one if it names none. Raises ModelNotFoundError."""
+        if name in _NO_NAMES and name not in self._by_name:
+            return next(iter(self))
+        return self.named(name or "")
+
+    def named(self, name: str) -> Model:
+        """Raises ModelNotFoundError."""
+        if name not in self._by_name:
+            served = ", ".join(map(repr, self._by_name))
+            raise ModelNotFoundError(
+                f"model {name[:200]!r} is not served here; this deployment serves {served}", param="model"
+            )
+        return self._by_name[name]
