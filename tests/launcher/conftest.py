@@ -37,6 +37,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             os._exit(7)
         self.send_response(200 if behaviour != "never ready" else 503)
         self.end_headers()
+        if behaviour == "dies when ready":
+            os._exit(3)
 
     def log_message(self, *_):
         pass

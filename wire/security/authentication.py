@@ -129,7 +129,8 @@ def handshake_problem(event: list[bytes], proof: ClientProof | None) -> str | No
     if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
         return "it asks for keys, and we have none" if proof is None else "it has no keys, and we have"
     if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and proof is not None:
-        return "its key is not one of those that we know for its role"
+        # A server that cannot read us says nothing; a connection that breaks looks the same.
+        return "it broke the handshake off: its key is none that we know for its role, or the connection was lost"
     return None
 
 

@@ -117,6 +117,13 @@ def test_too_many_deaths_in_a_row_end_the_deployment(make_spec: MakeSpec, record
     assert supervisor.stop(20)
 
 
+def test_deaths_soon_after_a_component_was_ready_are_in_a_row(make_spec: MakeSpec, recorder: Recorder) -> None:
+    supervisor = supervised([make_spec("decode-0", "dies when ready")], recorder)
+    with pytest.raises(ComponentDiedError, match=r"decode-0 died 3 times in a row"):
+        supervisor.wait_ended(20)
+    assert supervisor.stop(20)
+
+
 def test_a_component_that_ignores_sigterm_is_killed_after_its_grace(make_spec: MakeSpec, recorder: Recorder) -> None:
     supervisor = supervised([make_spec("decode-0", "stubborn", grace_s=0.1)], recorder)
     supervisor.wait_ready(20)

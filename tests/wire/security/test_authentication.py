@@ -59,6 +59,7 @@ async def test_the_right_keys_talk(net: Net, directory: Path) -> None:
     assert await next_of(worker.heard) == ("p", Role.PREFILL, Cancel(request_id="r", attempt=1))
 
 
+BROKEN_OFF = "it broke the handshake off: its key is none that we know for its role, or the connection was lost"
 NOT_LET_IN = "it does not let our key in"
 
 
@@ -69,7 +70,7 @@ NOT_LET_IN = "it does not let our key in"
         ("stranger", "keys", NOT_LET_IN),
         ("a prefill worker", "keys for gateways", NOT_LET_IN),
         # Somebody listens in the worker's place: the client's first word is already encrypted for another.
-        ("a prefill worker", "other keys", "its key is not one of those that we know for its role"),
+        ("a prefill worker", "other keys", BROKEN_OFF),
         ("a prefill worker", "no keys", "it has no keys, and we have"),
         ("no keys", "keys", "it asks for keys, and we have none"),
     ],
