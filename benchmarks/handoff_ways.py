@@ -17,7 +17,7 @@ from kvrelay.common.block_hash import HashChain
 from kvrelay.common.memory import keep_freed_memory
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.wire.codec import Codec
-from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease
+from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease, whole_block
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.lines.block_sender import BlockSender
 from kvrelay.wire.lines.data_plane import BlockReceiver
@@ -72,7 +72,13 @@ class KvrelayReceiver:
         self._settle = settle
         self._ends, self._peer, self._codec = LeaseEnds(), peer, Codec()
         settings = LeaseSettings(
-            EPOCH, FINGERPRINT, BLOCK_SIZE, ttl_s=ANSWER_S, seals_kv=way.seals_kv, num_receivers=way.num_sockets
+            EPOCH,
+            FINGERPRINT,
+            BLOCK_SIZE,
+            whole_block(sizes.block_nbytes),
+            ttl_s=ANSWER_S,
+            seals_kv=way.seals_kv,
+            num_receivers=way.num_sockets,
         )
         metrics = WireMetrics(CollectorRegistry())
         # One block more than is sent: a lease has room for the first token behind the prompt.

@@ -20,7 +20,7 @@ from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.interface import Engine
 from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.control.ticker import every
-from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease
+from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease, whole_block
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.lines.shared.receiver import SharedReceiver
@@ -123,7 +123,13 @@ class DecodeWorker:
         self._events = _LeaseEvents(self.service)
         self.leases = LeaseTable(
             LeaseSettings(
-                identity.epoch, fingerprint, card.layout.block_size, settings.lease_ttl_s, seal_kv, data_sockets
+                identity.epoch,
+                fingerprint,
+                card.layout.block_size,
+                whole_block(card.block_nbytes),
+                settings.lease_ttl_s,
+                seal_kv,
+                data_sockets,
             ),
             LeasedBlocks(self.blocks),
             engine.store,

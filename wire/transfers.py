@@ -252,6 +252,8 @@ class TransferTable:
                 block_index=index,
                 payload_nbytes=payload.nbytes,
                 block_hash=transfer.offer.block_hashes[index],
+                sender_rank=0,  # one rank computes all of a block, and sends it as one piece
+                piece_index=0,
             )
             try:
                 ticket = transfer.link.data.send(header, payload, transfer.sealer)

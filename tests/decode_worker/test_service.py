@@ -19,7 +19,7 @@ from kvrelay.decode_worker.worker import LeasedBlocks
 from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
 from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.wire.leases.lease import LeaseSettings
+from kvrelay.wire.leases.lease import LeaseSettings, whole_block
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.messages import (
     Cancel,
@@ -85,7 +85,7 @@ class Rig:
         self.model = DecodeModelWorker(self.engine, self.scheduler, metrics, self.reports.append, lambda: self.now_s)
         self.service = DecodeService(WorkerIdentity("decode", EPOCH, CARD, 512), self.blocks, lambda: self.now_s)
         leases = LeaseTable(
-            LeaseSettings(EPOCH, FINGERPRINT, BLOCK, 30.0),
+            LeaseSettings(EPOCH, FINGERPRINT, BLOCK, whole_block(CARD.block_nbytes), 30.0),
             LeasedBlocks(self.blocks),
             self.engine.store,
             self.service,

@@ -57,11 +57,11 @@ async def test_a_dead_kv_port_is_a_reason_to_restart_and_stops_like_any_other(
     worker = decode_worker(data_sockets=data_sockets)
     died = threading.Event()
 
-    def begin_block(header: BlockHeader) -> None:
+    def begin_piece(header: BlockHeader) -> None:
         died.set()
         raise RuntimeError("nobody expects that")
 
-    monkeypatch.setattr(worker.leases, "begin_block", begin_block)
+    monkeypatch.setattr(worker.leases, "begin_piece", begin_piece)
     await worker.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sender = BlockSender(worker.data_address, metrics=WireMetrics(CollectorRegistry()), context=context)
@@ -85,10 +85,10 @@ async def test_a_dead_receiver_of_shared_memory_is_one_too(monkeypatch: pytest.M
     """Its senders notice at once: they do not wait for slots that never come back."""
     worker = decode_worker(SharedPlace())
 
-    def begin_block(header: BlockHeader) -> None:
+    def begin_piece(header: BlockHeader) -> None:
         raise RuntimeError("nobody expects that")
 
-    monkeypatch.setattr(worker.leases, "begin_block", begin_block)
+    monkeypatch.setattr(worker.leases, "begin_piece", begin_piece)
     await worker.start()
     assert worker.not_live() == worker.not_ready() == []
     assert worker._shared is not None

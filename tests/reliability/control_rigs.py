@@ -27,11 +27,11 @@ from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.service import Ports as PrefillPorts
 from kvrelay.prefill_worker.service import PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
-from kvrelay.wire.blocks.frames import BlockHeader
+from kvrelay.wire.blocks.frames import BlockHeader, parse_header
 from kvrelay.wire.blocks.send_job import SendTicket
 from kvrelay.wire.codec import MAX_CONTROL_FRAME_NBYTES, Codec
 from kvrelay.wire.control.server import ControlServer
-from kvrelay.wire.leases.lease import LeaseSettings
+from kvrelay.wire.leases.lease import LeaseSettings, whole_block
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.messages import FailureCode, Message, Offer
 from kvrelay.wire.metrics import WireMetrics
@@ -150,7 +150,7 @@ class DecodeRig(_Rig):
         self.model = DecodeModelWorker(self.engine, scheduler, self.metrics, self.reports.append, self.clock)
         self.service: DecodeService = DecodeService(self.identity, self.blocks, self.clock)
         self.leases = LeaseTable(
-            LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, 30.0),
+            LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, whole_block(BLOCK_NBYTES), 30.0),
             LeasedBlocks(self.blocks),
             self.engine.store,
             self.service,
@@ -163,10 +163,9 @@ class DecodeRig(_Rig):
     def land(self, lease_id: int, offer: Offer, index: int, block: bytes) -> None:
         """An honest block arrives."""
         draft = BlockHeader(lease_id, EPOCH, index, BLOCK_NBYTES, offer.block_hashes[index])
-        checksum = draft.checksum_of(memoryview(block))
-        header = BlockHeader(lease_id, EPOCH, index, BLOCK_NBYTES, offer.block_hashes[index], checksum)
-        self.leases.begin_block(header)
-        self.leases.finish_block(header, memoryview(block))
+        header = parse_header(draft.pack(memoryview(block)))
+        self.leases.begin_piece(header)
+        self.leases.finish_piece(header, memoryview(block))
 
 
 class PlayedLink:

@@ -13,7 +13,7 @@ from hypothesis.stateful import rule
 from kvrelay.engine.kv.block_manager import Owner, OwnerKind
 from kvrelay.wire.blocks.frames import parse_header
 
-from ..wire.lease_bench import content_of
+from ..wire.lease_bench import TWO_PIECES, content_of
 from ..wire.leases.test_leases_at_random import LeaseMachine, SealedLeaseMachine
 
 Changes = dict[int, int]
@@ -42,23 +42,29 @@ class LyingMachine(LeaseMachine):
         one=LeaseMachine.leases,
         other=LeaseMachine.leases,
         index=st.integers(0, 2),
+        piece=st.integers(0, 1),
         changes=st.sampled_from([(NONE, CHANGES), (CHANGES, NONE), (CHANGES, CHANGES), (NONE, NONE)]).flatmap(
             lambda parts: st.tuples(*parts)
         ),
         num_kept=st.sampled_from([1000, 1000, 1000, 100, 63, 0]),
     )
-    def lie(self, one: int, other: int, index: int, changes: tuple[Changes, Changes], num_kept: int) -> None:
+    def lie(
+        self, one: int, other: int, index: int, piece: int, changes: tuple[Changes, Changes], num_kept: int
+    ) -> None:
         """One lease's header with another's payload, changed and cut; nobody is in the middle of a block meanwhile."""
         if self.open:
             return  # a second thread would wait for the first one's verdict
-        frame = changed(self.grants[one].frames(index)[0], changes[0])
-        payload = changed(self.grants[other].frames(index)[1], changes[1])[:num_kept]
+        frame = changed(self.grants[one].frames(index, piece=piece)[0], changes[0])
+        payload = changed(self.grants[other].frames(index, piece=piece)[1], changes[1])[:num_kept]
         num_rejected = self.num_rejected
         if self.bench.receive((frame, payload)) == "ok":
             taken = parse_header(frame)
             block_id = self.manager.owned_blocks(Owner(OwnerKind.LEASE, str(taken.lease_id)))[taken.block_index]
             right = content_of(self.offers[taken.lease_id].block_hashes[taken.block_index])
-            assert bytes(self.store.block(block_id)) == right, "other bytes were taken"
+            part = TWO_PIECES[taken.piece_index]
+            assert taken.sender_rank == part.sender_rank, "another rank's piece was taken"
+            there = slice(part.start, part.start + part.nbytes)
+            assert bytes(self.store.block(block_id)[there]) == right[there], "other bytes were taken"
         assert not self.seals_kv or self.num_rejected == num_rejected, "who cannot seal has ended a lease"
 
     @rule(header=st.binary(max_size=100), payload=st.binary(max_size=600))

@@ -122,7 +122,7 @@ class Acts(RuleBasedStateMachine):
 
     def check_ends(self, outcomes: set[str]) -> None:
         assert outcomes <= HONEST_ENDS, outcomes
-        for cause in ("bad_checksum", "bad_seal", "wrong_block", "bad_size", "duplicate"):
+        for cause in ("bad_checksum", "bad_seal", "wrong_block", "wrong_piece", "bad_size", "duplicate"):
             assert self.world.refused(cause) == 0, f"honest workers, and a block was refused: {cause}"
 
 

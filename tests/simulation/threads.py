@@ -60,7 +60,7 @@ class SimSender:
         if self._has_ended:
             raise WireError("this block sender is closed: its decode worker is lost")
         if sealer is not None:
-            sealer.claim(header.block_index)
+            sealer.claim(header)
         ticket = SendTicket()
         self._jobs.append((ticket, header, payload, sealer, bytes(payload)))
         if not self._is_busy:
@@ -239,7 +239,7 @@ class SimReceiver:
             frame, data = self._inbox.popleft()
             try:
                 header = parse_header(frame)
-                self._leases.begin_block(header)
+                self._leases.begin_piece(header)
             except BlockRefusedError as error:
                 if error.cause_name == "bad_header":
                     self._leases.count_bad_header()
@@ -251,7 +251,7 @@ class SimReceiver:
 
     def _finish(self, header: Any, data: bytes) -> None:
         with contextlib.suppress(BlockRefusedError):  # counted by the table
-            self._leases.finish_block(header, memoryview(data))
+            self._leases.finish_piece(header, memoryview(data))
         self._begin()
 
 

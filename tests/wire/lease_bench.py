@@ -22,7 +22,7 @@ from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind
 from kvrelay.wire.blocks.frames import BlockHeader, parse_header
 from kvrelay.wire.blocks.seal import TAG_NBYTES, BlockSealer
 from kvrelay.wire.errors import BlockRefusedError
-from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease
+from kvrelay.wire.leases.lease import LeaseSettings, Piece, VerifiedLease, whole_block
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.messages import Commit, FailureCode, Grant, Offer, Timings
 from kvrelay.wire.metrics import WireMetrics
@@ -37,6 +37,7 @@ BAD_PAYLOAD = b"\xee" * BLOCK_NBYTES
 EPOCH = 7
 TTL_S = 30.0
 FINGERPRINT = b"f" * 16
+TWO_PIECES = (Piece(0, 0, 128), Piece(1, 128, BLOCK_NBYTES - 128))  # of two ranks
 
 
 class Clock:
@@ -101,18 +102,18 @@ class WatchedLeases(LeaseTable):
         self.may_finish = threading.Event()
         self.may_finish.set()
 
-    def begin_block(self, header: BlockHeader) -> None:
+    def begin_piece(self, header: BlockHeader) -> None:
         try:
-            super().begin_block(header)
+            super().begin_piece(header)
         except BlockRefusedError as error:
             self.seen.put(error.cause_name)
             raise
         self.inside.put(header.block_index)
 
-    def finish_block(self, header: BlockHeader, payload: memoryview | None) -> None:
+    def finish_piece(self, header: BlockHeader, payload: memoryview | None) -> None:
         self.may_finish.wait(WAIT_S)
         try:
-            super().finish_block(header, payload)
+            super().finish_piece(header, payload)
         except BlockRefusedError as error:
             self.seen.put(error.cause_name)
             raise
@@ -148,14 +149,22 @@ class LeaseEnds:
 class LeaseBench:
     """A lease table, its pool, and what became of its leases."""
 
-    def __init__(self, num_blocks: int = 16, *, seals_kv: bool = False, num_receivers: int = 1) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        *,
+        seals_kv: bool = False,
+        num_receivers: int = 1,
+        pieces: tuple[Piece, ...] = whole_block(BLOCK_NBYTES),
+    ) -> None:
         self.clock = Clock()
+        self.pieces = pieces
         self.manager = BlockManager(num_blocks, BLOCK_SIZE, lambda: 0.0)
         self.store = self.new_store(num_blocks)
         self.ends = LeaseEnds()
         self.registry = CollectorRegistry()
         self.metrics = WireMetrics(self.registry)
-        settings = LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, TTL_S, seals_kv, num_receivers)
+        settings = LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, pieces, TTL_S, seals_kv, num_receivers)
         blocks = LeaseBlocks(self.manager)
         self.table = WatchedLeases(settings, blocks, self.store, self.ends, self.metrics, self.clock)
 
@@ -167,14 +176,14 @@ class LeaseBench:
         offer = offer_of(list(range(num_tokens)), request_id)
         grant = self.table.offer("p", offer)
         assert isinstance(grant, Grant)
-        return Granted(offer, grant)
+        return Granted(offer, grant, self.pieces)
 
     def receive(self, frames: Frames) -> str:
         """As a receiver's thread does; returns what became of the block."""
         try:
             header = parse_header(frames[0])
-            self.table.begin_block(header)
-            self.table.finish_block(header, memoryview(frames[1]))
+            self.table.begin_piece(header)
+            self.table.finish_piece(header, memoryview(frames[1]))
         except BlockRefusedError as error:
             return error.cause_name
         return "ok"
@@ -213,19 +222,26 @@ class LeaseBench:
 class Granted:
     """A lease, as its sender sees it."""
 
-    def __init__(self, offer: Offer, grant: Grant) -> None:
+    def __init__(self, offer: Offer, grant: Grant, pieces: tuple[Piece, ...] = whole_block(BLOCK_NBYTES)) -> None:
         self.offer = offer
         self.grant = grant
+        self.pieces = pieces
 
-    def frames(self, index: int, payload: bytes | None = None, key: bytes | None = None, **changes: object) -> Frames:
-        """Block ``index``, proved or sealed as the lease wants it; with another content, key or header if that is asked for."""
+    def frames(
+        self, index: int, payload: bytes | None = None, key: bytes | None = None, *, piece: int = 0, **changes: object
+    ) -> Frames:
+        """A piece of block ``index``, proved or sealed as the lease wants it; with another content, key or header if so asked."""
         key = key or self.grant.seal_key
-        right = content_of(self.offer.block_hashes[min(index, len(self.offer.block_hashes) - 1)])
-        draft = BlockHeader(self.grant.lease_id, self.grant.epoch, index, BLOCK_NBYTES, right[:16])
+        whole = content_of(self.offer.block_hashes[min(index, len(self.offer.block_hashes) - 1)])
+        part = self.pieces[piece]
+        right = whole[part.start : part.start + part.nbytes]
+        draft = BlockHeader(
+            self.grant.lease_id, self.grant.epoch, index, part.nbytes, whole[:16], part.sender_rank, piece
+        )
         header = msgspec.structs.replace(draft, is_sealed=key is not None, **changes)
         if key is None:
             return header.pack(memoryview(right)), right if payload is None else payload
-        sealed = bytearray(BLOCK_NBYTES + TAG_NBYTES)
+        sealed = bytearray(len(right) + TAG_NBYTES)
         frame = BlockSealer(key).seal(header, memoryview(right), memoryview(sealed))
         return frame, bytes(sealed) if payload is None else payload
 

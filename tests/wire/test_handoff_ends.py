@@ -115,7 +115,7 @@ def test_blocks_stay_leased_until_the_writer_is_out(one_rig: Rig, how: str) -> N
     assert rig.ends.rejected.empty()
     assert rig.manager.ledger().num_leased == 3
     with pytest.raises(BlockRefusedError, match="not live"):
-        rig.table.begin_block(lease.header(1))
+        rig.table.begin_piece(lease.header(1))
     assert rig.next_block() == "unknown_lease"
     rig.table.may_finish.set()
     expected = {"abort_peer": FailureCode.PEER_LOST, "reap": FailureCode.LEASE_EXPIRED}

@@ -189,10 +189,10 @@ def test_a_block_that_cannot_be_copied_into_the_pool_is_not_received(rig: Any) -
     lease = rig.leased(3)
     frame, payload = lease.frames(0)
     header = parse_header(frame)
-    rig.table.begin_block(header)
+    rig.table.begin_piece(header)
     rig.store.device._is_broken = True
     with pytest.raises(RuntimeError, match="broken"):
-        rig.table.finish_block(header, memoryview(payload))
+        rig.table.finish_piece(header, memoryview(payload))
     rig.table.commit("p", lease.commit())
     assert rig.ends.verified.empty()
 

@@ -1,9 +1,10 @@
-"""The header in front of every KV block's bytes on the data socket.
+"""The header in front of a KV block's bytes on the data socket: a frame brings one piece of one block.
 
-Little endian, fixed size: magic, version, lease id, epoch, block index, payload size, block hash, and in a plain block's header the
-checksum. The checksum is XXH3-64 over the header's other fields and then the payload, so a payload under another block's header
-does not pass. It finds accidents of all kinds; it is not a signature. A sealed block (:mod:`kvrelay.wire.blocks.seal`) has a
-version of its own and no checksum: its seal covers the header. The payload size is always that of the open block.
+Little endian, fixed size: magic, version, lease id, epoch, block index, sending rank, piece index, payload size, block hash, and in
+a plain piece's header the checksum. The checksum is XXH3-64 over the header's other fields and then the payload, so a payload under
+another header does not pass. It finds accidents of all kinds; it is not a signature. A sealed piece
+(:mod:`kvrelay.wire.blocks.seal`) has a version of its own and no checksum: its seal covers the header. The payload size is always
+that of the open piece.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from kvrelay.wire.errors import BlockRefusedError
 
 _MAGIC = b"KVRB"
 _PLAIN, _SEALED = 1, 2  # versions
-_FIELDS = struct.Struct(f"<4sHQQIQ{HASH_NBYTES}s")
+_FIELDS = struct.Struct(f"<4sHQQIHHI{HASH_NBYTES}s")
 _CHECKSUM = struct.Struct("<Q")
-_PIECE_NBYTES = 256 * 1024  # what is copied is hashed while it is in the cache of its core
-_PIECE_BESIDE_OTHERS_NBYTES = 2**20  # each piece waits twice for Python's lock, which costs more than the cache gives
+_STRETCH_NBYTES = 256 * 1024  # what is copied is hashed while it is in the cache of its core
+_STRETCH_BESIDE_OTHERS_NBYTES = 2**20  # each waits twice for Python's lock, which costs more than the cache gives
 HEADER_NBYTES = _FIELDS.size + _CHECKSUM.size
 SEALED_HEADER_NBYTES = _FIELDS.size
 # Of Python's C interface; ctypes itself takes no address of memory that is read-only.
@@ -34,20 +35,43 @@ _release_buffer = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(("PyBuffer_Release", 
 _PY_BUFFER = ctypes.c_size_t * 16  # room for a Py_buffer, whose first member is the address
 
 
+Place = tuple[int, int]  # (block index, piece index)
+
+
 class BlockHeader(msgspec.Struct, frozen=True):
-    """Which block of which lease the payload is."""
+    """Which piece of which block of which lease the payload is."""
 
     lease_id: int
     epoch: int
     block_index: int  # in the sequence, from 0
     payload_nbytes: int
     block_hash: bytes
+    sender_rank: int = 0  # of the sending worker's ranks
+    piece_index: int = 0  # of the block's pieces
     checksum: int = 0
     is_sealed: bool = False
 
+    def __str__(self) -> str:
+        """For errors."""
+        return f"piece {self.piece_index} of block {self.block_index} of lease {self.lease_id}"
+
+    @property
+    def place(self) -> Place:
+        """Where in its lease the payload belongs."""
+        return (self.block_index, self.piece_index)
+
     def _fields(self, version: int) -> bytes:
-        numbers = (self.lease_id, self.epoch, self.block_index, self.payload_nbytes)
-        return _FIELDS.pack(_MAGIC, version, *numbers, self.block_hash)
+        return _FIELDS.pack(
+            _MAGIC,
+            version,
+            self.lease_id,
+            self.epoch,
+            self.block_index,
+            self.sender_rank,
+            self.piece_index,
+            self.payload_nbytes,
+            self.block_hash,
+        )
 
     def checksum_of(self, payload: memoryview) -> int:
         """What the checksum must be for this header and ``payload``."""
@@ -56,7 +80,7 @@ class BlockHeader(msgspec.Struct, frozen=True):
         return hasher.intdigest()
 
     def pack(self, payload: memoryview) -> bytes:
-        """A plain block's header frame, with the checksum for ``payload``."""
+        """A plain piece's header frame, with the checksum for ``payload``."""
         return self._fields(_PLAIN) + _CHECKSUM.pack(self.checksum_of(payload))
 
     def pack_copying(self, payload: memoryview, target: memoryview, *, is_one_of_several: bool = False) -> bytes:
@@ -64,30 +88,30 @@ class BlockHeader(msgspec.Struct, frozen=True):
 
         ``is_one_of_several``: other threads do the same at the same time.
         """
-        copy, piece_nbytes = _way_to_copy(is_one_of_several)
+        copy, stretch_nbytes = _way_to_copy(is_one_of_several)
         fields = self._fields(_PLAIN)
         hasher = xxhash.xxh3_64(fields)
-        for start in range(0, len(payload), piece_nbytes):
-            piece = payload[start : start + piece_nbytes]
-            hasher.update(piece)
-            copy(piece, target[start : start + len(piece)])
+        for start in range(0, len(payload), stretch_nbytes):
+            stretch = payload[start : start + stretch_nbytes]
+            hasher.update(stretch)
+            copy(stretch, target[start : start + len(stretch)])
         return fields + _CHECKSUM.pack(hasher.intdigest())
 
     def lands_whole(self, payload: memoryview, target: memoryview, *, is_one_of_several: bool = False) -> bool:
-        """Copy a plain block's ``payload`` into ``target``, of the same size; whether what lies *there* has the checksum.
+        """Copy a plain piece's ``payload`` into ``target``, of the same size; whether what lies *there* has the checksum.
 
         ``is_one_of_several``: other threads do the same at the same time.
         """
-        copy, piece_nbytes = _way_to_copy(is_one_of_several)
+        copy, stretch_nbytes = _way_to_copy(is_one_of_several)
         hasher = xxhash.xxh3_64(self._fields(_PLAIN))
-        for start in range(0, len(payload), piece_nbytes):
-            piece = target[start : start + piece_nbytes]
-            copy(payload[start : start + piece_nbytes], piece)
-            hasher.update(piece)
+        for start in range(0, len(payload), stretch_nbytes):
+            stretch = target[start : start + stretch_nbytes]
+            copy(payload[start : start + stretch_nbytes], stretch)
+            hasher.update(stretch)
         return hasher.intdigest() == self.checksum
 
     def pack_sealed(self) -> bytes:
-        """A sealed block's header frame, which is also its associated data."""
+        """A sealed piece's header frame, which is also its associated data."""
         return self._fields(_SEALED)
 
 
@@ -96,18 +120,20 @@ def parse_header(frame: bytes | memoryview) -> BlockHeader:
     if len(frame) not in (HEADER_NBYTES, SEALED_HEADER_NBYTES):
         detail = f"a header of {len(frame)} bytes; it must have {HEADER_NBYTES}, or sealed {SEALED_HEADER_NBYTES}"
         raise BlockRefusedError("bad_header", detail)
-    magic, version, lease_id, epoch, block_index, payload_nbytes, block_hash = _FIELDS.unpack_from(frame)
+    magic, version, lease_id, epoch, block_index, rank, piece_index, payload_nbytes, block_hash = _FIELDS.unpack_from(
+        frame
+    )
     is_sealed = len(frame) == SEALED_HEADER_NBYTES
     expected = _SEALED if is_sealed else _PLAIN
     if magic != _MAGIC or version != expected:
         raise BlockRefusedError("bad_header", f"magic {magic!r} version {version}; expected {_MAGIC!r} {expected}")
     checksum = 0 if is_sealed else _CHECKSUM.unpack_from(frame, _FIELDS.size)[0]
-    return BlockHeader(lease_id, epoch, block_index, payload_nbytes, block_hash, checksum, is_sealed)
+    return BlockHeader(lease_id, epoch, block_index, payload_nbytes, block_hash, rank, piece_index, checksum, is_sealed)
 
 
 def _way_to_copy(is_one_of_several: bool) -> tuple[Callable[[memoryview, memoryview], None], int]:
-    """How to copy a block, and in pieces of how many bytes."""
-    return (_copy_beside_others, _PIECE_BESIDE_OTHERS_NBYTES) if is_one_of_several else (_copy, _PIECE_NBYTES)
+    """How to copy a piece, and in stretches of how many bytes."""
+    return (_copy_beside_others, _STRETCH_BESIDE_OTHERS_NBYTES) if is_one_of_several else (_copy, _STRETCH_NBYTES)
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

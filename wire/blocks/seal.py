@@ -2,13 +2,15 @@
 
 A sealed payload is the ciphertext and behind it the tag, ``TAG_NBYTES`` more than the block. The header is the associated data, so
 a block under another header, of another lease or with one bit changed does not open; a checksum beside it would add nothing.
-The nonce is the block's index: a key is made for one lease, and a lease's sender seals each index once (``claim`` refuses the
-second time), so no (key, nonce) comes twice.
+The nonce names sending rank, piece and block: a key is made for one lease, and each rank of its sender seals each piece once
+(``claim`` refuses the second time), so no (key, nonce) comes twice.
 
 The key travels on the control channel. Who can read that can open and forge every block.
 """
 
 from __future__ import annotations
+
+import struct
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -17,7 +19,7 @@ from kvrelay.wire.blocks.frames import BlockHeader
 
 KEY_NBYTES = 32
 TAG_NBYTES = 16
-_NONCE_NBYTES = 12
+_NONCE = struct.Struct("<HHQ")  # sending rank, piece, block
 
 
 def new_key() -> bytes:
@@ -39,15 +41,17 @@ class BlockSealer:
     def __init__(self, key: bytes) -> None:
         """Raises ValueError if ``key`` does not have ``KEY_NBYTES``."""
         self._cipher = _cipher(key)
-        self._claimed: set[int] = set()
+        self._claimed: set[bytes] = set()
 
-    def claim(self, block_index: int) -> None:
-        """Take the nonce of a block, for good. Raises ValueError if it is taken: a nonce that comes twice gives the key away."""
-        if block_index in self._claimed:
+    def claim(self, header: BlockHeader) -> None:
+        """Take the nonce of a piece, for good. Raises ValueError if it is taken: a nonce that comes twice gives the key away."""
+        nonce = _nonce(header)
+        if nonce in self._claimed:
             raise ValueError(
-                f"block {block_index} was sealed under this key already; a block that changed needs a new lease"
+                f"rank {header.sender_rank} sealed piece {header.piece_index} of block {header.block_index} under this key "
+                "already; a block that changed needs a new lease"
             )
-        self._claimed.add(block_index)
+        self._claimed.add(nonce)
 
     def seal(self, header: BlockHeader, payload: memoryview, target: memoryview) -> bytes:
         """Write the sealed payload into ``target`` (``TAG_NBYTES`` more than ``payload``); returns the header's frame."""
@@ -82,4 +86,4 @@ def _cipher(key: bytes) -> AESGCM:
 
 
 def _nonce(header: BlockHeader) -> bytes:
-    return header.block_index.to_bytes(_NONCE_NBYTES, "little")
+    return _NONCE.pack(header.sender_rank, header.piece_index, header.block_index)

@@ -1,4 +1,4 @@
-"""What one received block must prove, and how it gets into the pool. Pure functions: no lease changes here, nothing is counted."""
+"""What a received piece must prove, and how it gets into the pool. Pure functions: no lease changes here, nothing is counted."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ from collections.abc import Sequence
 from kvrelay.wire.blocks.frames import BlockHeader
 from kvrelay.wire.blocks.seal import TAG_NBYTES, BlockOpener
 from kvrelay.wire.errors import BlockRefusedError
+from kvrelay.wire.leases.lease import Piece
 
 
 def misfit(
-    header: BlockHeader, block_hashes: Sequence[bytes], block_nbytes: int, *, is_sealed: bool
+    header: BlockHeader, block_hashes: Sequence[bytes], pieces: Sequence[Piece], *, is_sealed: bool
 ) -> BlockRefusedError | None:
-    """Why ``header`` is not that of a block that was promised; None if it is. ``is_sealed``: the lease takes sealed ones."""
+    """Why ``header`` is not that of a piece that was promised; None if it is.
+
+    ``block_hashes``, ``pieces``: the lease's. ``is_sealed``: it takes sealed ones.
+    """
     if header.is_sealed is not is_sealed:
         came, taken = ("sealed", "plain") if header.is_sealed else ("plain", "sealed")
         return BlockRefusedError("wrong_seal", f"a {came} block; lease {header.lease_id} takes {taken} ones only")
-    if header.block_index >= len(block_hashes):
-        return BlockRefusedError("wrong_block", f"block {header.block_index} of {len(block_hashes)}")
-    if header.block_hash != block_hashes[header.block_index]:
-        return BlockRefusedError("wrong_block", f"block {header.block_index} has another block's hash")
-    if header.payload_nbytes != block_nbytes:
-        detail = f"{header.payload_nbytes} bytes announced, a block has {block_nbytes}"
+    if header.block_index >= len(block_hashes) or header.block_hash != block_hashes[header.block_index]:
+        detail = f"block {header.block_index} with another hash than that of {len(block_hashes)} offered ones"
+        return BlockRefusedError("wrong_block", detail)
+    piece = pieces[header.piece_index] if header.piece_index < len(pieces) else None
+    if piece is None or header.sender_rank != piece.sender_rank:
+        detail = f"piece {header.piece_index} of {len(pieces)} from rank {header.sender_rank}, which does not send it"
+        return BlockRefusedError("wrong_piece", detail)
+    if header.payload_nbytes != piece.nbytes:
+        detail = f"{header.payload_nbytes} bytes announced, the piece has {piece.nbytes}"
         return BlockRefusedError("bad_size", detail)
     return None
 
@@ -34,7 +41,7 @@ def land(
     *,
     is_one_of_several: bool = False,
 ) -> BlockRefusedError | None:
-    """Write ``payload`` into ``view``, the pool's memory, and prove it there; returns why it is refused, if it is.
+    """Write ``payload`` into ``view``, the piece's memory in the pool, and prove it there; returns why it is refused, if it is.
 
     ``is_one_of_several``: other threads do the same at the same time.
 
@@ -47,9 +54,9 @@ def land(
         return BlockRefusedError("bad_size", f"{nbytes} bytes came, {expected_nbytes} were announced")
     if opener is not None:
         if not opener.open(header, payload, view):
-            return BlockRefusedError("bad_seal", f"block {header.block_index} of lease {header.lease_id}")
+            return BlockRefusedError("bad_seal", str(header))
         return None
     # The checksum is over the memory that the model will read, not over the frame, which may be memory of the peer's.
     if not header.lands_whole(payload, view, is_one_of_several=is_one_of_several):
-        return BlockRefusedError("bad_checksum", f"block {header.block_index} of lease {header.lease_id}")
+        return BlockRefusedError("bad_checksum", str(header))
     return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrelay.common.block_hash import HashChain
+from kvrelay.wire.blocks.frames import Place
 from kvrelay.wire.blocks.seal import BlockOpener
 from kvrelay.wire.leases.states import HandoffState, advance
 from kvrelay.wire.messages import Commit, FailureCode, Offer
@@ -28,15 +29,25 @@ class BlockReservations(Protocol):
 class WritableStore(Protocol):
     """The pool's bytes, as a lease sees them (see kvrelay.engine.step.interface.BlockStore)."""
 
-    @property
-    def block_nbytes(self) -> int:
-        """Bytes of one block."""
-
     def open_write(self, block_id: int) -> memoryview:
         """A writable view of the block."""
 
     def close_write(self, block_id: int) -> None:
         """The view is filled, or given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of every block of a lease, which comes as a frame of its own."""
+
+    sender_rank: int  # which of the sender's ranks has it
+    start: int  # its first byte in the block
+    nbytes: int
+
+
+def whole_block(block_nbytes: int) -> tuple[Piece, ...]:
+    """The pieces of a block that comes as one, from a sender of one rank."""
+    return (Piece(0, 0, block_nbytes),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,7 @@ class LeaseSettings:
     epoch: int
     fingerprint: bytes
     block_size: int
+    pieces: tuple[Piece, ...]  # of each block, by index; together they are the block
     ttl_s: float
     seals_kv: bool = False  # every lease gets a key, and takes sealed blocks only
     num_receivers: int = 1  # threads that write blocks at a time, of each way that these come by
@@ -87,11 +99,14 @@ class Lease:
     chain: HashChain  # of its tokens' blocks
     block_ids: list[int]
     num_cached: int
+    pieces: tuple[Piece, ...]
     expires_s: float
     opener: BlockOpener | None  # None: blocks come plain
     state: HandoffState = HandoffState.GRANTED
-    received: set[int] = field(default_factory=set)
-    writing: set[int] = field(default_factory=set)  # indices of the blocks that receivers are filling
+    received: set[Place] = field(default_factory=set)  # pieces that are proved
+    writing: set[Place] = field(default_factory=set)  # pieces that receivers are filling
+    num_pieces: dict[int, int] = field(default_factory=dict)  # by block, how many are proved
+    num_received: int = 0  # blocks of which every piece is proved
     commit: Commit | None = None
     committed_s: float = 0.0
     has_dropped: bool = False  # a frame that did not authenticate
@@ -110,7 +125,16 @@ class Lease:
     @property
     def is_complete(self) -> bool:
         """Whether every block is here, received or cached."""
-        return self.num_cached + len(self.received) == len(self.offer.block_hashes)
+        return self.num_cached + self.num_received == len(self.offer.block_hashes)
+
+    def receive(self, place: Place) -> bool:
+        """A piece is proved; returns whether its block is by that."""
+        block_index = place[0]
+        self.received.add(place)
+        self.num_pieces[block_index] = num_pieces = self.num_pieces.get(block_index, 0) + 1
+        is_whole = num_pieces == len(self.pieces)
+        self.num_received += is_whole
+        return is_whole
 
     @property
     def is_doubted(self) -> bool:

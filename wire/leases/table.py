@@ -1,27 +1,28 @@
-"""The receiving side of hand-offs: leases on KV blocks, and the proof every block must pass before it counts.
+"""The receiving side of hand-offs: leases on KV blocks, and the proof that each piece of a block must pass before it counts.
 
 A lease is made by ``offer`` and ends in exactly one call of the handler: ``on_lease_verified`` (every block proved right;
-the blocks are the handler's from then on) or ``on_lease_rejected`` (its blocks are released). What a block must prove:
+the blocks are the handler's from then on) or ``on_lease_rejected`` (its blocks are released). What a frame must prove:
 
     epoch        it was written for this process, not for an earlier one under the same address
     lease        it is live; a lease id is never used twice
-    index, hash  it is the block that the offer promised at this place: same model, tokens and position
-    size         exactly one block
+    index, hash  it is of the block that the offer promised at this place: same model, tokens and position
+    rank, piece  it is a piece that this rank of the sender has; a block is proved when each of its pieces is
+    size         exactly that piece
     checksum     over the header and over what lies in *pool memory* after the write;
     or seal      with sealed blocks: decrypted into pool memory, header and payload are those that the lease's peer sealed
 
-A frame of another epoch, of a lease that is over, or for a block that is proved already, is dropped and counted.
+A frame of another epoch, of a lease that is over, or for a piece that is proved already, is dropped and counted.
 
 *With* seals every other frame that does not hold is dropped and counted, too: anybody may have sent it, so it must not hurt the
-lease. It may have overwritten its block's memory. Nothing reads that memory until a frame for this block has authenticated, which
-is written over what lies there. A frame for a block that is being written waits for that verdict, for it may be the genuine one.
-A lease that is committed and had a frame dropped has a second left from its last genuine block: what is missing may never come.
+lease. It may have overwritten its piece's memory. Nothing reads that memory until a frame for this piece has authenticated, which
+is written over what lies there. A frame for a piece that is being written waits for that verdict, for it may be the genuine one.
+A lease that is committed and had a frame dropped has a second left from its last genuine piece: what is missing may never come.
 One whose frame came with another lease's id, or nobody's, has its whole time: what names a lease must not hurt another one.
 
 *Without* seals a frame that does not hold ends the lease: whoever reaches the port could also send one that does.
 
 Thread-safe. The network thread offers, commits, aborts and reaps; receiver threads, one or several for each way that blocks come
-by, open and close writes. A block has one writer at a time. A lease ends when its last writer has left. The handler is called
+by, open and close writes. A piece has one writer at a time. A lease ends when its last writer has left. The handler is called
 without the lock held, on any of these threads.
 """
 
@@ -33,7 +34,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvrelay.common.block_hash import HashChain
-from kvrelay.wire.blocks.frames import BlockHeader
+from kvrelay.wire.blocks.frames import BlockHeader, Place
 from kvrelay.wire.blocks.seal import BlockOpener, new_key
 from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.leases.landing import land, misfit
@@ -72,7 +73,7 @@ class LeaseTable:
         self._metrics = metrics
         self._clock = clock
         self._lock = threading.RLock()
-        self._verdict = threading.Condition(self._lock)  # on a block that was being written
+        self._verdict = threading.Condition(self._lock)  # on a piece that was being written
         self._leases: dict[int, Lease] = {}
         self._by_key: dict[tuple[str, int], Lease] = {}
 
@@ -109,7 +110,8 @@ class LeaseTable:
             seal_key = new_key() if self._settings.seals_kv else None
             opener = None if seal_key is None else BlockOpener(seal_key)
             expires_s = self._clock() + self._settings.ttl_s
-            lease = Lease(lease_id, peer_id, offer, chain, block_ids, num_cached, expires_s, opener)
+            pieces = self._settings.pieces
+            lease = Lease(lease_id, peer_id, offer, chain, block_ids, num_cached, pieces, expires_s, opener)
             self._leases[lease_id] = self._by_key[key] = lease
         self._metrics.reused_blocks.inc(num_cached)
         return Grant(
@@ -191,7 +193,7 @@ class LeaseTable:
                     "state": lease.state.value,
                     "blocks": len(lease.block_ids),
                     "cached": lease.num_cached,
-                    "received": len(lease.received),
+                    "received": lease.num_received,
                     "expires_in_s": round(lease.expires_s - now_s, 3),
                 }
                 for lease in self._leases.values()
@@ -199,64 +201,64 @@ class LeaseTable:
 
     # -- the receiver threads --------------------------------------------------------------------------------------
 
-    def begin_block(self, header: BlockHeader) -> None:
-        """Keep the pool's block for the payload of ``header``; ``finish_block`` must follow. Raises BlockRefusedError.
+    def begin_piece(self, header: BlockHeader) -> None:
+        """Keep the piece's place in the pool for the payload of ``header``; ``finish_piece`` must follow. Raises BlockRefusedError.
 
-        On a lease with seals this waits while another thread writes the block.
+        On a lease with seals this waits while another thread writes the piece.
         """
+        place = header.place
         with self._lock:
             if header.epoch != self._settings.epoch:
                 raise self._refused("stale_epoch", f"epoch {header.epoch}; this process is {self._settings.epoch}")
             lease = self._leases.get(header.lease_id)
             if lease is None or lease.state.is_over:
                 raise self._refused("unknown_lease", f"lease {header.lease_id} is not live")
-            if header.block_index in lease.received or header.block_index < lease.num_cached:
-                raise self._refused("duplicate", f"block {header.block_index} of lease {header.lease_id} is there")
+            if place in lease.received or header.block_index < lease.num_cached:
+                raise self._refused("duplicate", f"{header} is there")
             is_sealed = lease.opener is not None
-            refusal = misfit(header, lease.offer.block_hashes, self._store.block_nbytes, is_sealed=is_sealed)
+            refusal = misfit(header, lease.offer.block_hashes, lease.pieces, is_sealed=is_sealed)
             if refusal is None:
                 if is_sealed:
-                    self._verdict.wait_for(lambda: header.block_index not in lease.writing)
+                    self._verdict.wait_for(lambda: place not in lease.writing)
                     if lease.state.is_over:
                         raise self._refused("unknown_lease", f"lease {header.lease_id} is not live")
-                if header.block_index in lease.received or header.block_index in lease.writing:
-                    detail = f"block {header.block_index} of lease {header.lease_id} came already"
-                    raise self._refused("duplicate", detail)
-                lease.writing.add(header.block_index)
+                if place in lease.received or place in lease.writing:
+                    raise self._refused("duplicate", f"{header} came already")
+                lease.writing.add(place)
                 return
             self._counted(refusal)
             self._doubt(lease, refusal)
         self._settle(lease)
         raise refusal
 
-    def finish_block(self, header: BlockHeader, payload: memoryview | None) -> None:
-        """Write what came (None: not one payload frame) into the pool's block and prove it there. Raises BlockRefusedError."""
+    def finish_piece(self, header: BlockHeader, payload: memoryview | None) -> None:
+        """Write what came (None: not one payload frame) into its place and prove it there. Raises BlockRefusedError."""
+        place = header.place
         with self._lock:
             lease = self._leases[header.lease_id]
-            block_id, is_begun = lease.block_ids[header.block_index], header.block_index in lease.writing
-        assert is_begun, f"block {header.block_index} of lease {header.lease_id} is finished, but was not begun"
-        # Outside of the lock: nobody else may touch this block now, and a view may have to be waited for.
+            assert place in lease.writing, f"{header} is finished, but was not begun"
+            block_id, piece = lease.block_ids[header.block_index], lease.pieces[header.piece_index]
+        # Outside of the lock: nobody else may touch this piece now, and a view may have to be waited for.
         try:
-            view = self._store.open_write(block_id)
+            view = self._store.open_write(block_id)[piece.start : piece.start + piece.nbytes]
             refusal = land(header, payload, view, lease.opener, is_one_of_several=self._settings.num_receivers > 1)
             if refusal is not None:
                 self._counted(refusal)
             self._store.close_write(block_id)
         except BaseException:  # the pool fails and this thread dies: others must not wait for its verdict
-            self._leave(lease, header.block_index)
+            self._leave(lease, place)
             raise
         with self._lock:
-            self._leave(lease, header.block_index)
+            self._leave(lease, place)
             if lease.state is HandoffState.ABORTING:
                 pass  # the lease ended during the write; it is settled below
             elif refusal is not None:
                 self._doubt(lease, refusal)
             else:
-                lease.received.add(header.block_index)
+                self._metrics.blocks_received.inc(lease.receive(place))
                 if lease.state is HandoffState.GRANTED:
                     lease.advance(HandoffState.SHIPPING)
                 self._touch(lease)
-                self._metrics.blocks_received.inc()
                 self._metrics.bytes_received.inc(header.payload_nbytes)
         self._settle(lease)
         if refusal is not None:
@@ -303,10 +305,10 @@ class LeaseTable:
         ttl_s = self._settings.ttl_s
         lease.expires_s = self._clock() + (min(_DOUBT_S, ttl_s) if lease.is_doubted else ttl_s)
 
-    def _leave(self, lease: Lease, block_index: int) -> None:
-        """This block's writer is done."""
+    def _leave(self, lease: Lease, place: Place) -> None:
+        """This piece's writer is done."""
         with self._lock:
-            lease.writing.remove(block_index)
+            lease.writing.remove(place)
             self._verdict.notify_all()
 
     def _doubt(self, lease: Lease, refusal: BlockRefusedError) -> None:

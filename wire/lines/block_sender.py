@@ -86,12 +86,12 @@ class BlockSender:
     ) -> SendTicket:
         """Queue a block, sealed if there is a sealer. The payload's memory must not change until the ticket is done.
 
-        Raises WireError on a sender that is closed, ValueError if ``sealer`` had this block before.
+        Raises WireError on a sender that is closed, ValueError if ``sealer`` had this piece before.
         """
         if not self.is_alive:
             raise WireError("this block sender is closed: its decode worker is lost")
         if sealer is not None:
-            sealer.claim(header.block_index)
+            sealer.claim(header)
         ticket = SendTicket()
         self._jobs.put(SendJob(ticket, header, payload, sealer))
         if self._has_ended:  # meanwhile, and perhaps without having seen this job

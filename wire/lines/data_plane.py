@@ -336,9 +336,9 @@ class BlockReceiver:
             header = parse_header(frame)
             if not payloads:
                 raise BlockRefusedError("bad_header", "a header without a payload")
-            self._leases.begin_block(header)
+            self._leases.begin_piece(header)
             # More parts than two: not one of ours.
-            self._leases.finish_block(header, payloads[0].buffer if len(payloads) == 1 else None)
+            self._leases.finish_piece(header, payloads[0].buffer if len(payloads) == 1 else None)
         except BlockRefusedError as error:
             if error.cause_name == "bad_header":
                 self._leases.count_bad_header()

@@ -56,7 +56,7 @@ def test_no_bit_of_the_header_can_be_changed() -> None:
             continue
         num_parsed += 1
         assert opens(key, header, sealed) is None, bit
-    assert num_parsed == 8 * (8 + 8 + 4 + 8 + 16)  # lease, epoch, index, size, hash
+    assert num_parsed == 8 * (8 + 8 + 4 + 2 + 2 + 4 + 16)  # lease, epoch, index, rank, piece, size, hash
 
 
 def test_no_bit_of_a_plain_header_can_be_changed() -> None:
@@ -72,12 +72,27 @@ def test_no_bit_of_a_plain_header_can_be_changed() -> None:
         assert parsed.checksum_of(PAYLOAD) != parsed.checksum, bit
 
 
-def test_a_nonce_is_given_once() -> None:
+RANKS, PIECES, BLOCKS = (0, 1, 255, 256, 2**16 - 1), (0, 1, 255, 256, 2**16 - 1), (0, 1, 255, 256, 2**16, 2**32 - 1)
+NAMES = [replace(HEADER, sender_rank=r, piece_index=p, block_index=b) for r in RANKS for p in PIECES for b in BLOCKS]
+
+
+def test_a_nonce_is_given_once_for_each_rank_piece_and_block() -> None:
     sealer = BlockSealer(new_key())
-    sealer.claim(3)
-    sealer.claim(4)
-    with pytest.raises(ValueError, match="block 3 was sealed under this key already"):
-        sealer.claim(3)
+    for header in NAMES:
+        sealer.claim(header)
+    for header in NAMES:
+        with pytest.raises(
+            ValueError, match=f"piece {header.piece_index} of block {header.block_index} under this key already"
+        ):
+            sealer.claim(header)
+
+
+def test_no_two_pieces_of_a_lease_share_a_nonce() -> None:
+    """AES-GCM under one key and one nonce would turn the same bytes into the same bytes: here they are all different."""
+    key, zeros = new_key(), memoryview(bytes(16))
+    streams = {bytes(sealed_by(key, header, zeros)[1][:16]) for header in NAMES}
+    assert len(streams) == len(NAMES)
+    assert sealed_by(key, NAMES[7], zeros) == sealed_by(key, NAMES[7], zeros), "a nonce depends on something else, too"
 
 
 @pytest.mark.parametrize("side", [BlockSealer, BlockOpener])

@@ -15,18 +15,27 @@ from kvrelay.wire.errors import BlockRefusedError, MalformedMessageError
 from kvrelay.wire.leases.states import TRANSITIONS, HandoffState, advance
 from kvrelay.wire.messages import Hello, Ping, Role
 
-HEADER = BlockHeader(lease_id=2**40, epoch=2**63, block_index=3, payload_nbytes=8, block_hash=b"h" * 16)
+HEADER = BlockHeader(
+    lease_id=2**40,
+    epoch=2**63,
+    block_index=2**32 - 1,
+    payload_nbytes=8,
+    block_hash=b"h" * 16,
+    sender_rank=3,
+    piece_index=2**16 - 1,
+)
 PAYLOAD = memoryview(b"payload!")
 
 
 def test_a_header_survives_the_wire() -> None:
     parsed = parse_header(HEADER.pack(PAYLOAD))
     assert parsed == replace(HEADER, checksum=HEADER.checksum_of(PAYLOAD))
+    assert parse_header(HEADER.pack_sealed()) == replace(HEADER, is_sealed=True)
 
 
 @pytest.mark.parametrize("nbytes", [1, 2**18 - 1, 2**18, 2**18 + 1, 2**20, 2**20 + 1, 5 * 2**19 + 3])
 @pytest.mark.parametrize("is_one_of_several", [False, True], ids=["alone", "beside_others"])
-def test_a_block_is_copied_and_proved_in_pieces_of_any_number(nbytes: int, is_one_of_several: bool) -> None:
+def test_a_piece_is_copied_and_proved_in_any_number_of_stretches(nbytes: int, is_one_of_several: bool) -> None:
     payload = memoryview(random.Random(nbytes).randbytes(nbytes))  # read-only, as a ring is to its receiver
     slot, pool = memoryview(bytearray(nbytes + 2)), memoryview(bytearray(nbytes + 2))
     frame = HEADER.pack_copying(payload, slot[1:-1], is_one_of_several=is_one_of_several)

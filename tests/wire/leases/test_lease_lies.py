@@ -32,6 +32,8 @@ PLAIN_LIES: dict[str, tuple[str, Lie]] = {
     "another block's bytes": ("bad_checksum", lambda lease: lease.frames(1, lease.frames(2)[1])),
     "another block": ("wrong_block", lambda lease: lease.frames(1, block_hash=lease.offer.block_hashes[2])),
     "index": ("wrong_block", lambda lease: lease.frames(3)),
+    "piece": ("wrong_piece", lambda lease: lease.frames(1, piece_index=1)),
+    "rank": ("wrong_piece", lambda lease: lease.frames(1, sender_rank=1)),
     "announced size": ("bad_size", lambda lease: lease.frames(1, bytes(8), payload_nbytes=8)),
     "no payload": ("bad_size", lambda lease: lease.frames(1, b"")),
     "short": ("bad_size", lambda lease: lease.frames(1, BAD_PAYLOAD[1:])),
@@ -44,6 +46,8 @@ SEALED_LIES: dict[str, tuple[str, Lie]] = {
     "hash": ("wrong_block", lambda lease: lease.frames(1, block_hash=b"x" * 16)),
     "header": ("wrong_block", lambda lease: flip(lease.frames(1), 0, 45)),
     "index": ("wrong_block", lambda lease: lease.frames(3)),
+    "piece": ("wrong_piece", lambda lease: lease.frames(1, piece_index=1)),
+    "rank": ("wrong_piece", lambda lease: lease.frames(1, sender_rank=1)),
     "key": ("bad_seal", lambda lease: lease.frames(1, key=new_key())),
     "swapped": ("bad_seal", lambda lease: (lease.frames(1)[0], lease.frames(2)[1])),
     "announced size": ("bad_size", lambda lease: lease.frames(1, payload_nbytes=8)),
@@ -107,7 +111,7 @@ def test_a_genuine_frame_waits_for_the_verdict_on_the_one_before_it(sealed: Leas
     told: list[str] = []
     for forged, expected in ((flip(lease.frames(0), 1, 7), "ok"), (lease.frames(1), "duplicate")):
         header = parse_header(forged[0])
-        sealed.table.begin_block(header)
+        sealed.table.begin_piece(header)
         second = threading.Thread(
             target=lambda index=header.block_index: told.append(sealed.receive(lease.frames(index)))
         )
@@ -116,9 +120,9 @@ def test_a_genuine_frame_waits_for_the_verdict_on_the_one_before_it(sealed: Leas
         assert second.is_alive(), "it did not wait"
         if expected == "ok":
             with pytest.raises(Exception, match=f"block {header.block_index} of lease"):
-                sealed.table.finish_block(header, memoryview(forged[1]))
+                sealed.table.finish_piece(header, memoryview(forged[1]))
         else:
-            sealed.table.finish_block(header, memoryview(forged[1]))
+            sealed.table.finish_piece(header, memoryview(forged[1]))
         second.join(WAIT_S)
         assert told.pop() == expected
     assert sealed.receive(lease.frames(2)) == "ok"
@@ -133,18 +137,18 @@ def test_who_waits_for_a_verdict_that_never_comes_is_let_go(
     lease = sealed.leased()
     frames = lease.frames(0)
     header = parse_header(frames[0])
-    sealed.table.begin_block(header)
+    sealed.table.begin_piece(header)
     told: list[str] = []
     second = threading.Thread(target=lambda: told.append(sealed.receive(frames)))
     second.start()
     if end == "abort":
         sealed.table.abort_peer("p")
-        sealed.table.finish_block(header, memoryview(frames[1]))
+        sealed.table.finish_piece(header, memoryview(frames[1]))
     else:
         with monkeypatch.context() as broken:
             broken.setattr(sealed.store, "open_write", lambda block_id: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                sealed.table.finish_block(header, memoryview(frames[1]))
+                sealed.table.finish_piece(header, memoryview(frames[1]))
     second.join(WAIT_S)
     assert told in ([["unknown_lease"]] if end == "abort" else [["ok"], []])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,18 +15,21 @@ from kvrelay.wire.blocks.frames import BlockHeader, parse_header
 from kvrelay.wire.errors import BlockRefusedError
 from kvrelay.wire.messages import Abort, Grant, Offer, Renew
 
-from ..lease_bench import EPOCH, TTL_S, Granted, LeaseBench, content_of, offer_of
+from ..lease_bench import EPOCH, TTL_S, TWO_PIECES, Granted, LeaseBench, content_of, offer_of
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Two receivers (each with one write open at most), any number of leases from two peers, a pool that runs out."""
+    """Two receivers (each with one write open at most), any number of leases from two peers, a pool that runs out.
+
+    Blocks come in two pieces, of two ranks.
+    """
 
     leases = Bundle("leases")
     seals_kv = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = LeaseBench(seals_kv=self.seals_kv, num_blocks=12)
+        self.bench = LeaseBench(seals_kv=self.seals_kv, num_blocks=12, pieces=TWO_PIECES)
         self.clock, self.manager, self.store, self.table = (
             self.bench.clock,
             self.bench.manager,
@@ -56,32 +60,34 @@ class LeaseMachine(RuleBasedStateMachine):
             return multiple()
         assert answer.lease_id not in self.offers
         self.offers[answer.lease_id] = offer
-        self.grants[answer.lease_id] = Granted(offer, answer)
+        self.grants[answer.lease_id] = Granted(offer, answer, TWO_PIECES)
         self.peers[answer.lease_id] = peer
         return answer.lease_id
 
     @rule(
         lease_id=leases,
         index=st.integers(0, 4),
+        piece=st.integers(0, 1),
         epoch=st.sampled_from([EPOCH, EPOCH, EPOCH, 2]),
-        skew=st.booleans(),
+        skew=st.sampled_from([{}, {}, {}, {"block_hash": b"?" * 16}, {"sender_rank": 2}, {"piece_index": 2}]),
         receiver=st.integers(0, 1),
     )
-    def begin(self, lease_id: int, index: int, epoch: int, skew: bool, receiver: int) -> None:
+    def begin(self, lease_id: int, index: int, piece: int, epoch: int, skew: dict[str, Any], receiver: int) -> None:
         if receiver in self.open:
             return
-        elsewhere = [(other.lease_id, other.block_index) for other, _ in self.open.values()]
-        if self.seals_kv and (lease_id, index) in elsewhere:
+        elsewhere = [(other.lease_id, other.place) for other, _ in self.open.values()]
+        if self.seals_kv and (lease_id, (index, piece)) in elsewhere:
             return  # this thread would wait for the verdict
-        wrong = {"block_hash": b"?" * 16} if skew and index == 4 else {}
-        frame, payload = self.grants[lease_id].frames(index, epoch=epoch, **wrong)
+        wrong = skew if index in (2, 4) else {}  # else few leases would end well
+        frame, payload = self.grants[lease_id].frames(index, piece=piece, epoch=epoch, **wrong)
         header = parse_header(frame)
         try:
-            self.table.begin_block(header)
-            assert (lease_id, index) not in elsewhere, "two writers at one block"
+            self.table.begin_piece(header)
+            assert (lease_id, header.place) not in elsewhere, "two writers at one piece"
+            assert not wrong, "what the lease does not take was let in"
             self.open[receiver] = (header, payload)
         except BlockRefusedError as refusal:
-            if (lease_id, index) in elsewhere and refusal.cause_name != "stale_epoch":
+            if (lease_id, header.place) in elsewhere and not wrong and refusal.cause_name != "stale_epoch":
                 assert refusal.cause_name in ("duplicate", "unknown_lease"), refusal  # noqa: PT017
 
     @rule(fault=st.sampled_from(["none", "none", "none", "bytes", "size"]), receiver=st.integers(0, 1))
@@ -91,7 +97,7 @@ class LeaseMachine(RuleBasedStateMachine):
         header, payload = self.open.pop(receiver)
         came = memoryview({"bytes": bytes(len(payload)), "size": payload[:-1]}.get(fault, payload))
         try:
-            self.table.finish_block(header, came)
+            self.table.finish_piece(header, came)
             assert fault == "none"
         except BlockRefusedError:
             assert fault != "none"
@@ -102,9 +108,9 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(lease_id=leases)
     def ship_the_rest(self, lease_id: int) -> None:
-        for index in range(len(self.offers[lease_id].block_hashes)):
-            self.begin(lease_id, index, EPOCH, False, index % 2)
-            self.finish("none", index % 2)
+        for index, piece in product(range(len(self.offers[lease_id].block_hashes)), range(2)):
+            self.begin(lease_id, index, piece, EPOCH, {}, piece)
+            self.finish("none", piece)
 
     @rule(lease_id=leases, epoch=st.sampled_from([EPOCH, 2]))
     def abort(self, lease_id: int, epoch: int) -> None:
@@ -183,8 +189,8 @@ def test_threads_at_once(kind: type[LeaseMachine]) -> None:
         for offer in offers:
             turn.wait()
             lease = leases[-1]
-            for index in range(len(offer.block_hashes)):
-                assert machine.bench.receive(lease.frames(index)) in ("ok", "unknown_lease", "duplicate")
+            for index, piece in product(range(len(offer.block_hashes)), range(2)):
+                assert machine.bench.receive(lease.frames(index, piece=piece)) in ("ok", "unknown_lease", "duplicate")
             turn.wait()
 
     threads = [threading.Thread(target=receive) for _ in range(2)]
@@ -193,7 +199,7 @@ def test_threads_at_once(kind: type[LeaseMachine]) -> None:
     for number, offer in enumerate(offers):
         answer = table.offer("p", offer)
         assert isinstance(answer, Grant)
-        leases.append(Granted(offer, answer))
+        leases.append(Granted(offer, answer, TWO_PIECES))
         turn.wait()
         if number % 2:
             table.commit("p", leases[-1].commit())

@@ -124,7 +124,7 @@ def test_one_thread_that_dies_takes_all_with_it_and_senders_hear_of_it(
 
     with Crowd(rig, receiver, 2) as crowd:
         if dies == "a taker":
-            monkeypatch.setattr(rig.table, "begin_block", fail)
+            monkeypatch.setattr(rig.table, "begin_piece", fail)
             crowd.send(0, 0)
         else:
             monkeypatch.setattr(receiver, "_accept", fail)

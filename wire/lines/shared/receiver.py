@@ -216,9 +216,9 @@ class SharedReceiver:
                 self._warnings.warn(f"refused a KV block and its sender: {error}", error.cause_name)
                 return False
             try:
-                self._leases.begin_block(header)  # from here on its size is that of the pool's blocks
+                self._leases.begin_piece(header)  # from here on its size is that of the pool's blocks
                 nbytes = header.payload_nbytes + (TAG_NBYTES if header.is_sealed else 0)
-                self._leases.finish_block(header, slots[slot][:nbytes])
+                self._leases.finish_piece(header, slots[slot][:nbytes])
             except BlockRefusedError as error:
                 self._warnings.warn(f"refused a KV block: {error}", error.cause_name)
             done.append(slot)

@@ -1,0 +1,87 @@
+"""Blocks that come in pieces of several ranks: a block is proved when each of its pieces is, and each piece has its own place."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from kvrelay.wire.blocks.frames import parse_header
+from kvrelay.wire.messages import FailureCode
+
+from ..lease_bench import NUM_TOKENS, TWO_PIECES, LeaseBench
+
+ALL = list(product(range(3), range(2)))  # (block, piece) of NUM_TOKENS tokens
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "sealed"])
+def bench(request: pytest.FixtureRequest) -> LeaseBench:
+    return LeaseBench(seals_kv=request.param, pieces=TWO_PIECES)
+
+
+@pytest.mark.parametrize("last", ALL)
+def test_a_lease_is_verified_with_the_last_piece_of_its_blocks(bench: LeaseBench, last: tuple[int, int]) -> None:
+    lease = bench.leased()
+    for block, piece in ALL:
+        if (block, piece) != last:
+            assert bench.receive(lease.frames(block, piece=piece)) == "ok"
+    bench.table.commit("p", lease.commit())
+    assert bench.table.snapshot()[0]["received"] == bench.counted("kv_blocks_received") == 2
+    assert bench.ends.verified.empty(), "verified without a piece"
+    assert bench.receive(lease.frames(last[0], piece=last[1])) == "ok"
+    bench.assert_verified(lease)
+    assert bench.counted("kv_blocks_received") == 3
+
+
+def test_a_cached_block_needs_no_piece(bench: LeaseBench) -> None:
+    first = bench.leased()
+    bench.table.commit("p", first.commit())
+    assert {bench.receive(first.frames(block, piece=piece)) for block, piece in ALL} == {"ok"}
+    bench.assert_verified(first)
+    again = bench.leased(request_id="again")
+    assert again.grant.num_cached_blocks == NUM_TOKENS // 4
+    assert bench.receive(again.frames(1, piece=1)) == "duplicate"
+    bench.table.commit("p", again.commit())
+    assert [bench.receive(again.frames(2, piece=piece)) for piece in (1, 0)] == ["ok", "ok"]
+    bench.assert_verified(again)
+
+
+def test_pieces_of_one_block_are_written_side_by_side(bench: LeaseBench) -> None:
+    lease = bench.leased()
+    frames = [lease.frames(0, piece=piece) for piece in range(2)]
+    headers = [parse_header(header) for header, _ in frames]
+    for header in headers:
+        bench.table.begin_piece(header)
+    for header, (_, payload) in zip(headers, frames, strict=True):
+        bench.table.finish_piece(header, memoryview(payload))
+    assert [bench.receive(one) for one in frames] == ["duplicate", "duplicate"]
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [{"piece_index": 2}, {"piece_index": 2**16 - 1}, {"sender_rank": 0}, {"sender_rank": 2}, {"piece_index": 0}],
+    ids=str,
+)
+def test_a_piece_that_the_lease_does_not_take_from_this_rank_is_refused_and_counted(
+    bench: LeaseBench, lie: dict[str, int]
+) -> None:
+    """It is the second rank's piece but for what the lie says of it."""
+    lease = bench.leased()
+    assert bench.receive(lease.frames(0, piece=1, **lie)) == "wrong_piece"
+    assert bench.refused("wrong_piece") == 1
+    assert bench.store.num_write_opens == 0
+    if not bench.table.seals_kv:
+        assert bench.ends.rejected.get_nowait().code is FailureCode.INTEGRITY
+        bench.assert_all_free()
+        return
+    bench.table.commit("p", lease.commit())
+    assert {bench.receive(lease.frames(block, piece=piece)) for block, piece in ALL} == {"ok"}
+    bench.assert_verified(lease)
+
+
+def test_a_sealed_piece_opens_in_no_other_place() -> None:
+    """Rewritten to the other piece of its block, or of another rank: neither nonce nor header is that of the seal."""
+    sealed = LeaseBench(seals_kv=True, pieces=(TWO_PIECES[0], TWO_PIECES[1], TWO_PIECES[0]))
+    lease = sealed.leased()
+    for piece, other in ((0, 2), (2, 0)):
+        assert sealed.receive((lease.frames(0, piece=other)[0], lease.frames(0, piece=piece)[1])) == "bad_seal"
