@@ -1,70 +1,34 @@
-"""One attempt as the decode worker's service sees it: its phase, and what the gateway has been told."""
+"""One attempt as the decode worker's service sees it: its lease, and what the gateway has been told."""
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.decode_worker.model_worker import Add, NewToken
-from kvrelay.engine.step.sequence import GuideState
-from kvrelay.wire.messages import Beam, Cancelled, Failed, Timings, TokenDelta
-
-Key = tuple[str, int]
-
-
-class Phase(enum.Enum):
-    """Where an entry stands."""
-
-    LEASED = "leased"
-    COMPILING = "compiling"  # only its guide is not there; its blocks, if it has any, are the sequence's
-    RUNNING = "running"  # with the model thread: waiting or in the batch
-    CLOSING = "closing"  # the outcome is decided; blocks are still in use
+from kvrelay.common.sampling import SampledToken
+from kvrelay.decode_worker.progress import Progress
+from kvrelay.wire.messages import Beam, Timings, TokenDelta
+from kvrelay.worker.entries import Entry
 
 
-_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.LEASED: frozenset({Phase.COMPILING, Phase.CLOSING}),
-    Phase.COMPILING: frozenset({Phase.RUNNING, Phase.CLOSING}),
-    Phase.RUNNING: frozenset({Phase.CLOSING}),
-    Phase.CLOSING: frozenset(),
-}
+@dataclass(slots=True, eq=False, kw_only=True)
+class DecodeEntry(Entry):
+    """One attempt on a decode worker."""
 
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One attempt on this worker."""
-
-    key: Key
-    gateway_id: str
-    phase: Phase
     next_index: int  # output position of the next token to send
-    arrival_s: float
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    deadline_s: float  # when nobody waits for it any more
     unsent: list[SampledToken] = field(default_factory=list)  # the committed first token, until the next one is there
+    first: SampledToken | None = None  # of a beam search that was handed over: the committed one, with its candidates
     lease_id: int | None = None
-    started_s: float | None = None
     verified_s: float | None = None
     transfer_s: float | None = None
     num_cached_tokens: int | None = None
-    guide: GuideState | None = None  # compiled, behind the output of earlier attempts
-    waiting: Add | None = None  # its sequence, for a guide that is not there yet
-    outcome: Failed | Cancelled | None = None
     has_sent: bool = False
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it takes no place in the batch yet: its blocks are on their way, or it waits for room."""
-        return self.phase in {Phase.LEASED, Phase.COMPILING} or (self.phase is Phase.RUNNING and self.started_s is None)
+    def debug(self) -> dict[str, Any]:
+        """For /debug/kv."""
+        return {"phase": self.phase.value, "lease_id": self.lease_id, "sent": self.next_index}
 
-    def advance(self, phase: Phase) -> None:
-        """Move on. Raises ValueError if the table has no such transition."""
-        if phase not in _TRANSITIONS[self.phase]:
-            raise ValueError(f"request {self.key}: no transition {self.phase.name} -> {phase.name}")
-        self.phase = phase
-
-    def delta(self, new: NewToken, now_s: float) -> TokenDelta:
+    def delta(self, new: Progress, now_s: float) -> TokenDelta:
         """What to tell the gateway of a step, with what only the first message of an attempt says; it counts as told."""
         tokens = self.unsent if new.token is None else [*self.unsent, new.token]
         self.unsent = []
@@ -77,7 +41,7 @@ class Entry:
             num_cached_tokens = new.num_cached_tokens if self.lease_id is None else self.num_cached_tokens
             started_s = now_s if self.started_s is None else self.started_s
             if self.verified_s is None:
-                timings = Timings(queue_s=started_s - self.arrival_s, prefill_s=now_s - started_s)
+                timings = Timings(queue_s=started_s - self.sequence.arrival_s, prefill_s=now_s - started_s)
             else:
                 timings = Timings(transfer_s=self.transfer_s, first_step_s=now_s - self.verified_s)
         delta = TokenDelta(

@@ -17,54 +17,21 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.beam_group import BeamGroup, num_common
-from kvrelay.decode_worker.beams import FinishedBeam
 from kvrelay.decode_worker.line import look_at
+from kvrelay.decode_worker.progress import Progress
 from kvrelay.decode_worker.run_ahead import sequences_that_go_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.kv.block_manager import BlockManager, Owner, sequence_owner
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
+from kvrelay.worker.model_worker import BlockCopy, Schedule
 from kvrelay.worker.step_cost import MixedSteps
 from kvrelay.worker.suspects import Suspects
 
 Key = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """What ``sequence`` found in a block that it shared, copied into the one that it writes to instead."""
-
-    sequence: Sequence
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One step's rows, and what must be copied before; ``admitted`` start with it, ``preempted`` lost their blocks.
-
-    Of a beam search the leader is admitted or preempted. One that was handed over is admitted without a row.
-    """
-
-    rows: list[StepRow]
-    copies: list[BlockCopy] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What a step brought a request; if it ended, the sequence has its ``finish_reason`` set."""
-
-    sequence: Sequence  # of a beam search: the leader
-    token: SampledToken | None = (
-        None  # None: a beam search, which is told once, at its end; before that, that it has begun
-    )
-    beams: tuple[FinishedBeam, ...] = ()
 
 
 class DecodeScheduler:
@@ -145,7 +112,7 @@ class DecodeScheduler:
             f"{found} blocks set aside, not {self._num_awaited}"
         )
 
-    def schedule(self) -> Schedule:
+    def schedule(self, now_s: float) -> Schedule:
         """Choose the next step's rows; allocates blocks, admits waiting sequences, preempts running ones."""
         while (group := self._suspects.group) is not None:
             plan = self._plan(group)
@@ -219,8 +186,8 @@ class DecodeScheduler:
             if sequence.sampling.beam_search is not None:
                 self._groups[sequence.key].hear(sequence, token)
                 continue
-            progress.append(Progress(sequence, token))
             sequence.append(token, self._max_model_len)
+            progress.append(Progress.of(sequence, token))
             if sequence.is_over:
                 self._end(sequence, keeps_blocks=sequence in writes_on)
         for key, group in list(self._groups.items()):
@@ -245,8 +212,8 @@ class DecodeScheduler:
         if group.is_over:
             del self._groups[key]
             leader.finish_reason = group.result[0].finish_reason
-            return [Progress(leader, beams=group.result)]
-        return [Progress(group.leader)] if group.num_steps == 1 else []
+            return [Progress.of(leader, beams=group.result)]
+        return [Progress.of(group.leader)] if group.num_steps == 1 else []
 
     def _share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let the child join the batch behind ``num_tokens`` tokens, whose K/V it reads in the parent's blocks."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.common.settings import setting
-from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
-from kvrelay.wire.settings import DataSettings, SameHostSettings, SecuritySettings
+from kvrelay.worker.settings import ADMIN_PORT_HELP, SchedulerSettings, WorkerSettings
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSchedulerSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSchedulerSettings(SchedulerSettings):
     """How sequences are batched."""
 
     max_num_seqs: int = setting(64, "sequences that generate at a time", minimum=1)
@@ -30,22 +29,11 @@ class DecodeSchedulerSettings:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSettings(WorkerSettings):
     """Everything a decode worker is started with."""
 
-    model: ModelSettings
-    kv: KvSettings
-    fake: FakeSettings
     scheduler: DecodeSchedulerSettings
-    security: SecuritySettings
-    same_host: SameHostSettings
-    data: DataSettings
     address: str = setting("tcp://127.0.0.1:7200", "ZeroMQ address that gateways and prefill workers connect to")
     data_address: str = setting("tcp://127.0.0.1:7201", "ZeroMQ address that receives KV blocks")
-    admin_port: int = setting(7280, "HTTP port of /health, /metrics and /debug/kv", minimum=0, maximum=65535)
-    admin_host: str = setting("127.0.0.1", "HTTP address of /health, /metrics and /debug/kv")
-    worker_id: str | None = setting(None, "name in logs and status; default: made from role, host and process")
-    drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
-    log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
-    log_format: str = setting("text", "shape of log lines", choices=("text", "json"))
+    admin_port: int = setting(7280, ADMIN_PORT_HELP, minimum=0, maximum=65535)

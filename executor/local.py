@@ -23,7 +23,7 @@ from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.factory import load_engine, load_guides
-from kvrelay.engine.guides.guidance import GuideCompiler
+from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.engine.step.interface import Engine
 from kvrelay.executor.executor import Stats
@@ -44,8 +44,8 @@ from kvrelay.gateway.workers.pool import WorkerPool, static_workers
 from kvrelay.launcher.models import resolve_model
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.progress import LoggedProgress
+from kvrelay.worker.setup import Setup
 
 logger = logging.getLogger(__name__)
 
@@ -120,20 +120,17 @@ class LocalBackend:
         settings = self._settings
         directory = _private_directory()
         try:
-            worker = DecodeWorker(
-                self._engine,
-                settings.scheduler,
-                f"ipc://{directory}/control",
-                f"ipc://{directory}/blocks",
+            setup = Setup(
                 "executor",
+                time.time_ns(),
+                f"ipc://{directory}/control",
                 CollectorRegistry(),
-                network=Network.open(),
-                model_loop=ModelLoop,
-                epoch=time.time_ns(),
+                Network.open(),
                 link_settings=_LINK,
                 max_retained_share=settings.kv.max_retained_share,
-                guides=self._guides,
+                guides=self._guides or NoGuides(),
             )
+            worker = DecodeWorker(self._engine, settings.scheduler, f"ipc://{directory}/blocks", setup)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise

@@ -24,6 +24,7 @@ from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.worker.model_worker import Schedule
 from kvrelay.worker.step_cost import StepCosts
 from kvrelay.worker.suspects import Suspects
 
@@ -58,15 +59,15 @@ class PrefillScheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
         """Queue a prompt."""
         num_blocks = self._blocks.num_cached_prefix(self._reusable_hashes(sequence))
         self._num_cached[sequence.key] = num_blocks * self._blocks.block_size
         self.waiting.append(sequence)
 
-    def observe(self, num_tokens: int, step_s: float) -> None:
-        """A step of so many tokens took so long: what the next one's size follows from."""
-        self._costs.observe(num_tokens, step_s)
+    def observe(self, rows: Seq[StepRow], step_s: float) -> None:
+        """The step of ``rows`` took so long: what the next one's size follows from."""
+        self._costs.observe(sum(row.num_tokens for row in rows), step_s)
 
     def remove(self, key: Key) -> Sequence | None:
         """Take a prompt out, wherever it is; its blocks stay held. None if it is not (or no longer) here."""
@@ -101,47 +102,57 @@ class PrefillScheduler:
         keys = [sequence.key for sequence in [*self.waiting, *self.running]]
         assert len(set(keys)) == len(keys), f"a prompt is here twice: {sorted(keys)}"
 
-    def schedule(self, now_s: float) -> tuple[list[StepRow], list[Sequence]]:
-        """Rows of the next step, and the prompts that start with it. No rows: nothing waits, or no room yet.
+    def drop(self, sequence: Sequence) -> None:
+        """A prompt that ``add`` could not take in holds nothing."""
+
+    def abandon(self, rows: Seq[StepRow]) -> None:
+        """Blocks are released by whoever runs the hand-off."""
+
+    def ahead(self, flying: Seq[StepRow]) -> None:
+        """None: between two steps that take long the host stands in nobody's way."""
+
+    def schedule(self, now_s: float) -> Schedule:
+        """The next step's rows, and the prompts that start with it. No rows: nothing waits, or no room yet.
 
         ``now_s``: on the clock of the sequences' ``arrival_s``.
         """
         while (group := self._suspects.group) is not None:
-            rows, started = self._plan(self._line(group, self.running, self.waiting), now_s)
-            if rows:
-                return rows, started
+            plan = self._plan(self._line(group, self.running, self.waiting), now_s)
+            if plan.rows:
+                return plan
             self._suspects.clear()
         return self._plan(self._line(None, self.running, self.waiting), now_s)
 
     def _line(self, group: frozenset[Key] | None, *places: Iterable[Sequence]) -> list[Sequence]:
         return [one for one in heapq.merge(*places, key=_arrival) if group is None or one.key in group]
 
-    def _plan(self, line: list[Sequence], now_s: float) -> tuple[list[StepRow], list[Sequence]]:
+    def _plan(self, line: list[Sequence], now_s: float) -> Schedule:
         prompts = [self._in_line(sequence) for sequence in line]
         block_size, cost = self._blocks.block_size, self._costs.cost
         budget = step_tokens(self._ttft_budget_s, cost, self._max_batched_tokens, block_size, self._costs.largest_step)
-        rows: list[StepRow] = []
-        started: list[Sequence] = []
+        plan = Schedule(rows=[])
         has_room = True
         for turn in turns(prompts, budget, now_s, self._ttft_budget_s, cost, block_size):
             sequence, share = line[turn.index], budget if turn.max_tokens is None else min(budget, turn.max_tokens)
             num_tokens = self._chunk(prompts[turn.index].num_tokens, sequence, share)
-            if num_tokens == 0 and rows:
+            if num_tokens == 0 and plan.rows:
                 continue
             if sequence.status is SequenceStatus.WAITING:
                 # Nobody starts before one that has no room: it would wait for ever.
                 has_room = has_room and len(self.running) < self._settings.max_num_seqs and self._admit(sequence)
                 if not has_room:
                     continue
-                started.append(sequence)
+                plan.admitted.append(sequence)
                 num_tokens = self._chunk(sequence.num_uncomputed_tokens, sequence, share)
-            rows.append(StepRow(sequence, num_tokens or share))
-            budget -= rows[-1].num_tokens
+            plan.rows.append(StepRow(sequence, num_tokens or share))
+            budget -= plan.rows[-1].num_tokens
             if budget == 0:
                 break
-        return rows, started
+        return plan
 
-    def postprocess(self, rows: Seq[StepRow], outputs: Seq[SampledToken | None]) -> list[Computed]:
+    def postprocess(
+        self, rows: Seq[StepRow], outputs: Seq[SampledToken | None], behind: Seq[StepRow] = ()
+    ) -> list[Computed]:
         """Advance the sequences by what was computed; computed prompts leave."""
         self._suspects.clear()
         results: list[Computed] = []

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.common.settings import setting
-from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
-from kvrelay.wire.settings import DataSettings, SameHostSettings, SecuritySettings
+from kvrelay.worker.settings import ADMIN_PORT_HELP, SchedulerSettings, WorkerSettings
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillSchedulerSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSchedulerSettings(SchedulerSettings):
     """How prompts are batched."""
 
     max_batched_tokens: int | None = setting(
@@ -30,21 +29,10 @@ class PrefillSchedulerSettings:
     max_waiting: int = setting(512, "prompts that may wait; one more is refused", minimum=1)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSettings(WorkerSettings):
     """Everything a prefill worker is started with."""
 
-    model: ModelSettings
-    kv: KvSettings
-    fake: FakeSettings
     scheduler: PrefillSchedulerSettings
-    security: SecuritySettings
-    same_host: SameHostSettings
-    data: DataSettings
     address: str = setting("tcp://127.0.0.1:7100", "ZeroMQ address that gateways connect to")
-    admin_port: int = setting(7180, "HTTP port of /health, /metrics and /debug/kv", minimum=0, maximum=65535)
-    admin_host: str = setting("127.0.0.1", "HTTP address of /health, /metrics and /debug/kv")
-    worker_id: str | None = setting(None, "name in logs and status; default: made from role, host and process")
-    drain_s: float = setting(30.0, "how long running requests may finish after SIGTERM", unit="s", minimum=0)
-    log_level: str = setting("info", "how much is logged", choices=("debug", "info", "warning", "error"))
-    log_format: str = setting("text", "shape of log lines", choices=("text", "json"))
+    admin_port: int = setting(7180, ADMIN_PORT_HELP, minimum=0, maximum=65535)

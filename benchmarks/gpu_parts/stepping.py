@@ -12,21 +12,17 @@ from gpu_parts.running import Context
 from gpu_parts.sizes import BLOCK_SIZE
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.decode_worker.model_worker import Add as AddToDecode
-from kvrelay.decode_worker.model_worker import DecodeModelWorker, Remove
-from kvrelay.decode_worker.model_worker import Report as DecodeReport
+from kvrelay.decode_worker.progress import Progress
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
-from kvrelay.prefill_worker.model_worker import Add as AddToPrefill
-from kvrelay.prefill_worker.model_worker import PrefillModelWorker
-from kvrelay.prefill_worker.model_worker import Report as PrefillReport
-from kvrelay.prefill_worker.scheduler import PrefillScheduler
+from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.worker.metrics import EngineMetrics
+from kvrelay.worker.model_worker import Add, ModelWorker, Remove, Report
 
 _SEEDED_BLOCKS = 32  # of random bytes; the pool's others are copies of them
 _COPIED_AT_ONCE = 512
@@ -83,7 +79,7 @@ class DecodeDriver:
         settings = DecodeSchedulerSettings(max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
         self._scheduler = DecodeScheduler(settings, self._blocks, card.max_model_len)
         metrics = _metrics(self._blocks)
-        self._worker = DecodeModelWorker(engine, self._scheduler, metrics, self._hear, time.monotonic)
+        self._worker = ModelWorker(engine, self._scheduler, metrics, self._hear, time.monotonic)
         self._random = torch.Generator().manual_seed(seed)
         self._num_added = 0
         self.num_tokens = 0  # sampled so far
@@ -97,12 +93,12 @@ class DecodeDriver:
         assert allocation is not None, f"{num_blocks} blocks in a pool of {self._blocks.num_blocks}"
         sequence.block_table = list(allocation.block_ids)
         sequence.num_computed_tokens = prompt_len
-        self._worker.handle(AddToDecode(sequence))
+        self._worker.handle(Add(sequence))
 
     def add_prompt(self, prompt_len: int, max_tokens: int) -> None:
         """A sequence to prefill here."""
         tokens = _random_tokens(prompt_len, self._vocab_size, self._random)
-        self._worker.handle(AddToDecode(self._sequence(tokens, prompt_len, max_tokens)))
+        self._worker.handle(Add(self._sequence(tokens, prompt_len, max_tokens)))
 
     def step(self) -> float:
         """One turn of the loop; its seconds on the wall. All work of earlier turns is fetched, the next step may be under way."""
@@ -132,9 +128,9 @@ class DecodeDriver:
         chain = HashChain(self._fingerprint, BLOCK_SIZE)
         return Sequence(f"r{self._num_added}", 1, tokens, prompt_len, sampling, arrival_s, chain=chain)
 
-    def _hear(self, report: DecodeReport) -> None:
+    def _hear(self, report: Report[Progress]) -> None:
         assert not report.failed, report.detail
-        self.num_tokens += sum(1 for token in report.tokens if token.token is not None)
+        self.num_tokens += sum(1 for token in report.progress if token.token is not None)
 
 
 class PrefillDriver:
@@ -147,7 +143,7 @@ class PrefillDriver:
         self._fingerprint = card.layout.fingerprint()
         self._blocks = BlockManager(card.num_blocks, card.layout.block_size, lambda: 0.0)
         scheduler = PrefillScheduler(settings, self._blocks, card.max_model_len, card.device_type)
-        self._worker = PrefillModelWorker(engine, scheduler, _metrics(self._blocks), self._hear, time.monotonic)
+        self._worker = ModelWorker(engine, scheduler, _metrics(self._blocks), self._hear, time.monotonic)
         self._random = torch.Generator().manual_seed(seed)
         self._num_added = 0
         self._num_computed = 0
@@ -161,17 +157,17 @@ class PrefillDriver:
         chain = HashChain(self._fingerprint, BLOCK_SIZE)
         sequence = Sequence(f"p{self._num_added}", 1, tokens, prompt_len, sampling, 0.0, chain=chain)
         begun_s = time.perf_counter()
-        self._worker.handle(AddToPrefill(sequence))
+        self._worker.handle(Add(sequence))
         while self._num_computed < self._num_added:
             assert self._worker.step(), "there is work, and no room for it"
         seconds = time.perf_counter() - begun_s
         self._blocks.release(sequence_owner(sequence.key))
         return seconds
 
-    def _hear(self, report: PrefillReport) -> None:
+    def _hear(self, report: Report[Computed]) -> None:
         assert not report.failed, report.detail
         self.num_steps += report.num_tokens > 0
-        self._num_computed += sum(1 for computed in report.computed if computed.token is not None)
+        self._num_computed += sum(1 for computed in report.progress if computed.token is not None)
 
 
 def _metrics(blocks: BlockManager) -> EngineMetrics:

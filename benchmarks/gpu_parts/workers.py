@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 from direct_link import DirectLink
 from prometheus_client import CollectorRegistry
@@ -27,7 +26,7 @@ from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.messages import DecodeTarget, Submit
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.worker.loop import ModelLoop
+from kvrelay.worker.setup import Setup
 
 # A device that loads or compiles for the first time may hold a worker up: that is no reason to give it up.
 _LINK = LinkSettings(peer_timeout_s=60.0, hello_timeout_s=60.0)
@@ -66,24 +65,19 @@ def _load(context: Context, *, decodes: bool) -> Callable[[], PrefillWorker | De
 
     def make() -> PrefillWorker | DecodeWorker:
         anywhere = "tcp://127.0.0.1:*"
-        common: Any = {
-            "network": Network.open(),
-            "model_loop": ModelLoop,
-            "epoch": time.time_ns(),
-            "link_settings": _LINK,
-            "shared_memory": SharedPlace(),
-        }
+        setup = Setup(
+            "decode" if decodes else "prefill",
+            time.time_ns(),
+            anywhere,
+            CollectorRegistry(),
+            Network.open(),
+            link_settings=_LINK,
+            shared_memory=SharedPlace(),
+        )
         if decodes:
             settings = DecodeSchedulerSettings(max_num_seqs=_MAX_NUM_SEQS, max_batched_tokens=chunk)
-            return DecodeWorker(engine, settings, anywhere, anywhere, "decode", CollectorRegistry(), **common)
-        return PrefillWorker(
-            engine,
-            PrefillSchedulerSettings(max_batched_tokens=chunk),
-            anywhere,
-            "prefill",
-            CollectorRegistry(),
-            **common,
-        )
+            return DecodeWorker(engine, settings, anywhere, setup)
+        return PrefillWorker(engine, PrefillSchedulerSettings(max_batched_tokens=chunk), setup)
 
     return make
 

@@ -8,7 +8,6 @@ mask from it for every token, and ``Sequence.append`` tells it the token that ca
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -54,26 +53,3 @@ class NoGuides:
 
     def close(self) -> None:
         """See GuideCompiler."""
-
-
-class GuidesOnLoop:
-    """Brings another compiler's answers to the asyncio loop. Implements :class:`GuideCompiler`."""
-
-    def __init__(self, compiler: GuideCompiler) -> None:
-        self._compiler = compiler
-        self.asyncio_loop: asyncio.AbstractEventLoop | None = None  # there before the first guide
-
-    def start(self, sampling: SamplingParams, output: Seq[int], done: Callable[[GuideResult], None]) -> None:
-        """See GuideCompiler; ``done`` is called on the loop, after ``start`` has returned."""
-        loop = self.asyncio_loop
-        assert loop is not None, "guides come when the worker has started"
-
-        def bring(result: GuideResult) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(done, result)
-
-        self._compiler.start(sampling, output, bring)
-
-    def close(self) -> None:
-        """See GuideCompiler."""
-        self._compiler.close()

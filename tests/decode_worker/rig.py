@@ -11,7 +11,7 @@ from kvrelay.common.block_hash import HashChain
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import BeamSearch, SampledToken, SamplingParams
 from kvrelay.decode_worker.beams import FinishedBeam, Search, advance
-from kvrelay.decode_worker.model_worker import Add, DecodeModelWorker, Report
+from kvrelay.decode_worker.progress import Progress
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import lease_owner
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
@@ -21,6 +21,7 @@ from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind, sequ
 from kvrelay.engine.step.interface import BlockStore, Engine, LaunchedStep, StepRow
 from kvrelay.engine.step.sequence import GuideState, Sequence
 from kvrelay.worker.metrics import EngineMetrics
+from kvrelay.worker.model_worker import Add, ModelWorker, Report
 
 
 def beams(
@@ -129,7 +130,7 @@ class Rig:
         self.most_running = 0
         self.registry = CollectorRegistry()
         metrics = EngineMetrics(self.registry, self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.worker = DecodeModelWorker(self.engine, self.scheduler, metrics, self._hear, lambda: self.now_s)
+        self.worker = ModelWorker(self.engine, self.scheduler, metrics, self._hear, lambda: self.now_s)
         self._scribble = b"\x42" * engine.store.block_nbytes  # as floats they are far from all keys and values
         self._lease: dict[int, memoryview] = {}
         self._num_added = 0
@@ -153,8 +154,8 @@ class Rig:
         self.scheduler.check_integrity()
         self.most_running = max(self.most_running, len(self.scheduler.running))
 
-    def _hear(self, report: Report) -> None:
-        for new in report.tokens:
+    def _hear(self, report: Report[Progress]) -> None:
+        for new in report.progress:
             name = new.key[0]
             if new.token is not None:
                 self.outputs.setdefault(name, []).append(new.token.token_id)

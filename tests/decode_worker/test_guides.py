@@ -229,7 +229,7 @@ def test_a_preempted_sequence_goes_on_in_its_guide() -> None:
     rig = GuidedRig()
     rig.blocks = BlockManager(6, 4, lambda: 0.0)
     rig.scheduler = DecodeScheduler(DecodeSchedulerSettings(), rig.blocks, 1000)
-    rig.model._scheduler, rig.service._blocks = rig.scheduler, rig.blocks
+    rig.model._scheduler, rig.service.blocks = rig.scheduler, rig.blocks
     outputs = {"a": list(range(10, 18)), "b": list(range(20, 28))}
     for name, output in outputs.items():
         rig.now_s += 1.0

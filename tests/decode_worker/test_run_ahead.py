@@ -10,12 +10,12 @@ import pytest
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import BeamSearch, SamplingParams, Watermark
-from kvrelay.decode_worker.model_worker import Add, Remove
 from kvrelay.decode_worker.run_ahead import sequences_that_go_on
 from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
 from kvrelay.engine.kv.block_manager import Owner, OwnerKind
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
+from kvrelay.worker.model_worker import Add, Remove
 from tests.decode_worker.rig import Rig, Watched, greedy
 from tests.guides import ChainState, TokensState
 
@@ -331,7 +331,7 @@ def test_a_search_that_waits_for_places_holds_nobody_up() -> None:
     for _ in range(3):
         rig.step()
     assert (rig.ends, watched.depths) == ({"a": "length"}, [0, 1, 1])
-    assert [one.request_id for one in rig.scheduler.schedule().admitted] == ["search"]
+    assert [one.request_id for one in rig.scheduler.schedule(0.0).admitted] == ["search"]
 
 
 def test_nobody_follows_a_last_token_and_prompts_wait() -> None:

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from kvrelay.common.sampling import SamplingParams, Watermark
-from kvrelay.decode_worker.model_worker import Remove
 from kvrelay.engine.torch_engine import TorchEngine
+from kvrelay.worker.model_worker import Remove
 from tests.decode_worker.rig import Rig, greedy
 from tests.engine.conftest import SIZES, VOCAB, load, save_model
 from tests.guides import ChainState

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.decode_worker.model_worker import Remove
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
 from kvrelay.engine.kv.block_manager import Owner, OwnerKind
 from kvrelay.engine.step.sequence import SequenceStatus
+from kvrelay.worker.model_worker import Remove
 from tests.decode_worker.rig import Rig, beams, expected_beams, greedy
 from tests.engine.conftest import tokens
 

@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
-from kvrelay.decode_worker.model_worker import Add, Command, DecodeModelWorker, Remove, Report
+from kvrelay.decode_worker.progress import Progress
 from kvrelay.decode_worker.scheduler import DecodeScheduler
-from kvrelay.decode_worker.service import DecodeService, Ports
+from kvrelay.decode_worker.service import DecodeService
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.welcome import DataPorts
 from kvrelay.decode_worker.worker import LeasedBlocks
@@ -42,6 +42,8 @@ from kvrelay.wire.messages import (
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.metrics import EngineMetrics
+from kvrelay.worker.model_worker import Add, Command, ModelWorker, Remove, Report
+from kvrelay.worker.service import Ports
 from kvrelay.worker.submit import WorkerIdentity
 
 CARD = fake_card()
@@ -76,13 +78,13 @@ class Rig:
         self.sent: list[tuple[str, Message]] = []
         self.deaf: set[str] = set()  # peers that nothing can be sent to
         self.commands: list[Command] = []
-        self.reports: list[Report] = []
+        self.reports: list[Report[Progress]] = []
         self.now_s = 1000.0
         self.blocks = BlockManager(CARD.num_blocks, BLOCK, lambda: 0.0)
         self.scheduler = DecodeScheduler(DecodeSchedulerSettings(), self.blocks, CARD.max_model_len)
         self.engine = FakeEngine(CARD)
         metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.model = DecodeModelWorker(self.engine, self.scheduler, metrics, self.reports.append, lambda: self.now_s)
+        self.model = ModelWorker(self.engine, self.scheduler, metrics, self.reports.append, lambda: self.now_s)
         self.service = DecodeService(WorkerIdentity("decode", EPOCH, CARD, 512), self.blocks, lambda: self.now_s)
         leases = LeaseTable(
             LeaseSettings(EPOCH, FINGERPRINT, BLOCK, whole_block(CARD.block_nbytes), 30.0),
@@ -92,7 +94,8 @@ class Rig:
             WireMetrics(CollectorRegistry()),
             lambda: self.now_s,
         )
-        self.service.attach(Ports(self._send, cast("ModelLoop[Command]", self), leases, DataPorts("tcp://nowhere:1")))
+        ports = Ports(self._send, cast("ModelLoop[Command]", self))
+        self.service.attach(ports, leases, DataPorts("tcp://nowhere:1"))
 
     def _send(self, role: Role, peer_id: str, message: Message) -> bool:
         if peer_id in self.deaf:

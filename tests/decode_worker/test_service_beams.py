@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.decode_worker.model_worker import Add
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.messages import Commit, Failed, FailureCode, Grant, Offer, Reject, Role, Submit, Timings
+from kvrelay.worker.model_worker import Add
 from tests.decode_worker.rig import beams, expected_beams
 from tests.decode_worker.test_service import CARD, EPOCH, Rig, offer, submit
 

@@ -18,25 +18,15 @@ from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.lines.shared.sender import SharedTarget
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
-from kvrelay.worker.loop import ModelLoop
+from kvrelay.worker.setup import Setup
 
 WAIT_S = 30.0
 
 
 def decode_worker(place: SharedPlace | None = None, data_sockets: int = 1) -> DecodeWorker:
-    return DecodeWorker(
-        FakeEngine(fake_card()),
-        DecodeSchedulerSettings(),
-        "tcp://127.0.0.1:*",
-        "tcp://127.0.0.1:*",
-        "decode",
-        CollectorRegistry(),
-        network=Network.open(data_sockets),
-        model_loop=ModelLoop,
-        epoch=1,
-        shared_memory=place,
-        data_sockets=data_sockets,
-    )
+    anywhere, network = "tcp://127.0.0.1:*", Network.open(data_sockets)
+    setup = Setup("decode", 1, anywhere, CollectorRegistry(), network, shared_memory=place, data_sockets=data_sockets)
+    return DecodeWorker(FakeEngine(fake_card()), DecodeSchedulerSettings(), anywhere, setup)
 
 
 async def test_a_dead_control_socket_is_a_reason_to_restart() -> None:

@@ -11,6 +11,7 @@ import pytest
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.prefill_worker.chunking import Prompt, Turn, step_tokens, turns
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
@@ -67,9 +68,9 @@ def test_a_gpus_steps_grow_to_what_the_budget_buys(token_s: float, reached: int)
     scheduler.add(prompt)
     sizes: list[int] = []
     for _ in range(12):
-        rows, _ = scheduler.schedule(0.0)
+        rows = scheduler.schedule(0.0).rows
         sizes.append(rows[0].num_tokens)
-        scheduler.observe(sizes[-1], 0.003 + token_s * sizes[-1])
+        scheduler.observe(rows, 0.003 + token_s * sizes[-1])
         scheduler.postprocess(rows, [None])
     assert sizes[:3] == [512] * 3
     assert max(sizes) <= 2048
@@ -82,12 +83,12 @@ def test_steps_of_short_prompts_do_not_buy_a_step_of_thousands() -> None:
     """They cost a GPU the same whatever their size, so each token seems to cost nothing."""
     blocks = BlockManager(1024, BLOCK, lambda: 0.0)
     scheduler = PrefillScheduler(PrefillSchedulerSettings(), blocks, 1024 * BLOCK, "cuda")
-    for num_tokens in (8, 64, 12, 100):
-        scheduler.observe(num_tokens, 0.02 + 1e-6 * num_tokens)
     prompt = Sequence("a", 1, list(range(10_000)), 10_000, SamplingParams(max_tokens=8), 0.0)
+    for num_tokens in (8, 64, 12, 100):
+        scheduler.observe([StepRow(prompt, num_tokens)], 0.02 + 1e-6 * num_tokens)
     prompt.chain = HashChain(b"model", BLOCK)
     scheduler.add(prompt)
-    assert scheduler.schedule(0.0)[0][0].num_tokens == 512
+    assert scheduler.schedule(0.0).rows[0].num_tokens == 512
 
 
 def line(*lengths: int, started: int = 1, arrival_s: float = 0.0) -> list[Prompt]:
@@ -176,7 +177,7 @@ def serve(
         for release_s, sequence in [one for one in held if one[0] <= now_s]:
             blocks.release(sequence_owner(sequence.key))
             held.remove((release_s, sequence))
-        rows, _ = scheduler.schedule(now_s)
+        rows = scheduler.schedule(now_s).rows
         if not rows:
             later = [arrival.at_s for arrival in coming[:1]] + [release_s for release_s, _ in held]
             if not later:
@@ -190,7 +191,7 @@ def serve(
         assert len({row.sequence.key for row in rows}) == len(rows)
         step_s = COST.fixed_s + COST.token_s * num_tokens
         if ttft_budget_ms > 0:  # other programs; the others' times stay as they are, to be compared
-            scheduler.observe(num_tokens, step_s * (5 if chance.random() < 0.05 else chance.uniform(0.95, 1.05)))
+            scheduler.observe(rows, step_s * (5 if chance.random() < 0.05 else chance.uniform(0.95, 1.05)))
         now_s += step_s
         served.busy_s += step_s
         for item in scheduler.postprocess(rows, [SampledToken(7) if row.samples else None for row in rows]):

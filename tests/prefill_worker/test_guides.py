@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from kvrelay.common.sampling import FinishReason, Guide, GuideKind
-from kvrelay.prefill_worker.model_worker import Add
 from kvrelay.wire.messages import ABOUT_GUIDE, Cancel, Cancelled, Failed, FailureCode, HandedOver, Role, Submit, Tokens
+from kvrelay.worker.model_worker import Add
 
 from ..guides import PlayedGuides, tokens_guide
 from .test_service import PROMPT, Rig, submit

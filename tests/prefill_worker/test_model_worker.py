@@ -30,7 +30,7 @@ def test_the_next_step_follows_from_what_steps_took() -> None:
     assert sizes[-1] <= 52  # (250 ms - 10 ms) / 5 ms = 48, and what was not yet known of the fixed part
     rig.local("short", [5, *range(1, 20)], ONE_TOKEN, now_s)
     assert rig.worker.step()
-    assert [(item.sequence.request_id, item.token is not None) for item in rig.reports[-1].computed] == [
+    assert [(item.sequence.request_id, item.token is not None) for item in rig.reports[-1].progress] == [
         ("short", True),
         ("long", False),
     ]

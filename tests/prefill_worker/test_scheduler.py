@@ -7,6 +7,7 @@ import pytest
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
@@ -29,11 +30,11 @@ class Rig:
     def learn(self, token_s: float) -> None:
         """Steps have taken so long for each of their tokens."""
         for num_tokens in (4, 8, 16, 32):
-            self.scheduler.observe(num_tokens, num_tokens * token_s)
+            self.scheduler.observe([StepRow(sequence("any", [1]), num_tokens)], num_tokens * token_s)
 
     def step(self, token: int = 7, now_s: float = 0.0) -> tuple[list[tuple[str, int]], list[Computed]]:
         """(name, tokens) of the rows, and what came of them."""
-        rows, _ = self.scheduler.schedule(now_s)
+        rows = self.scheduler.schedule(now_s).rows
         shares = [(row.sequence.request_id, row.num_tokens) for row in rows]
         computed = self.scheduler.postprocess(rows, [SampledToken(token) if row.samples else None for row in rows])
         self.scheduler.check_integrity()

@@ -11,9 +11,8 @@ from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.prefill_worker.links import DecodeLinks
-from kvrelay.prefill_worker.model_worker import Command, PrefillModelWorker, Report
-from kvrelay.prefill_worker.scheduler import PrefillScheduler
-from kvrelay.prefill_worker.service import Ports, PrefillService
+from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
+from kvrelay.prefill_worker.service import PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.errors import WireError
 from kvrelay.wire.messages import (
@@ -33,6 +32,8 @@ from kvrelay.wire.messages import (
 from kvrelay.wire.transfers import DecodeLink, TransferTable
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.metrics import EngineMetrics
+from kvrelay.worker.model_worker import Command, ModelWorker, Report
+from kvrelay.worker.service import Ports
 from kvrelay.worker.submit import WorkerIdentity
 
 CARD = fake_card()
@@ -100,24 +101,19 @@ class Rig:
     def __init__(self) -> None:
         self.sent: list[tuple[str, Message]] = []
         self.commands: list[Command] = []
-        self.reports: list[Report] = []
+        self.reports: list[Report[Computed]] = []
         self.now_s = 1000.0
         self.transfers = PlayedTransfers()
         self.links = PlayedLinks()
         self.blocks = BlockManager(CARD.num_blocks, CARD.layout.block_size, lambda: 0.0)
         self.scheduler = PrefillScheduler(PrefillSchedulerSettings(), self.blocks, CARD.max_model_len)
         metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.model = PrefillModelWorker(
-            FakeEngine(CARD), self.scheduler, metrics, self.reports.append, lambda: self.now_s
-        )
+        self.model = ModelWorker(FakeEngine(CARD), self.scheduler, metrics, self.reports.append, lambda: self.now_s)
         self.service = PrefillService(WorkerIdentity("prefill", 7, CARD, 512), self.blocks, lambda: self.now_s)
         self.service.attach(
-            Ports(
-                self._send,
-                cast("ModelLoop[Command]", self),
-                cast("DecodeLinks", self.links),
-                cast("TransferTable", self.transfers),
-            )
+            Ports(self._send, cast("ModelLoop[Command]", self)),
+            cast("DecodeLinks", self.links),
+            cast("TransferTable", self.transfers),
         )
 
     def _send(self, role: Role, peer_id: str, message: Message) -> bool:

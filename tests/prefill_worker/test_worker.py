@@ -14,16 +14,13 @@ from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.messages import DecodeTarget, Role, Submit
 from kvrelay.wire.network import Network
-from kvrelay.worker.loop import ModelLoop
+from kvrelay.worker.setup import Setup
 
 
 def prefill_worker(
     engine: FakeEngine, settings: PrefillSchedulerSettings, registry: CollectorRegistry
 ) -> PrefillWorker:
-    address = "tcp://127.0.0.1:*"
-    return PrefillWorker(
-        engine, settings, address, "prefill", registry, network=Network.open(), model_loop=ModelLoop, epoch=1
-    )
+    return PrefillWorker(engine, settings, Setup("prefill", 1, "tcp://127.0.0.1:*", registry, Network.open()))
 
 
 async def test_what_waits_is_told_in_tokens_and_seconds() -> None:

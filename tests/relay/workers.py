@@ -26,13 +26,21 @@ from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.messages import TokenDelta
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.worker.loop import ModelLoop
+from kvrelay.wire.transfers import TransferSettings
+from kvrelay.worker.setup import Setup
 
 OnStep = Callable[[Sequence[StepRow]], None]
 
 ADDRESS = "tcp://127.0.0.1:*"
 LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=5.0)
 EPOCHS = itertools.count(1)
+
+
+def worker_setup(name: str, registry: CollectorRegistry | None = None, **options: Any) -> Setup:
+    """On loopback, with links that notice soon. ``options``: further ones of the setup."""
+    network = Network.open(options.get("data_sockets", 1))
+    epoch = next(EPOCHS)
+    return Setup(name, epoch, ADDRESS, registry or CollectorRegistry(), network, link_settings=LINKS, **options)
 
 
 def prefill_worker(
@@ -42,21 +50,13 @@ def prefill_worker(
     *,
     name: str = "prefill",
     settings: PrefillSchedulerSettings | None = None,
+    transfer_settings: TransferSettings | None = None,
     **options: Any,
 ) -> PrefillWorker:
-    """``options``: further ones of the worker's own."""
-    return PrefillWorker(
-        FakeEngine(card or fake_card(), on_step or (lambda rows: None)),
-        settings or PrefillSchedulerSettings(),
-        ADDRESS,
-        name,
-        registry or CollectorRegistry(),
-        network=Network.open(options.get("data_sockets", 1)),
-        model_loop=ModelLoop,
-        epoch=next(EPOCHS),
-        link_settings=LINKS,
-        **options,
-    )
+    """``options``: further ones of the setup."""
+    engine = FakeEngine(card or fake_card(), on_step or (lambda rows: None))
+    setup = worker_setup(name, registry, **options)
+    return PrefillWorker(engine, settings or PrefillSchedulerSettings(), setup, transfer_settings)
 
 
 def decode_worker(
@@ -69,19 +69,8 @@ def decode_worker(
     **options: Any,
 ) -> DecodeWorker:
     """The same."""
-    return DecodeWorker(
-        FakeEngine(card or fake_card(), on_step or (lambda rows: None)),
-        settings or DecodeSchedulerSettings(),
-        ADDRESS,
-        ADDRESS,
-        name,
-        registry or CollectorRegistry(),
-        network=Network.open(options.get("data_sockets", 1)),
-        model_loop=ModelLoop,
-        epoch=next(EPOCHS),
-        link_settings=LINKS,
-        **options,
-    )
+    engine = FakeEngine(card or fake_card(), on_step or (lambda rows: None))
+    return DecodeWorker(engine, settings or DecodeSchedulerSettings(), ADDRESS, worker_setup(name, registry, **options))
 
 
 def assert_nothing_held(worker: PrefillWorker | DecodeWorker) -> None:

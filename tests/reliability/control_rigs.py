@@ -12,19 +12,15 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.decode_worker.model_worker import DecodeModelWorker
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import DecodeService
-from kvrelay.decode_worker.service import Ports as DecodePorts
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.welcome import DataPorts
 from kvrelay.decode_worker.worker import LeasedBlocks
 from kvrelay.engine.fake.engine import FakeEngine, fake_card, token_digests
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.prefill_worker.links import DecodeLinks
-from kvrelay.prefill_worker.model_worker import PrefillModelWorker
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
-from kvrelay.prefill_worker.service import Ports as PrefillPorts
 from kvrelay.prefill_worker.service import PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.blocks.frames import BlockHeader, parse_header
@@ -39,6 +35,8 @@ from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import DecodeLink, TransferSettings, TransferTable
 from kvrelay.worker.metrics import EngineMetrics
+from kvrelay.worker.model_worker import ModelWorker
+from kvrelay.worker.service import Ports
 from kvrelay.worker.submit import WorkerIdentity
 
 EPOCH = 7
@@ -98,7 +96,7 @@ class _Rig:
         self.identity = WorkerIdentity("worker", EPOCH, CARD, max_waiting=64, max_running=64)
         self.metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
         self.server: _Server
-        self.model: DecodeModelWorker | PrefillModelWorker
+        self.model: ModelWorker[Any]
         self.service: DecodeService | PrefillService
         self._codec = Codec()
 
@@ -124,7 +122,7 @@ class _Rig:
         """The model thread takes its commands and makes steps, and the network thread hears of them."""
         for _ in range(num_steps):
             while self.commands:
-                self.model.handle(self.commands.popleft())  # type: ignore[arg-type]
+                self.model.handle(self.commands.popleft())
             if self.model.has_work():
                 self.model.step()
             while self.reports:
@@ -147,7 +145,7 @@ class DecodeRig(_Rig):
     def __init__(self) -> None:
         super().__init__()
         scheduler = DecodeScheduler(DecodeSchedulerSettings(), self.blocks, CARD.max_model_len)
-        self.model = DecodeModelWorker(self.engine, scheduler, self.metrics, self.reports.append, self.clock)
+        self.model = ModelWorker(self.engine, scheduler, self.metrics, self.reports.append, self.clock)
         self.service: DecodeService = DecodeService(self.identity, self.blocks, self.clock)
         self.leases = LeaseTable(
             LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, whole_block(BLOCK_NBYTES), 30.0),
@@ -158,7 +156,7 @@ class DecodeRig(_Rig):
             self.clock,
         )
         self.server = _Server(self.service, self.network)
-        self.service.attach(DecodePorts(self.server.send, cast("Any", self), self.leases, DataPorts("tcp://nowhere:1")))
+        self.service.attach(Ports(self.server.send, cast("Any", self)), self.leases, DataPorts("tcp://nowhere:1"))
 
     def land(self, lease_id: int, offer: Offer, index: int, block: bytes) -> None:
         """An honest block arrives."""
@@ -204,13 +202,13 @@ class PrefillRig(_Rig):
         super().__init__()
         self.honest_link, self.fuzz_link = PlayedLink(), PlayedLink()
         scheduler = PrefillScheduler(PrefillSchedulerSettings(), self.blocks, CARD.max_model_len)
-        self.model = PrefillModelWorker(self.engine, scheduler, self.metrics, self.reports.append, self.clock)
+        self.model = ModelWorker(self.engine, scheduler, self.metrics, self.reports.append, self.clock)
         self.service: PrefillService = PrefillService(self.identity, self.blocks, self.clock)
         transfers = TransferTable(
             self.engine.store, self.service, TransferSettings(), WireMetrics(CollectorRegistry()), self.clock
         )
         self.server = _Server(self.service, self.network)
-        self.service.attach(PrefillPorts(self.server.send, cast("Any", self), cast("DecodeLinks", self), transfers))
+        self.service.attach(Ports(self.server.send, cast("Any", self)), cast("DecodeLinks", self), transfers)
 
     def link_to(self, address: str) -> DecodeLink | None:
         """As DecodeLinks; no link but these two ever comes up."""

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
@@ -33,6 +33,7 @@ from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 from kvrelay.wire.messages import TokenDelta
 from kvrelay.wire.settings import LinkSettings
+from kvrelay.worker.setup import Setup
 
 from .clock import Process, ProcessState, SimLoop, no_real_clock
 from .threads import SimModelLoop, sim_network
@@ -137,19 +138,23 @@ class World:
             return
         # One of two decode workers, as on a GPU, has its next step under way before it knows the last one's tokens.
         engine = FakeEngine(fake_card(num_blocks=self._num_blocks, vocab_size=VOCAB), runs_ahead=name == "d0")
+        setup = Setup(
+            name,
+            epoch,
+            f"tcp://{name}:1",
+            member.registry,
+            network,
+            cast(Any, SimModelLoop),
+            LINKS,
+            seal_kv=self._seal_kv,
+        )
         worker: PrefillWorker | DecodeWorker
         if name[0] == "p":
             settings_p = PrefillSchedulerSettings(max_batched_tokens=16, max_num_seqs=3, max_waiting=8)
-            worker = PrefillWorker(
-                engine, settings_p, f"tcp://{name}:1", name, member.registry,
-                network=network, model_loop=SimModelLoop, epoch=epoch, link_settings=LINKS, seal_kv=self._seal_kv,
-            )  # fmt: skip
+            worker = PrefillWorker(engine, settings_p, setup)
         else:
             settings_d = DecodeSchedulerSettings(max_num_seqs=3, max_batched_tokens=16, max_waiting=8, lease_ttl_s=5.0)
-            worker = DecodeWorker(
-                engine, settings_d, f"tcp://{name}:1", f"tcp://{name}:2", name, member.registry,
-                network=network, model_loop=SimModelLoop, epoch=epoch, link_settings=LINKS, seal_kv=self._seal_kv,
-            )  # fmt: skip
+            worker = DecodeWorker(engine, settings_d, f"tcp://{name}:2", setup)
         member.worker = worker
         asyncio.ensure_future(worker.start())  # noqa: RUF006 - the loop keeps it
 

@@ -1,25 +1,27 @@
-"""What runs on the decode worker's model thread: schedule → run → postprocess, fed by commands.
+"""What runs on a worker's model thread: schedule → run → postprocess, fed by commands.
 
-With an engine that runs ahead, step N+1 is scheduled and launched before step N's tokens are fetched, whenever who is in it does
-not depend on them (:mod:`kvrelay.decode_worker.run_ahead`); sending, scheduling and building batches then cost the device no time.
+With an engine that runs ahead, step N+1 is scheduled and launched before step N's tokens are fetched, if the scheduler knows it by
+then (:mod:`kvrelay.decode_worker.run_ahead`); sending, scheduling and building batches then cost the device no time.
 If it cannot be sampled without them, it is told to sample once step N is postprocessed, before step N+2 is launched.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sized
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from kvrelay.common.clock import Clock
-from kvrelay.common.sampling import FinishReason, SampledToken
-from kvrelay.decode_worker.beams import FinishedBeam
-from kvrelay.decode_worker.scheduler import DecodeScheduler, Progress, Schedule
+from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.step.interface import Engine, LaunchedStep, StepRow
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.worker.metrics import EngineMetrics
 
 Key = tuple[str, int]
+P = TypeVar("P")
+P_co = TypeVar("P_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +43,85 @@ Command = Add | Remove
 
 
 @dataclass(frozen=True, slots=True)
-class NewToken:
-    """One request's token of one step, or what a beam search has to tell."""
+class BlockCopy:
+    """What ``sequence`` found in a block that it shared, copied into the one that it writes to instead."""
 
-    key: Key
-    token: SampledToken | None  # None: of a beam search, that it has begun or, with its ``beams``, ended
-    finish_reason: FinishReason | None
-    num_cached_tokens: int
-    beams: tuple[FinishedBeam, ...] = ()
-    failure: str | None = None  # why it ended without a reason to finish: the token does not count
-    prompt_logprobs: list[SampledToken] | None = None  # if the sequence was prefilled here and asks for them
+    sequence: Sequence
+    source: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Schedule:
+    """One step's rows, and what must be copied before; ``admitted`` start with it, ``preempted`` lost their blocks.
+
+    Of a beam search the leader is admitted or preempted. One that was handed over is admitted without a row.
+    """
+
+    rows: list[StepRow]
+    copies: list[BlockCopy] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler(Protocol[P_co]):
+    """What a role brings: which tokens are computed next, and what a step brought each request. Model thread only."""
+
+    @property
+    def waiting(self) -> Sized:
+        """Who waits for room."""
+
+    @property
+    def running(self) -> Sized:
+        """Who has a place and blocks."""
+
+    def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
+        """See Add."""
+
+    def remove(self, key: Key) -> Sequence | None:
+        """Take a sequence out, wherever it is. None if it is not here, or no longer."""
+
+    def drop(self, sequence: Sequence) -> None:
+        """Give up a sequence that ``add`` could not take in."""
+
+    def schedule(self, now_s: float) -> Schedule:
+        """Choose the next step, at ``now_s`` on the clock of the sequences' ``arrival_s``. Nothing: there is no room."""
+
+    def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
+        """The step behind one that still runs, with no tokens of that known. None if there is none to launch before they are."""
+
+    def observe(self, rows: Seq[StepRow], step_s: float) -> None:
+        """The step of ``rows`` took so long: what later ones may take follows from it."""
+
+    def postprocess(
+        self, rows: Seq[StepRow], outputs: Seq[SampledToken | None], behind: Seq[StepRow] = ()
+    ) -> Seq[P_co]:
+        """Advance the sequences by what was computed. ``behind``: the step that runs already."""
+
+    def abandon(self, rows: Seq[StepRow]) -> None:
+        """A step that ran ahead is over and yields nothing."""
+
+    def on_failed(self, rows: Seq[StepRow]) -> Key | None:
+        """A step failed before its tokens came: who was in it computes again. Returns who is to blame, once that is known.
+
+        ``rows``: those that were in it; none if it could not even be scheduled.
+        """
+
+    def check_integrity(self) -> None:
+        """Assert that places, statuses and the block manager's books agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Generic[P]):
     """What happened on the model thread: before a step, after it, or on a removal."""
 
-    tokens: tuple[NewToken, ...] = ()
     started: tuple[Key, ...] = ()
     preempted: tuple[Key, ...] = ()
+    progress: tuple[P, ...] = ()
+    num_tokens: int = 0  # that the step computed …
+    step_s: float = 0.0  # … and how long it took
     removed: tuple[Key, ...] = ()
-    failed: tuple[Key, ...] = ()  # sequences that a failed step took down; their blocks are back
+    failed: tuple[Key, ...] = ()  # whom a failed step took down; the model thread is done with their blocks
     detail: str = ""
 
 
@@ -71,15 +131,15 @@ class _Launched:
     step: LaunchedStep | None  # None: no rows, only admissions
 
 
-class DecodeModelWorker:
+class ModelWorker(Generic[P]):
     """Implements :class:`kvrelay.worker.loop.LoopWorker`. ``emit`` is called on the model thread and must not block."""
 
     def __init__(
         self,
         engine: Engine,
-        scheduler: DecodeScheduler,
+        scheduler: Scheduler[P],
         metrics: EngineMetrics,
-        emit: Callable[[Report], None],
+        emit: Callable[[Report[P]], None],
         clock: Clock,
     ) -> None:
         self._engine = engine
@@ -109,7 +169,7 @@ class DecodeModelWorker:
     def step(self) -> bool:
         """One step of the batch; False if no sequence could get room."""
         if not self._launched:
-            plan = self._scheduler.schedule()
+            plan = self._scheduler.schedule(self._clock())
             if plan.preempted:
                 self._metrics.preemptions.inc(len(plan.preempted))
                 self._emit(Report(preempted=tuple(sequence.key for sequence in plan.preempted)))
@@ -137,7 +197,7 @@ class DecodeModelWorker:
             if sequence.num_preemptions == 0:
                 self._metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
                 self._metrics.cached_tokens.inc(sequence.num_cached_tokens)
-        if plan.admitted:
+        if plan.admitted:  # told before they compute, so that the offer of a prompt travels meanwhile
             self._emit(Report(started=tuple(sequence.key for sequence in plan.admitted)))
         if plan.copies:
             self._engine.copy_blocks([(copy.source, copy.target) for copy in plan.copies])
@@ -145,20 +205,21 @@ class DecodeModelWorker:
         self._launched.append(_Launched(plan, self._engine.launch(plan.rows, behind) if plan.rows else None))
 
     def _finish(self, plan: Schedule, outputs: list[SampledToken | None]) -> None:
+        step_s = 0.0
         if plan.rows:
             now_s = self._clock()
-            self._metrics.step_s.observe(now_s - self._since_s)
-            self._scheduler.observe(plan.rows, now_s - self._since_s)
-            self._since_s = now_s
+            self._since_s, step_s = now_s, now_s - self._since_s
+            self._metrics.step_s.observe(step_s)
+            self._scheduler.observe(plan.rows, step_s)
         is_over = [row.sequence.status is SequenceStatus.FINISHED for row in plan.rows]
         self._metrics.sampled_tokens.inc(
             sum(1 for token, over in zip(outputs, is_over, strict=True) if token and not over)
         )
         self._taking_in = tuple(row.sequence.key for row, over in zip(plan.rows, is_over, strict=True) if not over)
         behind = self._launched[0].plan.rows if self._launched else ()
-        tokens = tuple(map(_new_token, self._scheduler.postprocess(plan.rows, outputs, behind)))
-        if tokens:
-            self._emit(Report(tokens=tokens))
+        progress = tuple(self._scheduler.postprocess(plan.rows, outputs, behind))
+        if progress:
+            self._emit(Report(progress=progress, num_tokens=sum(row.num_tokens for row in plan.rows), step_s=step_s))
         self._taking_in = ()
 
     def _remove(self) -> None:
@@ -204,16 +265,3 @@ class DecodeModelWorker:
             case Remove():
                 pass  # reported, however it went
         self._scheduler.check_integrity()
-
-
-def _new_token(progress: Progress) -> NewToken:
-    sequence = progress.sequence
-    return NewToken(
-        key=sequence.key,
-        token=progress.token,
-        finish_reason=sequence.finish_reason,
-        num_cached_tokens=sequence.num_cached_tokens,
-        beams=progress.beams,
-        failure=sequence.failure,
-        prompt_logprobs=None if sequence.sampling.num_prompt_logprobs is None else sequence.prompt_logprobs,
-    )

@@ -1,0 +1,76 @@
+"""One attempt of a request as a worker's service sees it: where it stands, and who may still touch its blocks."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.engine.step.sequence import Sequence
+from kvrelay.wire.messages import Cancelled, Failed, HandedOver, Tokens
+
+Key = tuple[str, int]
+Outcome = HandedOver | Tokens | Failed | Cancelled
+
+
+class Phase(enum.Enum):
+    """Where an entry stands."""
+
+    LEASED = "leased"  # decode only: its blocks are on their way here
+    COMPILING = "compiling"  # only its guide is not there; who has none is through with this at once
+    QUEUED = "queued"  # with the model thread, and in no step yet
+    RUNNING = "running"  # it has been in a step; it may wait again if it was preempted
+    HANDING_OVER = "handing_over"  # prefill only: computed; the transfer goes on
+    CLOSING = "closing"  # the outcome is decided; blocks are still in use
+
+
+_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.LEASED: frozenset({Phase.COMPILING, Phase.CLOSING}),
+    Phase.COMPILING: frozenset({Phase.QUEUED, Phase.CLOSING}),
+    Phase.QUEUED: frozenset({Phase.RUNNING, Phase.CLOSING}),
+    Phase.RUNNING: frozenset({Phase.HANDING_OVER, Phase.CLOSING}),
+    Phase.HANDING_OVER: frozenset({Phase.CLOSING}),
+    Phase.CLOSING: frozenset(),
+}
+WAITING = frozenset({Phase.LEASED, Phase.COMPILING, Phase.QUEUED})  # they take no place in the batch
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entry:
+    """One attempt on a worker. A role adds what its hand-off needs to know."""
+
+    sequence: Sequence  # the model thread's, from QUEUED on
+    gateway_id: str
+    deadline_s: float  # when nobody waits for it any more
+    phase: Phase = Phase.COMPILING
+    started_s: float | None = None  # when it was first in a step
+    outcome: Outcome | None = (
+        None  # what its gateway is told in the end; None: it knows already, or hears it from another
+    )
+    closed_s: float | None = None  # when that was decided
+    model_holds: bool = False  # the model thread may still touch the blocks
+    hand_off_holds: bool = False  # sends in flight may still read the blocks, or a lease owns them
+
+    @property
+    def key(self) -> Key:
+        """(request_id, attempt): unique on a worker."""
+        return self.sequence.key
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it takes no place in the batch yet."""
+        return self.phase in WAITING
+
+    def advance(self, phase: Phase) -> None:
+        """Move on. Raises ValueError if the table has no such transition."""
+        if phase not in _TRANSITIONS[self.phase]:
+            raise ValueError(f"request {self.key}: no transition {self.phase.name} -> {phase.name}")
+        self.phase = phase
+
+    def debug(self) -> dict[str, Any]:
+        """For /debug/kv."""
+        return {
+            "phase": self.phase.value,
+            "model_holds": self.model_holds,
+            "hand_off_holds": self.hand_off_holds,
+        }

@@ -1,0 +1,64 @@
+"""A worker's process, whatever its role: logs, keys and model, then the worker until a signal ends it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.logs import configure_logs
+from kvrelay.common.process import Component, ProcessSettings, serve_process
+from kvrelay.engine.factory import load_engine, load_guides
+from kvrelay.engine.step.interface import Engine
+from kvrelay.wire.lines.shared.place import SharedPlace
+from kvrelay.wire.messages import Role
+from kvrelay.wire.network import Network
+from kvrelay.wire.security.keys import keys_of
+from kvrelay.worker.progress import LoggedProgress
+from kvrelay.worker.settings import WorkerSettings
+from kvrelay.worker.setup import Setup
+
+logger = logging.getLogger(__name__)
+
+
+def serve_worker(
+    role: Role, settings: WorkerSettings, listens_at: tuple[str, ...], make: Callable[[Engine, Setup], Component]
+) -> int:
+    """Run what ``make`` puts together until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
+    configure_logs(settings.log_level, settings.log_format)
+    worker_id = settings.worker_id or f"{role.value}-{socket.gethostname()}-{os.getpid()}"
+    registry = CollectorRegistry()
+    keys = keys_of(settings.security, role, listens_at)
+    shared_memory = SharedPlace.of(settings.same_host)
+
+    def load() -> Component:
+        engine = load_engine(
+            settings.model,
+            settings.kv,
+            settings.fake,
+            max_num_seqs=settings.scheduler.max_num_seqs,
+            max_batched_tokens=settings.scheduler.max_batched_tokens,
+            decodes=role is Role.DECODE,
+            progress=LoggedProgress(logger),
+        )
+        setup = Setup(
+            worker_id,
+            time.time_ns(),
+            settings.address,
+            registry,
+            Network.open(settings.data.data_sockets),
+            seal_kv=settings.security.seals_kv,
+            keys=keys,
+            shared_memory=shared_memory,
+            data_sockets=settings.data.data_sockets,
+            max_retained_share=settings.kv.max_retained_share,
+            guides=load_guides(settings.model, settings.fake, engine.card.vocab_size),
+        )
+        return make(engine, setup)
+
+    process = ProcessSettings(settings.admin_host, settings.admin_port, settings.drain_s)
+    return serve_process(load, process, registry, worker_id)

@@ -1,0 +1,311 @@
+"""A worker's life of a request, on the asyncio loop: between gateways, guides, the model thread and the hand-off.
+
+An entry goes through these phases; its outcome is decided once and told once, when nothing of it is left::
+
+    (LEASED) ──▶ COMPILING ──▶ QUEUED ──▶ RUNNING ──▶ (HANDING_OVER) ──▶ CLOSING ──▶ (gone, outcome told)
+        └────────────┴───────────┴───────────┴────────────────────────────▲
+
+CLOSING waits for both users of the entry's blocks: the model thread and the hand-off. An entry that asked for its sequence's
+removal stays until that is answered, whatever comes before: no later attempt of that name may get the answer.
+
+A role is a subclass: what it does with the hand-off. LEASED is the decode worker's, HANDING_OVER the prefill worker's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from kvrelay.common.block_hash import HashChain
+from kvrelay.engine.guides.guidance import GuideCompiler, GuideRefusal, GuideResult, NoGuides
+from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.step.sequence import Sequence
+from kvrelay.wire.messages import (
+    PROTOCOL_MAX,
+    Cancel,
+    Cancelled,
+    Failed,
+    FailureCode,
+    Hello,
+    HelloRefused,
+    Message,
+    Offer,
+    Role,
+    Status,
+    Submit,
+    Welcome,
+    WorkerState,
+)
+from kvrelay.worker.entries import Entry, Key, Outcome, Phase
+from kvrelay.worker.loop import ModelLoop
+from kvrelay.worker.model_worker import Add, Command, Remove, Report
+from kvrelay.worker.submit import WorkerIdentity, guide_failed
+
+logger = logging.getLogger(__name__)
+
+E = TypeVar("E", bound=Entry)
+P = TypeVar("P")
+
+
+@dataclass(slots=True)
+class Ports:
+    """What a service speaks through. Filled once by whoever assembles the worker."""
+
+    send: Callable[[Role, str, Message], bool]
+    loop: ModelLoop[Command]
+    guides: GuideCompiler = field(default_factory=NoGuides)  # answers on the asyncio loop
+
+
+class Service(ABC, Generic[E, P]):
+    """Of entries ``E``, to which steps bring ``P``. Implements the wire's ServerHandler; asyncio loop only, never blocks."""
+
+    role: Role
+
+    def __init__(self, identity: WorkerIdentity, blocks: BlockManager, clock: Callable[[], float]) -> None:
+        self.identity = identity
+        self.blocks = blocks
+        self.clock = clock
+        self.fingerprint = identity.card.layout.fingerprint()
+        self.entries: dict[Key, E] = {}
+        self.state = WorkerState.READY
+        self.has_work = asyncio.Event()  # there are entries: ``tick`` must be called
+        self.ports: Ports  # there before the first message
+        self._drained = asyncio.Event()  # draining, and the last entry is gone
+
+    # -- what a role does ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def refusal(self, submit: Submit, chain: HashChain) -> Failed | None:
+        """Why the worker does not take the request now, or ever; None if it does. ``chain``: of its blocks."""
+
+    @abstractmethod
+    def entry_of(self, submit: Submit, gateway_id: str, sequence: Sequence) -> E:
+        """The entry of a request that is taken in."""
+
+    @abstractmethod
+    def on_progress(self, report: Report[P]) -> None:
+        """What a step brought; a CLOSING entry hears nothing: its removal is asked for, and answered in any case."""
+
+    @abstractmethod
+    def on_closing(self, entry: E, was_in: Phase) -> None:
+        """The outcome is decided. Make the hand-off let go of the blocks, if it holds them."""
+
+    def add(self, entry: E) -> Add:
+        """What the model thread is to take in, once the guide is there. Raises ValueError if the guide does not allow it."""
+        return Add(entry.sequence)
+
+    def on_started(self, entry: E) -> None:
+        """It is in its first step, which begins now."""
+
+    def on_preempted(self, entry: E) -> None:
+        """It has lost its blocks, and will be computed again."""
+
+    def on_gone(self, entry: E) -> None:
+        """Neither the model thread nor the hand-off touches its blocks any more."""
+
+    # -- peers: ServerHandler --------------------------------------------------------------------------------------
+
+    def welcome(self, hello: Hello) -> Welcome | HelloRefused:
+        """Gateways; a role says who else."""
+        if hello.role is not Role.GATEWAY:
+            detail = f"a {self.role} worker takes no Hello of a {hello.role} worker"
+            return HelloRefused(code=FailureCode.INVALID, detail=detail)
+        return self.greeting(hello)
+
+    def greeting(self, hello: Hello) -> Welcome:
+        """Who this worker is, in the newest protocol that both speak."""
+        return Welcome(
+            role=self.role,
+            worker_id=self.identity.worker_id,
+            epoch=self.identity.epoch,
+            protocol=min(hello.protocol_max, PROTOCOL_MAX),
+            card=self.identity.card,
+        )
+
+    @abstractmethod
+    def status(self) -> Status:
+        """What routing sees."""
+
+    def on_message(self, peer_id: str, role: Role, message: Message) -> None:
+        """A message from a peer. What another role says counts for nothing."""
+        match role, message:
+            case Role.GATEWAY, Submit():
+                self._on_submit(peer_id, message)
+            case Role.GATEWAY, Cancel(request_id=request_id, attempt=attempt):
+                self._on_cancel(peer_id, (request_id, attempt))
+            case _:
+                logger.debug("unexpected %s of a %s", type(message).__name__, role, extra={"peer_id": peer_id})
+
+    def on_peer_lost(self, peer_id: str, role: Role) -> None:
+        """A gateway is gone: nobody waits for its requests any more."""
+        for entry in [entry for entry in self.entries.values() if entry.gateway_id == peer_id]:
+            self.close(entry, _cancelled(entry.key))
+
+    def _on_submit(self, gateway_id: str, submit: Submit) -> None:
+        chain = self.chain_of(submit)
+        refusal = self.refusal(submit, chain)
+        if refusal is not None:
+            self.ports.send(Role.GATEWAY, gateway_id, refusal)
+            return
+        entry = self.entry_of(submit, gateway_id, self.sequence_of(submit, chain))
+        self.take(entry)
+        self.queue_if_ready(entry)
+
+    def _on_cancel(self, peer_id: str, key: Key) -> None:
+        entry = self.entries.get(key)
+        if entry is None or entry.gateway_id != peer_id:  # nobody takes back what another gateway asked for
+            self.ports.send(Role.GATEWAY, peer_id, _cancelled(key))
+        else:
+            self.close(entry, _cancelled(key))
+
+    # -- the way in ------------------------------------------------------------------------------------------------
+
+    def chain_of(self, request: Submit | Offer) -> HashChain:
+        """What makes the hashes of the request's blocks."""
+        return HashChain(self.fingerprint, self.identity.card.layout.block_size, cache_salt=request.cache_salt)
+
+    def sequence_of(self, request: Submit | Offer, chain: HashChain) -> Sequence:
+        """The request's sequence, which arrives now; nothing of it is computed."""
+        return Sequence(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=request.sampling,
+            arrival_s=self.clock(),
+            retention=request.retention,
+            chain=chain,
+        )
+
+    def take(self, entry: E) -> None:
+        """Know the entry from now on, and ask for its guide's state behind the output so far."""
+        self.entries[entry.key] = entry
+        self.has_work.set()
+        sequence = entry.sequence
+        if sequence.sampling.guide is not None:
+            output = sequence.token_ids[sequence.num_prompt_tokens :]
+            self.ports.guides.start(sequence.sampling, output, partial(self._on_guide, entry))
+
+    def _on_guide(self, entry: E, result: GuideResult) -> None:
+        if entry.phase not in {Phase.LEASED, Phase.COMPILING}:
+            return  # it came to its end meanwhile
+        if isinstance(result, GuideRefusal):
+            self.close(entry, guide_failed(entry.key, result.detail, is_invalid=result.is_invalid))
+        else:
+            entry.sequence.guide = result
+            self.queue_if_ready(entry)
+
+    def queue_if_ready(self, entry: E) -> None:
+        """Hand the sequence to the model thread if everything of it is there, and its guide."""
+        sequence = entry.sequence
+        if entry.phase is not Phase.COMPILING or (sequence.sampling.guide is not None and sequence.guide is None):
+            return
+        try:
+            add = self.add(entry)
+        except ValueError as error:
+            return self.close(entry, guide_failed(entry.key, str(error)))
+        entry.advance(Phase.QUEUED)
+        entry.model_holds = True
+        self.ports.loop.post(add)
+
+    # -- the model thread ------------------------------------------------------------------------------------------
+
+    def on_report(self, report: Report[P]) -> None:
+        """What the model thread did; called on the asyncio loop, in order."""
+        for key in report.started:
+            entry = self.entries[key]
+            if entry.phase is Phase.QUEUED:  # otherwise it ends, or starts again after a preemption
+                entry.advance(Phase.RUNNING)
+                entry.started_s = self.clock()
+                self.guarded(self.on_started, entry)
+        for key in report.preempted:
+            self.on_preempted(self.entries[key])
+        self.on_progress(report)
+        for key in report.removed:
+            entry = self.entries[key]
+            entry.model_holds = False
+            self.finish(entry)
+        for key in report.failed:
+            entry = self.entries[key]
+            if entry.phase is not Phase.CLOSING:
+                entry.model_holds = False
+                self.fail(entry, FailureCode.INTERNAL, report.detail)
+
+    def guarded(self, handle: Callable[..., None], entry: E, *args: Any) -> None:
+        """One request's trouble, as with a link that breaks in this moment, costs no other in the report its news."""
+        try:
+            handle(entry, *args)
+        except Exception as error:
+            context = {"request_id": entry.key[0], "attempt": entry.key[1]}
+            logger.exception("what the model thread reported could not be handled", extra=context)
+            self.fail(entry, FailureCode.INTERNAL, f"the hand-off failed: {type(error).__name__}")
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_entries(self) -> int:
+        """Attempts that are not over."""
+        return len(self.entries)
+
+    def tick(self) -> None:
+        """End what is out of time."""
+        now_s = self.clock()
+        for entry in [entry for entry in self.entries.values() if entry.deadline_s <= now_s]:
+            self.fail(entry, FailureCode.DEADLINE, "the request's time is up")
+
+    async def drain(self) -> None:
+        """Take nothing new; return when nothing is left."""
+        self.state = WorkerState.DRAINING
+        if self.entries:
+            await self._drained.wait()
+
+    def debug(self) -> dict[str, Any]:
+        """Entries for /debug/kv."""
+        return {f"{key[0]}/{key[1]}": entry.debug() for key, entry in self.entries.items()}
+
+    def fail(self, entry: E, code: FailureCode, detail: str, retry_after_s: float | None = None) -> None:
+        """End the entry with an error."""
+        request_id, attempt = entry.key
+        failed = Failed(request_id=request_id, attempt=attempt, code=code, detail=detail, retry_after_s=retry_after_s)
+        self.close(entry, failed)
+
+    def close(self, entry: E, outcome: Outcome | None) -> None:
+        """Decide how the entry ends, unless that is decided. None: its gateway knows, or hears it from another worker."""
+        if entry.phase is Phase.CLOSING:
+            return
+        was_in = entry.phase
+        entry.advance(Phase.CLOSING)
+        entry.outcome, entry.closed_s = outcome, self.clock()
+        if entry.model_holds:
+            self.ports.loop.post(Remove(entry.key))
+        self.on_closing(entry, was_in)
+        self.finish(entry)
+
+    def finish(self, entry: E) -> None:
+        """Forget the entry and tell its outcome, if nothing holds its blocks any more."""
+        if entry.phase is not Phase.CLOSING or entry.model_holds or entry.hand_off_holds:
+            return
+        if self.entries.get(entry.key) is not entry:
+            return  # the hand-off let go while the entry was being closed
+        del self.entries[entry.key]
+        if not self.entries:
+            self.has_work.clear()
+            if self.state is WorkerState.DRAINING:
+                self._drained.set()
+        self.on_gone(entry)
+        if entry.outcome is not None:
+            self.ports.send(Role.GATEWAY, entry.gateway_id, entry.outcome)
+
+    def release(self, entry: E) -> None:
+        """Give the sequence's blocks back; another may have waited for them."""
+        self.blocks.release(sequence_owner(entry.key), entry.sequence.retention)
+        self.ports.loop.wake()
+
+
+def _cancelled(key: Key) -> Cancelled:
+    return Cancelled(request_id=key[0], attempt=key[1])

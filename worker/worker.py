@@ -1,0 +1,106 @@
+"""A worker, assembled as far as both roles are the same: model thread, service, control socket, health.
+
+A role's subclass makes its scheduler and its service, and adds what its hand-off goes through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from kvrelay.engine.step.interface import Engine
+from kvrelay.wire.control.server import ControlServer
+from kvrelay.wire.messages import Role
+from kvrelay.wire.metrics import WireMetrics
+from kvrelay.wire.security.authentication import PeerGate
+from kvrelay.worker.health import ledger_json, not_live, not_ready
+from kvrelay.worker.metrics import EngineMetrics
+from kvrelay.worker.model_worker import ModelWorker, Scheduler
+from kvrelay.worker.on_loop import GuidesOnLoop, OnLoop
+from kvrelay.worker.service import Ports, Service
+from kvrelay.worker.setup import Setup
+
+S = TypeVar("S", bound=Service[Any, Any])
+
+
+class Worker(ABC, Generic[S]):
+    """Implements :class:`kvrelay.common.process.Component`."""
+
+    def __init__(
+        self, engine: Engine, scheduler: Scheduler[Any], service: S, setup: Setup, peers: frozenset[Role]
+    ) -> None:
+        """``peers``: who may connect."""
+        self.service = service
+        self.blocks = service.blocks
+        self.address = setup.address
+        self._network = network = setup.network
+        self._on_loop = OnLoop()
+        metrics = EngineMetrics(
+            setup.registry,
+            self.blocks,
+            num_running=lambda: len(scheduler.running),
+            num_waiting=lambda: len(scheduler.waiting),
+        )
+        emit = partial(self._on_loop.call, service.on_report)
+        self._model_worker = ModelWorker(engine, scheduler, metrics, emit, network.clock)
+        self._loop = setup.model_loop(self._model_worker, f"{service.role}-model", network.clock)
+        self._wire_metrics = WireMetrics(setup.registry)
+        self._gate = None if setup.keys is None else PeerGate(setup.keys, peers, self._wire_metrics, network.context)
+        self._server = ControlServer(
+            setup.address, service, setup.link_settings, metrics=self._wire_metrics, network=network, gate=self._gate
+        )
+        self._guides = GuidesOnLoop(setup.guides, self._on_loop)
+        self._ports = Ports(self._server.send, self._loop, self._guides)
+        self._tickers: list[asyncio.Task[None]] = []
+
+    # -- what a role adds ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def tickers(self) -> list[asyncio.Task[None]]:
+        """What is done again and again, started."""
+
+    def dead_sockets(self) -> list[str]:
+        """What has ended, and nothing in this process would open again."""
+        return [] if self._server.is_alive else ["the control socket is dead"]
+
+    @abstractmethod
+    async def stop_hand_off(self) -> None:
+        """Close what blocks travel through."""
+
+    # -- Component -------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open the sockets and start the threads. Raises WireError if an address is taken."""
+        self._on_loop.start()
+        self._loop.start()
+        self.address = await self._server.start()
+        self._tickers = self.tickers()
+
+    def not_live(self) -> list[str]:
+        """See Component."""
+        return self.dead_sockets() + not_live(self._loop)
+
+    def not_ready(self) -> list[str]:
+        """See Component."""
+        return self.dead_sockets() + not_ready(self._loop, self.blocks)
+
+    def debug_kv(self) -> dict[str, Any]:
+        """See Component."""
+        return {"ledger": ledger_json(self.blocks), "requests": self.service.debug()}
+
+    async def drain(self) -> None:
+        """Refuse new requests; return when nothing is left of those that there are."""
+        await self.service.drain()
+
+    async def stop(self) -> None:
+        """Close everything, whatever is still running."""
+        for ticker in self._tickers:
+            ticker.cancel()
+        await asyncio.gather(*self._tickers, return_exceptions=True)
+        await self._server.stop()
+        await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._guides.close)
+        await self.stop_hand_off()
+        await asyncio.to_thread(self._network.close)
