@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 import pytest
 
 from kvrelay.common.block_hash import HashChain
-from kvrelay.common.sampling import FinishReason, Guide, GuideKind, SampledToken
+from kvrelay.common.sampling import Guide, GuideKind, SampledToken
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.messages import (
-    ABOUT_GUIDE,
     Cancel,
     Cancelled,
     Commit,
@@ -28,19 +25,13 @@ from kvrelay.wire.messages import (
     Timings,
 )
 
-from ..guides import PlayedGuides, tokens_guide
-from .test_service import BLOCK, EPOCH, FINGERPRINT, Rig, offer, submit
+from ..guides import tokens_guide
+from .service_rig import BLOCK, EPOCH, FINGERPRINT, Rig, offer, submit
 
 PROMPT = list(range(6))
 
 
 class GuidedRig(Rig):
-    def __init__(self) -> None:
-        super().__init__()
-        self.guides = PlayedGuides()
-        self.service.ports.guides = self.guides
-        self.num_granted = 0
-
     def hand_over(self, made: Offer, first: int) -> None:
         """The offer is granted, and all of it comes and is verified."""
         self.grant(made)
@@ -67,9 +58,6 @@ class GuidedRig(Rig):
         lease = (self.granted.lease_id, owner.key, "prefill", made, chain, commit, self.blocks.owned_blocks(owner), 0.1)
         self.service.on_lease_verified(VerifiedLease(*lease))
 
-    def failed(self) -> list[Failed]:
-        return [message for message in self.told(Failed) if isinstance(message, Failed)]
-
 
 def guided(name: str, *token_ids: int, output: tuple[int, ...] = ()) -> Submit:
     plain = submit(name, max_tokens=8)
@@ -84,19 +72,6 @@ def guided_offer(name: str, *token_ids: int, output: tuple[int, ...] = ()) -> Of
     )
 
 
-def test_a_local_output_follows_its_guide_and_ends_with_it() -> None:
-    rig = GuidedRig()
-    rig.ask(guided("a", 77, 5, 9))
-    rig.finish()
-    assert rig.service.status().num_waiting == 1
-    assert not rig.sent
-    rig.guides.answer()
-    rig.finish()
-    assert rig.output("a") == [77, 5, 9]
-    assert rig.deltas("a")[-1].finish_reason is FinishReason.STOP
-    rig.assert_nothing_left()
-
-
 def test_guided_and_free_rows_share_a_batch() -> None:
     rig = GuidedRig()
     rig.ask(guided("a", 77, 5, 9))
@@ -105,43 +80,6 @@ def test_guided_and_free_rows_share_a_batch() -> None:
     rig.guides.answer()
     rig.finish()
     assert (rig.output("a"), len(rig.output("b")), rig.output("c")) == ([77, 5, 9], 3, [4, 4])
-    rig.assert_nothing_left()
-
-
-def test_a_local_attempt_that_replays_a_lost_one_goes_on_in_its_guide() -> None:
-    rig = GuidedRig()
-    rig.ask(guided("a", 77, 5, 9, output=(77, 5)))
-    rig.guides.answer()
-    rig.finish()
-    assert rig.output("a") == [9]
-    rig.ask(guided("b", 77, 5, 9, output=(77, 6)))
-    rig.guides.answer()
-    assert [(one.code, one.detail) for one in rig.failed()] == [(FailureCode.INVALID, "6 came instead of 5")]
-    rig.assert_nothing_left()
-
-
-@pytest.mark.parametrize(("text", "code"), [("bad", FailureCode.INVALID), ("broken", FailureCode.INTERNAL)])
-def test_a_guide_that_does_not_compile_is_told(text: str, code: FailureCode) -> None:
-    rig = GuidedRig()
-    request = guided("a", 1)
-    guide = Guide(kind=GuideKind.REGEX, text=text)
-    rig.ask(msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, guide=guide)))
-    rig.guides.answer()
-    assert [(one.code, one.about) for one in rig.failed()] == [(code, ABOUT_GUIDE)]
-    rig.assert_nothing_left()
-
-
-@pytest.mark.parametrize("how", ["cancel", "deadline", "gateway lost"])
-def test_what_ends_while_its_guide_compiles_is_told_once(how: str) -> None:
-    rig = GuidedRig()
-    rig.ask(msgspec.structs.replace(guided("a", 77), timeout_s=5.0))
-    end(rig, how)
-    assert rig.service.num_entries == 0
-    rig.ask(guided("a", 9))
-    rig.guides.answer()
-    rig.finish()
-    assert len(rig.told(Cancelled) + rig.told(Failed)) == 1
-    assert rig.output("a") == [9]
     rig.assert_nothing_left()
 
 
@@ -213,18 +151,6 @@ def test_a_first_token_that_the_guide_does_not_allow_fails_the_attempt() -> None
     rig.assert_nothing_left()
 
 
-def test_a_dead_end_fails_its_sequence_alone() -> None:
-    rig = GuidedRig()
-    rig.ask(guided("a", 3, -1))
-    rig.ask(guided("b", 8, 5, 6))
-    rig.guides.answer()
-    rig.finish()
-    assert [(one.request_id, one.code) for one in rig.failed()] == [("a", FailureCode.INVALID)]
-    assert rig.output("a") == [3]
-    assert rig.output("b") == [8, 5, 6]
-    rig.assert_nothing_left()
-
-
 def test_a_preempted_sequence_goes_on_in_its_guide() -> None:
     rig = GuidedRig()
     rig.blocks = BlockManager(6, 4, lambda: 0.0)
@@ -238,16 +164,4 @@ def test_a_preempted_sequence_goes_on_in_its_guide() -> None:
     rig.finish()
     assert {name: rig.output(name) for name in outputs} == outputs
     assert rig.model._metrics.preemptions._value.get() >= 1
-    rig.assert_nothing_left()
-
-
-async def test_a_drain_waits_for_what_compiles() -> None:
-    rig = GuidedRig()
-    rig.ask(guided("a", 77))
-    drain = asyncio.ensure_future(rig.service.drain())
-    await asyncio.sleep(0)  # the drain begins
-    assert not drain.done()
-    rig.guides.answer()
-    rig.finish()
-    await drain
     rig.assert_nothing_left()

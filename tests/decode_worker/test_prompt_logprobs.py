@@ -11,7 +11,7 @@ from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.messages import Commit, Grant, Offer, Role, Submit, Timings
 from tests.decode_worker.rig import Rig as ModelRig
 from tests.decode_worker.rig import greedy
-from tests.decode_worker.test_service import BLOCK, CARD, EPOCH, FINGERPRINT, Rig, offer, submit
+from tests.decode_worker.service_rig import BLOCK, CARD, EPOCH, FINGERPRINT, Rig, offer, submit
 
 ASKS = SamplingParams(max_tokens=4, temperature=0.0, num_prompt_logprobs=1)
 

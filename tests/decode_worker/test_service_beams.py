@@ -10,7 +10,7 @@ from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.messages import Commit, Failed, FailureCode, Grant, Offer, Reject, Role, Submit, Timings
 from kvrelay.worker.model_worker import Add
 from tests.decode_worker.rig import beams, expected_beams
-from tests.decode_worker.test_service import CARD, EPOCH, Rig, offer, submit
+from tests.decode_worker.service_rig import CARD, EPOCH, Rig, offer, submit
 
 
 def search(name: str, sampling: SamplingParams) -> Submit:

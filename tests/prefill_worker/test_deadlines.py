@@ -2,40 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
-import pytest
 
-from kvrelay.wire.messages import FailureCode, Tokens
+from kvrelay.wire.messages import FailureCode
 
-from .test_service import Rig, submit
-
-
-@pytest.mark.parametrize("timeout_s", [0.0, -3.0, math.nan])
-def test_a_request_that_comes_too_late_is_not_taken(timeout_s: float) -> None:
-    rig = Rig()
-    rig.ask(msgspec.structs.replace(submit("a"), timeout_s=timeout_s))
-    assert rig.failures() == [("a", FailureCode.DEADLINE)]
-    assert not rig.commands
-    rig.assert_nothing_left()
-
-
-def test_a_prompt_whose_time_is_up_is_not_computed() -> None:
-    rig = Rig()
-    rig.ask(msgspec.structs.replace(submit("late"), timeout_s=5.0))
-    rig.ask(submit("patient"))
-    rig.now_s += 4.9
-    rig.service.tick()
-    assert rig.failures() == []
-    rig.now_s += 0.1
-    rig.service.tick()
-    rig.finish()
-    assert rig.failures() == [("late", FailureCode.DEADLINE)]
-    assert [one.items[0].request_id for one in rig.told(Tokens) if isinstance(one, Tokens)] == ["patient"]
-    rig.service.on_verified(("patient", 1))
-    rig.release_sends()
-    rig.assert_nothing_left()
+from .service_rig import Rig, submit
 
 
 def test_a_hand_off_whose_time_is_up_is_given_up() -> None:

@@ -7,9 +7,9 @@ import msgspec
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.fake.engine import token_digests, with_logprobs
 from kvrelay.wire.messages import Submit, TokenDelta, Tokens
+from tests.prefill_worker.service_rig import CARD, PROMPT, Rig, submit
 from tests.prefill_worker.test_scheduler import Rig as SchedulerRig
 from tests.prefill_worker.test_scheduler import sequence
-from tests.prefill_worker.test_service import CARD, PROMPT, Rig, submit
 
 
 def asking(name: str, num_top: int | None) -> Submit:

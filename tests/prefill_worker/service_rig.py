@@ -1,0 +1,108 @@
+"""The prefill worker's service with model thread, links and transfers played by hand."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from kvrelay.common.sampling import SampledToken, SamplingParams
+from kvrelay.engine.fake.engine import fake_card
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.prefill_worker.links import DecodeLinks
+from kvrelay.prefill_worker.scheduler import PrefillScheduler
+from kvrelay.prefill_worker.service import PrefillService
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.wire.errors import WireError
+from kvrelay.wire.messages import DecodeTarget, Offer, Submit, Timings
+from kvrelay.wire.transfers import DecodeLink, TransferTable
+from tests.worker.rig import ServiceRig
+
+CARD = fake_card()
+PROMPT = list(range(6))
+DECODE = "tcp://decode:1"
+
+
+def submit(name: str, max_tokens: int = 3, address: str = DECODE) -> Submit:
+    return Submit(
+        request_id=name,
+        attempt=1,
+        token_ids=PROMPT,
+        num_prompt_tokens=len(PROMPT),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        decode=DecodeTarget(address=address),
+    )
+
+
+class PlayedTransfers:
+    """Every transfer is granted and committed at once; it ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.open_keys: list[tuple[str, int]] = []
+        self.committed: list[tuple[str, int]] = []
+        self.aborted: list[tuple[str, int]] = []
+        self.broken: set[tuple[str, int]] = set()
+
+    def open(self, key: tuple[str, int], link: DecodeLink, offer: Offer, block_ids: list[int]) -> None:
+        self.open_keys.append(key)
+
+    def blocks_ready(self, key: tuple[str, int], num_blocks: int) -> None:
+        if key in self.broken and num_blocks > 0:
+            raise WireError("this block sender is closed: its decode worker is lost")
+
+    def commit(self, key: tuple[str, int], token: SampledToken, num_cached_tokens: int, timings: Timings) -> None:
+        self.committed.append(key)
+
+    def abort(self, key: tuple[str, int], reason: str) -> None:
+        self.aborted.append(key)
+
+    def tick(self) -> None:
+        pass
+
+
+class PlayedLinks:
+    """Links are up, unless the test says otherwise."""
+
+    def __init__(self) -> None:
+        self.down: set[str] = set()
+        self.resets: list[str] = []
+
+    def link_to(self, address: str) -> DecodeLink | None:
+        return None if address in self.down else cast("DecodeLink", object())
+
+    def reset(self, address: str, reason: str) -> None:
+        self.resets.append(address)
+
+    def sweep(self) -> None:
+        pass
+
+
+class Rig(ServiceRig[PrefillService]):
+    """A prefill worker."""
+
+    max_told = 1
+
+    def __init__(self) -> None:
+        blocks = BlockManager(CARD.num_blocks, CARD.layout.block_size, lambda: 0.0)
+        self.scheduler = PrefillScheduler(PrefillSchedulerSettings(), blocks, CARD.max_model_len)
+        super().__init__(CARD, blocks, self.scheduler, PrefillService)
+        self.transfers = PlayedTransfers()
+        self.links = PlayedLinks()
+        self.service.attach(self.ports, cast("DecodeLinks", self.links), cast("TransferTable", self.transfers))
+
+    def submit(self, name: str, max_tokens: int = 3) -> Submit:
+        return submit(name, max_tokens)
+
+    def settle(self) -> None:
+        self.finish()
+        for key in self.transfers.committed:
+            self.service.on_verified(key)
+        self.transfers.committed.clear()
+        self.release_sends()
+
+    def release_sends(self) -> None:
+        for key in self.transfers.open_keys:
+            self.service.on_blocks_released(key)
+        self.transfers.open_keys.clear()
+
+    def assert_nothing_left(self) -> None:
+        super().assert_nothing_left()
+        assert self.service._linkless == {}

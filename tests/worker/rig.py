@@ -1,0 +1,115 @@
+"""A worker's service and what runs on its model thread, without threads and sockets: both roles' rigs are built on this."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar, cast
+
+from prometheus_client import CollectorRegistry
+
+from kvrelay.common.model_card import ModelCard
+from kvrelay.engine.fake.engine import FakeEngine
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.wire.messages import Cancelled, Failed, FailureCode, Message, Role, Submit, TokenDelta, Tokens
+from kvrelay.worker.loop import ModelLoop
+from kvrelay.worker.metrics import EngineMetrics
+from kvrelay.worker.model_worker import Command, ModelWorker, Report, Scheduler
+from kvrelay.worker.service import Ports, Service
+from kvrelay.worker.submit import WorkerIdentity
+from tests.guides import PlayedGuides
+
+EPOCH = 7
+
+S = TypeVar("S", bound=Service[Any, Any])
+
+
+class ServiceRig(Generic[S]):
+    """Commands and reports travel when the test says so, guides come when it answers. A role attaches its hand-off."""
+
+    max_told = 100  # tokens that this worker tells of one request
+
+    def __init__(self, card: ModelCard, blocks: BlockManager, scheduler: Scheduler[Any], service: type[S]) -> None:
+        self.sent: list[tuple[str, Message]] = []
+        self.deaf: set[str] = set()  # peers that nothing can be sent to
+        self.commands: list[Command] = []
+        self.reports: list[Report[Any]] = []
+        self.now_s = 1000.0
+        self.blocks = blocks
+        self.guides = PlayedGuides()
+        self.engine = FakeEngine(card)
+        metrics = EngineMetrics(CollectorRegistry(), blocks, num_running=lambda: 0, num_waiting=lambda: 0)
+        self.model = ModelWorker(self.engine, scheduler, metrics, self.reports.append, self.clock)
+        self.service = service(WorkerIdentity("worker", EPOCH, card, 512), blocks, self.clock)
+        self.ports = Ports(self._send, cast("ModelLoop[Command]", self), self.guides)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def _send(self, role: Role, peer_id: str, message: Message) -> bool:
+        if peer_id in self.deaf:
+            return False
+        self.sent.append((peer_id, message))
+        return True
+
+    def post(self, command: Command) -> None:
+        """As ModelLoop."""
+        self.commands.append(command)
+
+    def wake(self) -> None:
+        """As ModelLoop."""
+
+    def submit(self, name: str, max_tokens: int = 3) -> Submit:
+        """A request that this role takes."""
+        raise NotImplementedError
+
+    def ask(self, message: Message, peer_id: str = "gateway", role: Role = Role.GATEWAY) -> None:
+        self.service.on_message(peer_id, role, message)
+
+    def handle(self) -> None:
+        """The model thread takes its commands."""
+        while self.commands:
+            self.model.handle(self.commands.pop(0))
+
+    def hear(self) -> None:
+        """The asyncio loop hears of everything that the model thread did."""
+        while self.reports:
+            self.service.on_report(self.reports.pop(0))
+
+    def finish(self) -> None:
+        """All goes on until nobody has anything to do."""
+        for _ in range(200):
+            self.handle()
+            if self.model.has_work():
+                self.model.step()
+            self.hear()
+            if not (self.commands or self.model.has_work()):
+                return
+        raise AssertionError("it never ends")
+
+    def settle(self) -> None:
+        """The same, and hand-offs succeed."""
+        self.finish()
+
+    def deltas(self, name: str) -> list[TokenDelta]:
+        batches = [message.items for _, message in self.sent if isinstance(message, Tokens)]
+        return [item for items in batches for item in items if item.request_id == name]
+
+    def output(self, name: str) -> list[int]:
+        return [token.token_id for delta in self.deltas(name) for token in delta.tokens]
+
+    def told(self, kind: type[Message]) -> list[Message]:
+        return [message for _, message in self.sent if isinstance(message, kind)]
+
+    def failed(self) -> list[Failed]:
+        return [message for _, message in self.sent if isinstance(message, Failed)]
+
+    def failures(self) -> list[tuple[str, FailureCode]]:
+        return [(message.request_id, message.code) for message in self.failed()]
+
+    def cancelled(self) -> list[str]:
+        return [message.request_id for _, message in self.sent if isinstance(message, Cancelled)]
+
+    def assert_nothing_left(self) -> None:
+        assert self.service.num_entries == 0
+        self.model._scheduler.check_integrity()
+        ledger = self.blocks.ledger()
+        assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger
