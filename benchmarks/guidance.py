@@ -28,9 +28,9 @@ from kvrelay.engine.guides.guidance import GuideRefusal, GuideResult
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import GuideState, Sequence
 from kvrelay.engine.torch_engine import TorchEngine
-from kvrelay.gateway.chat.tools.families import family_named
+from kvrelay.gateway.chat.tools.call_grammar import tool_guide
+from kvrelay.gateway.chat.tools.formats.families import family_named
 from kvrelay.gateway.chat.tools.functions import parse_tool_choice, parse_tools
-from kvrelay.gateway.chat.tools.guides import tool_guide
 from kvrelay.launcher.models import resolve_model
 
 _PROMPT_LEN = 64

@@ -1,7 +1,7 @@
 """How to generate: the names of vLLM's and TensorRT-LLM's ``SamplingParams``.
 
 Parameters become the body of OpenAI's completions, which the gateway's own schema reads
-(:mod:`kvrelay.gateway.apis.openai_schema`): defaults, ranges, and what contradicts what are those of HTTP, and so are the tokens.
+(:mod:`kvrelay.gateway.apis.openai.bodies`): defaults, ranges, and what contradicts what are those of HTTP, and so are the tokens.
 """
 
 from __future__ import annotations

@@ -19,18 +19,17 @@ from starlette.types import ASGIApp
 
 from kvrelay import __version__
 from kvrelay.gateway.activity import Activity
-from kvrelay.gateway.apis.docs import HEALTHY, METRICS, READY, VERSION
-from kvrelay.gateway.apis.jobs import Responder
-from kvrelay.gateway.apis.openai import OpenAIRoutes
-from kvrelay.gateway.apis.responses import ResponsesRoutes
-from kvrelay.gateway.apis.tgi.api import TgiRoutes
-from kvrelay.gateway.apis.tokenize import TokenizeRoutes
+from kvrelay.gateway.apis.answer_docs import HEALTHY, METRICS, READY, VERSION
+from kvrelay.gateway.apis.answering import IGNORED_HEADER, Responder
+from kvrelay.gateway.apis.openai.routes import OpenAIRoutes
+from kvrelay.gateway.apis.responses.routes import ResponsesRoutes
+from kvrelay.gateway.apis.tgi.routes import TgiRoutes
+from kvrelay.gateway.apis.tokenize.routes import TokenizeRoutes
 from kvrelay.gateway.debug import known_workers
 from kvrelay.gateway.http.api_keys import ApiKeys
-from kvrelay.gateway.http.api_request import ApiRoute
 from kvrelay.gateway.http.docs_page import add_docs_page
 from kvrelay.gateway.http.edge import Edge, install_error_handlers
-from kvrelay.gateway.http.ignored import HEADER as IGNORED_HEADER
+from kvrelay.gateway.http.request import ApiRoute
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.model import Model, ModelFiles, Models
 from kvrelay.gateway.relay.relay import Relay

@@ -10,9 +10,9 @@ import msgspec
 
 from kvrelay.gateway.chat.dialect import Dialect
 from kvrelay.gateway.chat.template import ChatTemplate
+from kvrelay.gateway.chat.tools.call_grammar import guide_param
 from kvrelay.gateway.chat.tools.calls import OutputParser
 from kvrelay.gateway.chat.tools.functions import ToolChoice, ToolMode, parse_tool_choice, parse_tools
-from kvrelay.gateway.chat.tools.guides import guide_param
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.relay.request import GenerationSpec
 

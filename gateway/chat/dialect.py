@@ -7,10 +7,13 @@ One :class:`Dialect` per model, made from its chat template and two settings. Fo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from kvrelay.common.sampling import Guide
 from kvrelay.gateway.chat import reasoning as thoughts
@@ -22,13 +25,13 @@ from kvrelay.gateway.chat.reasoning import (
     reasoning_named,
 )
 from kvrelay.gateway.chat.structural_tag import format_of, guide_of
+from kvrelay.gateway.chat.tools.call_grammar import tool_guide
 from kvrelay.gateway.chat.tools.calls import CallIds, OutputParser, PlainParser, random_call_id
-from kvrelay.gateway.chat.tools.families import FAMILIES
+from kvrelay.gateway.chat.tools.formats.families import FALLBACK, FAMILIES, ToolFamily, family_for, family_named
 from kvrelay.gateway.chat.tools.functions import ToolChoice, ToolMode
-from kvrelay.gateway.chat.tools.guides import tool_guide
 from kvrelay.gateway.chat.tools.messages import Message, MessageStyle, template_messages
 from kvrelay.gateway.chat.tools.parser import NO_CALLS, CallParser
-from kvrelay.gateway.chat.tools.support import ToolSupport
+from kvrelay.gateway.chat.tools.prompts import as_text, with_tools
 from kvrelay.gateway.errors import InvalidRequestError
 
 # Values of --tool-parser and --reasoning-parser.
@@ -36,48 +39,78 @@ TOOL_PARSERS: tuple[str, ...] = ("auto", "none", *sorted(family.name for family 
 REASONING_PARSERS: tuple[str, ...] = ("auto", "none", *sorted(family.name for family in thoughts.FAMILIES))
 
 
+# The variable, not a message's field of that name.
+_TOOLS = re.compile(r"(?<![\w.\"'])tools\b(?!['\"])")
+
+# What templates say that know one call of an answer: Llama 3's, and gpt-oss's.
+_SINGLE_CALL = ("only supports single tool", "max 1 tool call per message")
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """How one model is asked and read. Immutable."""
 
-    tools: ToolSupport | None
+    family: ToolFamily | None  # how it calls functions; None: tools are switched off
     reasoning: ReasoningFamily | None
     style: MessageStyle
+    describes_tools: bool  # the template shows the model its tools …
+    tells_calls: bool  # … and what came of earlier calls; what it does not do is done with text
+    has_system: bool  # it takes system messages
+    takes_parallel: bool  # it takes several calls of one answer
 
     @classmethod
-    def of(
-        cls,
-        chat_template: str | None,
-        tool_parser: str = "auto",
-        reasoning_parser: str = "auto",
-    ) -> Dialect:
-        """From the source of a chat template (None: the model has none) and the settings of these names."""
+    def of(cls, chat_template: str | None, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Dialect:
+        """From the source of a chat template (None: the model has none) and the settings of these names.
+
+        A template that belongs to no family that is known is not asked to show tools either: the model would answer in a format
+        that nobody reads. Raises KeyError on an unknown name.
+        """
         template = chat_template or ""
+        known = family_for(template) if tool_parser in ("auto", "none") else family_named(tool_parser)
         named = None if reasoning_parser in ("auto", "none") else reasoning_named(reasoning_parser)
         return cls(
-            tools=ToolSupport.of(template, tool_parser),
+            family=None if tool_parser == "none" else known or FALLBACK,
             reasoning=reasoning_for(template) if reasoning_parser == "auto" else named,
             style=MessageStyle.of(template),
+            describes_tools=known is not None and _TOOLS.search(template) is not None,
+            tells_calls=known is not None and "tool_calls" in template,
+            has_system="System role not supported" not in template,
+            takes_parallel=not any(mark in template for mark in _SINGLE_CALL),
         )
 
     @property
     def kept_tokens(self) -> tuple[str, ...]:
         """Special tokens that must stay in the text of chat answers: parsers read them."""
-        of_tools = () if self.tools is None else self.tools.family.kept_tokens
+        of_tools = () if self.family is None else self.family.kept_tokens
         of_reasoning = () if self.reasoning is None else (self.reasoning.begin, self.reasoning.end)
         return tuple(dict.fromkeys((*of_tools, *of_reasoning)))
+
+    def choice_for(self, choice: ToolChoice) -> ToolChoice:
+        """The choice as this model can carry it out: one call at a time if its template could not tell of more."""
+        return choice if self.takes_parallel else msgspec.structs.replace(choice, allows_parallel=False)
 
     def render_arguments(
         self, messages: Sequence[Mapping[str, Any]], choice: ToolChoice
     ) -> tuple[list[Message], list[dict[str, Any]] | None]:
-        """(messages, tools) for the chat template. Raises InvalidRequestError: malformed calls, or tools that are switched off."""
-        if self.tools is not None:
-            return self.tools.render_arguments(messages, choice)
-        if choice.shown:
-            raise InvalidRequestError(
-                "this deployment has tools switched off (--tool-parser none); leave tools out", param="tools"
-            )
-        return template_messages(messages, self.style), None
+        """(messages, tools) for the chat template. Raises InvalidRequestError: malformed calls, or tools that are switched off.
+
+        A template that describes no tools gets None, and messages that do it in words.
+        """
+        if self.family is None:
+            if choice.shown:
+                raise InvalidRequestError(
+                    "this deployment has tools switched off (--tool-parser none); leave tools out", param="tools"
+                )
+            return template_messages(messages, self.style), None
+        style = self.style if self.tells_calls else replace(self.style, has_text_arguments=True)
+        told = template_messages(messages, style)
+        if not self.tells_calls:
+            told = as_text(told, self.family.spelling)
+        if not choice.shown:
+            return told, None
+        if self.describes_tools:
+            return told, [function.as_tool() for function in choice.shown]
+        return with_tools(told, choice.shown, self.family.spelling, has_system=self.has_system), None
 
     def guide(
         self, prompt: str, choice: ToolChoice, content: Guide | None = None, param: str | None = None
@@ -90,8 +123,8 @@ class Dialect:
         reasoning = self.reasoning
         try:
             guide = content
-            if self.tools is not None and self._reads_calls(choice):
-                guide = tool_guide(self.tools.family, self.tools.choice_for(choice), content)
+            if self.family is not None and self._reads_calls(choice):
+                guide = tool_guide(self.family, self.choice_for(choice), content)
             # Otherwise nobody asked, nobody thinks, or the template has ended the thoughts.
             if guide is not None and reasoning is not None and not prompt.rstrip().endswith(reasoning.end):
                 guide = after_reasoning(guide, reasoning, starts_inside=reasoning.starts_inside(prompt))
@@ -105,8 +138,8 @@ class Dialect:
         if self.is_plain(choice):
             return PlainParser()
         syntax, read_first = NO_CALLS, None
-        if self.tools is not None and self._reads_calls(choice):
-            syntax, choice = self.tools.family.syntax, self.tools.choice_for(choice)
+        if self.family is not None and self._reads_calls(choice):
+            syntax, choice = self.family.syntax, self.choice_for(choice)
         if (family := self.reasoning) is not None:
             read_first = partial(read_thoughts, family=family, starts_inside=family.starts_inside(prompt))
         return CallParser(syntax, choice, new_id, read_first)
@@ -117,5 +150,6 @@ class Dialect:
 
     def _reads_calls(self, choice: ToolChoice) -> bool:
         """Whether the model's family of tools has to do with the answer."""
-        has_format = self.tools is not None and self.tools.family.whole_answer is not None
-        return has_format or (self.tools is not None and choice.mode is not ToolMode.NONE)
+        if self.family is None:
+            return False
+        return self.family.whole_answer is not None or choice.mode is not ToolMode.NONE

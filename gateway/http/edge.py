@@ -21,10 +21,10 @@ from kvrelay.gateway.errors import (
     SlowClientError,
 )
 from kvrelay.gateway.http.api_keys import ApiKeys
-from kvrelay.gateway.http.api_request import ApiRequest
 from kvrelay.gateway.http.docs_page import PATHS as DOCS_PATHS
 from kvrelay.gateway.http.key_limits import KeyUse
 from kvrelay.gateway.http.refusals import Reason
+from kvrelay.gateway.http.request import ApiRequest
 from kvrelay.gateway.http.tgi_errors import PATHS as TGI_PATHS
 from kvrelay.gateway.http.tgi_errors import tgi_error
 from kvrelay.gateway.metrics import GatewayMetrics

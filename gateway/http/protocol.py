@@ -1,4 +1,4 @@
-"""HTTP/1.1 of one connection: uvicorn's protocol, with bounds that it lacks. The one module that knows uvicorn from inside.
+"""HTTP/1.1 of one connection: uvicorn's protocol, with bounds that it lacks. Only this and ``exchange.py`` know its inside.
 
 uvicorn waits for a request's headers for ever and keeps all of them; it waits for ever for a client that does not read. Here
 each of these ends. Request line and headers have bounds in bytes, number and time, requests sent ahead in number. A client that
@@ -16,7 +16,6 @@ import asyncio
 import http
 import json
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import uvicorn
@@ -24,53 +23,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from kvrelay.gateway.errors import ApiError, ConnectionsError, HeadersTooLargeError, InvalidHttpError, SlowClientError
-from kvrelay.gateway.http.gathered_writes import GatheredWrites
+from kvrelay.gateway.http.exchange import EXTENSION, Exchange, GatheredWrites
 from kvrelay.gateway.http.refusals import Reason, Refusals
 from kvrelay.gateway.http.settings import HttpLimits
-
-EXTENSION = "kvrelay.exchange"  # of the ASGI scope, with an Exchange
 
 _MAX_HEADERS = 256  # each is compared with the names that are looked for
 _MAX_PIPELINED = 16  # requests behind the one that is being answered
 _HIGH_WATER_BYTES = 64 * 2**10  # of an answer that the kernel does not take; then writing pauses
 _LOW_WATER_BYTES = 16 * 2**10
 _LINGER_S = 2.0
-
-
-class Exchange:
-    """One request's answer on its connection, beside ASGI: writes chunks as ``send`` would, in the very call that makes them."""
-
-    def __init__(self, cycle: RequestResponseCycle, writes: GatheredWrites) -> None:
-        """``writes``: of all connections."""
-        self._cycle = cycle
-        self._writes = writes
-
-    def begin(self, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bool:
-        """Write a head of status 200 and a first part; False, and nothing written, if the client is behind, or gone."""
-        cycle = self._cycle
-        if cycle.disconnected or cycle.flow.write_paused or cycle.response_started:
-            return False
-        cycle.response_started = True
-        cycle.waiting_for_100_continue = False
-        cycle.chunked_encoding = True
-        lines = [name + b": " + value + b"\r\n" for name, value in (*cycle.default_headers, *headers)]
-        if not cycle.keep_alive:
-            lines.append(b"connection: close\r\n")
-        head = b"HTTP/1.1 200 OK\r\n" + b"".join(lines) + b"transfer-encoding: chunked\r\n\r\n"
-        cycle.transport.write(head + _chunk(body) if body else head)
-        return True
-
-    def write(self, body: bytes) -> bool:
-        """Write one more part, not empty, soon; False, and nothing written, if the client is behind, or gone."""
-        cycle = self._cycle
-        if cycle.disconnected or cycle.flow.write_paused:
-            return False
-        self._writes.add(cycle.transport, _chunk(body))
-        return True
-
-    def write_now(self) -> None:
-        """Write the parts that wait to be; to be called before anything else is sent."""
-        self._writes.write_now(self._cycle.transport)
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -309,7 +270,3 @@ def raw_response(error: ApiError) -> bytes:
     if error.retry_after is not None:
         lines.append(f"retry-after: {error.retry_after}")
     return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-def _chunk(body: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(body), body)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvrelay.gateway.http.gathered_writes import GatheredWrites
+from kvrelay.gateway.http.exchange import GatheredWrites
 from kvrelay.gateway.http.protocol import HttpProtocol
 from kvrelay.gateway.http.refusals import Refusals
 from kvrelay.gateway.http.settings import HttpLimits

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.gateway.errors import ApiError, ClientBehindError, ShuttingDownError
-from kvrelay.gateway.http.api_request import ApiRequest
-from kvrelay.gateway.http.protocol import EXTENSION, Exchange
+from kvrelay.gateway.http.exchange import EXTENSION, Exchange
+from kvrelay.gateway.http.request import ApiRequest
 
 # Within JSON they may stand as they are, and no event ends with one; but some clients split lines wherever Unicode sees an end.
 _LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in ("\x85", "\u2028", "\u2029"))

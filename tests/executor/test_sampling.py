@@ -11,9 +11,9 @@ from kvrelay.common.retention import Retention
 from kvrelay.common.sampling import BeamSearch, GuideKind
 from kvrelay.executor.request import Chat, Request, as_request, encode_body
 from kvrelay.executor.sampling import SamplingParams, StructuredOutputsParams
-from kvrelay.gateway.apis.openai_schema import CompletionBody
+from kvrelay.gateway.apis.openai.bodies import CompletionBody
 from kvrelay.gateway.errors import InvalidRequestError
-from kvrelay.gateway.http.bodies import parse_body
+from kvrelay.gateway.http.request import parse_body
 from kvrelay.gateway.relay.request import GenerationSpec
 
 

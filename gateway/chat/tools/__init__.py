@@ -1,11 +1,11 @@
 """Functions that models may call. The life of a tool call, in the order of the modules:
 
 1. ``functions``: the request's ``tools`` and ``tool_choice`` become a ``ToolChoice``, or a 400 that names the field.
-2. ``families``: the model's chat template says how it writes calls; ``support`` adds what the template leaves to the gateway.
+2. ``formats/families``: the model's chat template says how it writes calls.
 3. ``messages``, ``prompts``: the conversation in the template's shape; tools in words if the template shows none.
-4. ``guides``, ``schemas``: a grammar (an xgrammar structural tag) that travels to the workers, so that a call cannot be malformed.
+4. ``call_grammar``, ``schemas``: a grammar (an xgrammar structural tag) that travels to the workers: no call can be malformed.
 5. The answer's text comes back in pieces. ``parser`` lets content through and holds back what may be the beginning of a call.
-6. ``envelopes``, ``sections``, ``tagged``, ``pythonic``, ``harmony``: formats, read by generators over a ``reader``.
+6. ``formats/``: how calls are written, read by generators over a ``reader``.
 7. ``calls``: an id and the name go out when a call's arguments begin, then the arguments, as they come, as JSON text.
 8. What looks like a call and is none is content. No text is lost, and no answer fails because of it.
 9. The client runs the function and sends its result with the next request, as a message of role ``tool``: back to 3.

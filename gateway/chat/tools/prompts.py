@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvrelay.gateway.chat.tools.families import Spelling
+from kvrelay.gateway.chat.tools.formats.families import Spelling
 from kvrelay.gateway.chat.tools.functions import Function
 
 Message = dict[str, Any]

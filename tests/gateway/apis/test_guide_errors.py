@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvrelay.gateway.chat.tools.call_grammar import guide_param
 from kvrelay.gateway.chat.tools.functions import Function, ToolChoice, ToolMode
-from kvrelay.gateway.chat.tools.guides import guide_param
 from kvrelay.wire.messages import FailureCode, Submit
 from kvrelay.worker.submit import guide_failed
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from kvrelay.gateway.apis.openai_schema import ChatBody, CompletionBody, DetokenizeBody
-from kvrelay.gateway.apis.responses_schema import ResponseBody
-from kvrelay.gateway.apis.tgi.schema import GenerateBody
+from kvrelay.gateway.apis.openai.bodies import ChatBody, CompletionBody
+from kvrelay.gateway.apis.responses.body import ResponseBody
+from kvrelay.gateway.apis.tgi.bodies import GenerateBody
+from kvrelay.gateway.apis.tokenize.bodies import DetokenizeBody
 
 from ..http_app import CHAT, TEXT, app_for
 from ..players import good

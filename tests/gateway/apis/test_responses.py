@@ -11,7 +11,7 @@ from typing import Any
 import openai
 
 from kvrelay.common.sampling import FinishReason, GuideKind
-from kvrelay.gateway.apis.response_items import ResponseItems
+from kvrelay.gateway.apis.responses.items import ResponseItems
 from kvrelay.gateway.chat.tools.calls import ParsedDelta, Said, Thought, ToolCallDelta
 from kvrelay.wire.messages import FailureCode, Submit
 
@@ -169,7 +169,6 @@ def test_items_follow_one_another_and_are_told_in_order() -> None:
     """Also where the end of a call, another call and text come in one token."""
     ids = iter("abcdefg")
     items = ResponseItems(lambda: next(ids))
-    events = b""
     for parts in (
         (Thought("hm"),),
         (Said("so"),),
@@ -182,8 +181,9 @@ def test_items_follow_one_another_and_are_told_in_order() -> None:
         ),
         (Said("nd"),),
     ):
-        events += items.push(ParsedDelta(parts), [])
-    events += items.close("incomplete")
+        items.push(ParsedDelta(parts), [])
+    items.close("incomplete")
+    events = items.take()
     bodies = list(items.done)
     assert [body["type"] for body in bodies] == ["reasoning", "message", "function_call", "function_call", "message"]
     assert [body["id"] for body in bodies] == ["rs_a", "msg_b", "fc_c", "fc_d", "msg_e"]

@@ -22,16 +22,16 @@ JSON_OBJECT = Guide(kind=GuideKind.JSON_OBJECT)
 
 def test_from_the_template_and_from_the_settings() -> None:
     dialect = Dialect.of(QWEN3)
-    assert dialect.tools is not None
+    assert dialect.family is not None
     assert dialect.reasoning is not None
-    assert (dialect.tools.family.name, dialect.reasoning.name) == ("hermes", "qwen3")
+    assert (dialect.family.name, dialect.reasoning.name) == ("hermes", "qwen3")
     assert dialect.kept_tokens == ("<tool_call>", "</tool_call>", "<think>", "</think>")
     off = Dialect.of(QWEN3, "none", "none")
-    assert (off.tools, off.reasoning, off.kept_tokens) == (None, None, ())
+    assert (off.family, off.reasoning, off.kept_tokens) == (None, None, ())
     for name in TOOL_PARSERS[2:]:
         chosen = Dialect.of(None, tool_parser=name)
-        assert chosen.tools is not None
-        assert chosen.tools.family.name == name
+        assert chosen.family is not None
+        assert chosen.family.name == name
     for name in REASONING_PARSERS[2:]:
         thinking = Dialect.of(None, reasoning_parser=name)
         assert thinking.reasoning is not None

@@ -18,9 +18,9 @@ from kvrelay.gateway.chat.reasoning import (
     reasoning_for,
     reasoning_named,
 )
-from kvrelay.gateway.chat.tools.families import family_named
+from kvrelay.gateway.chat.tools.call_grammar import tool_guide
+from kvrelay.gateway.chat.tools.formats.families import family_named
 from kvrelay.gateway.chat.tools.functions import ToolChoice, ToolMode
-from kvrelay.gateway.chat.tools.guides import tool_guide
 from kvrelay.gateway.chat.tools.parser import NO_CALLS, CallParser, Syntax
 
 from .tools.cases import CUTS, Answer, names_choice, numbered_ids, pieces_of, read

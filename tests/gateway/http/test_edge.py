@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from kvrelay.gateway.http.api_request import ApiRequest
 from kvrelay.gateway.http.edge import Edge
+from kvrelay.gateway.http.request import ApiRequest
 from kvrelay.gateway.metrics import GatewayMetrics
 
 from ..http_port import POST, Port, Recorder, error_of, serving

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from kvrelay.gateway.http.gathered_writes import GatheredWrites
+from kvrelay.gateway.http.exchange import GatheredWrites
 from kvrelay.gateway.http.protocol import HttpProtocol
 from kvrelay.gateway.http.refusals import Refusals
 from kvrelay.gateway.http.settings import HttpLimits

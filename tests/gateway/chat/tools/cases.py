@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvrelay.gateway.chat.tools.calls import CallIds, OutputParser, ParsedDelta, Part, Said, Thought, ToolCallDelta
-from kvrelay.gateway.chat.tools.families import FAMILIES, ToolFamily
+from kvrelay.gateway.chat.tools.formats.families import FAMILIES, ToolFamily
 from kvrelay.gateway.chat.tools.functions import Function, ToolChoice, ToolMode
 from kvrelay.gateway.chat.tools.parser import CallParser
 

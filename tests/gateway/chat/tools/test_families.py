@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.gateway.chat.tools.families import FAMILIES, family_for, family_named
+from kvrelay.gateway.chat.tools.formats.families import FAMILIES, family_for, family_named
+from kvrelay.gateway.chat.tools.formats.sections import DEEPSEEK
 from kvrelay.gateway.chat.tools.functions import Function
-from kvrelay.gateway.chat.tools.sections import DEEPSEEK
 
 from .cases import Answer, choice_of, names_choice, parser_of, read
 

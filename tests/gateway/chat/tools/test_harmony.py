@@ -9,9 +9,9 @@ import pytest
 
 from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.chat.dialect import Dialect
-from kvrelay.gateway.chat.tools.families import family_named
+from kvrelay.gateway.chat.tools.formats.families import family_named
+from kvrelay.gateway.chat.tools.formats.harmony import TOKENS
 from kvrelay.gateway.chat.tools.functions import ToolChoice, parse_tool_choice, parse_tools
-from kvrelay.gateway.chat.tools.harmony import TOKENS
 
 from .cases import Answer, names_choice, numbered_ids, parser_of, read
 from .grammars import Grammars

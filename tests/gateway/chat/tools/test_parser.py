@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvrelay.gateway.chat.tools.families import FAMILIES, ToolFamily, family_named
+from kvrelay.gateway.chat.tools.formats.families import FAMILIES, ToolFamily, family_named
 
 from .cases import CALLS, CUTS, FRAGMENTS, Answer, choice_of, functions_of, names_choice, parser_of, pieces_of, read
 

@@ -1,0 +1,194 @@
+"""What one HTTP request asks for, and how it is answered: by one JSON body, or by server-sent events.
+
+The status line waits for the first tokens, so that what fails before them is a proper HTTP error. What fails later is one error
+event in the stream, never a silent cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+from starlette.responses import JSONResponse, Response
+
+from kvrelay.common.sampling import SampledToken
+from kvrelay.gateway.errors import ApiError, ClientBehindError
+from kvrelay.gateway.http.request import ApiRequest
+from kvrelay.gateway.http.sse import EventStream
+from kvrelay.gateway.model import Model
+from kvrelay.gateway.relay.request import GenerationRequest, GenerationSpec
+from kvrelay.gateway.text.output import TextDelta, Usage
+
+logger = logging.getLogger(__name__)
+
+IGNORED_HEADER = "x-ignored-fields"
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # what is any other stands in no header and no log
+_MAX_SHOWN = 16  # names in a header
+_MAX_LOGGED = 256  # names that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer of several, complete."""
+
+    index: int
+    deltas: list[TextDelta]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join([delta.text for delta in self.deltas])
+
+    @property
+    def tokens(self) -> list[SampledToken]:
+        """All of them."""
+        return [token for delta in self.deltas for token in delta.tokens]
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens; the best choice has the highest."""
+        return sum(token.logprob or 0.0 for token in self.tokens) / max(1, len(self.tokens))
+
+    @property
+    def prompt_logprobs(self) -> list[SampledToken] | None:
+        """Of the prompt that this choice continues, if it has them."""
+        return next((delta.prompt_logprobs for delta in self.deltas if delta.prompt_logprobs is not None), None)
+
+
+class Format(Protocol):
+    """How one route writes one answer. Choices are numbered by ``index``. Methods that write events give bytes, maybe none."""
+
+    def opening(self) -> bytes:
+        """Events before the first text."""
+
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
+        """Events for what is new of one choice."""
+
+    def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
+        """Events behind the last text. ``extras``: what only kvrelay's clients ask for, beside the usage."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """Events that end a stream that cannot go on."""
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any] | list[Any]:
+        """The body of an answer that is not streamed."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One HTTP request, ready to run."""
+
+    model: Model
+    sequences: Sequence[GenerationRequest]
+    written: Format
+    is_stream: bool
+    ignored: Sequence[str] = ()  # fields of the body that nobody knows
+    includes_timings: bool = False  # beside the usage, for the first choice
+
+    def extras(self) -> dict[str, object]:
+        """What only kvrelay's clients ask for, once the answer is complete."""
+        return {"kvrelay": self.sequences[0].timings.body()} if self.includes_timings else {}
+
+
+def sequences_of(
+    model: Model, request: ApiRequest, prompts: Sequence[Sequence[int]], spec: GenerationSpec, prompt_param: str
+) -> list[GenerationRequest]:
+    """What an HTTP request asks ``model`` for. Raises InvalidRequestError naming the field, or the header, that is wrong."""
+    return model.sequences(
+        prompts,
+        spec,
+        request_id=request.internal_id,
+        received_s=request.received_s,
+        prompt_param=prompt_param,
+        timeout_s=request.timeout_s(),
+        min_priority=request.min_priority,
+    )
+
+
+class Responder:
+    """Runs jobs and answers them."""
+
+    def __init__(self) -> None:
+        self._ignored = _IgnoredFields()
+
+    async def respond(self, request: ApiRequest, job: Job) -> Response:
+        """The response. What fails before its status line is raised, as ApiError, here or when it is sent."""
+        headers = self._ignored.headers(job.ignored)
+        # A prompt counts once.
+        usages = [Usage(len(one.prompt_token_ids) if one.is_first else 0) for one in job.sequences]
+        if job.is_stream:
+            return EventStream(lambda stream: self._events(request, job, usages, stream), job.written.failed, headers)
+        deltas: list[list[TextDelta]] = [[] for _ in job.sequences]
+        await job.model.run(job.sequences, usages, lambda index, delta: deltas[index].append(delta))
+        body = job.written.whole(choose(job.sequences, deltas), _total(usages))
+        return JSONResponse({**body, **job.extras()} if isinstance(body, dict) else body, headers=headers)
+
+    async def _events(self, request: ApiRequest, job: Job, usages: Sequence[Usage], stream: EventStream) -> bytes:
+        """Write the job's events, up to the last ones, which are returned."""
+
+        def take(index: int, delta: TextDelta) -> None:
+            before = b"" if stream.has_begun else job.written.opening()
+            stream.write(before + job.written.chunk(index, delta))
+
+        try:
+            await job.model.run(job.sequences, usages, take)
+            return job.written.closing(_total(usages), job.extras())
+        except Exception as error:
+            if not stream.has_begun:
+                raise
+            request.cut = "client_behind" if isinstance(error, ClientBehindError) else "failed_mid_stream"
+            if isinstance(error, ApiError):
+                return job.written.failed(error)
+            logger.exception("a stream failed", extra={"request_id": job.sequences[0].request_id})
+            return job.written.failed(ApiError("the server failed while it was answering; try again"))
+
+
+def choose(sequences: Sequence[GenerationRequest], deltas: Sequence[Sequence[TextDelta]]) -> list[Choice]:
+    """The answer among what ``sequences`` gave: beams apart, of each prompt the best by log probability per token, numbered."""
+    spec = sequences[0].spec
+    chosen: list[list[TextDelta]] = []
+    for first in range(0, len(deltas), spec.num_sequences):
+        group = [list(one) for one in deltas[first : first + spec.num_sequences]]
+        if spec.beam_search is not None:
+            chosen += [[beam] for one in group for beam in sorted(one, key=lambda delta: delta.beam)]
+            continue
+        prompt_logprobs = group[0][0].prompt_logprobs
+        if spec.num_choices < len(group):
+            group.sort(key=lambda one: Choice(0, one).mean_logprob, reverse=True)
+        for one in group[: spec.num_choices]:
+            one[0] = msgspec.structs.replace(one[0], prompt_logprobs=prompt_logprobs)
+            chosen.append(one)
+    return [Choice(index, list(one)) for index, one in enumerate(chosen)]
+
+
+def _total(usages: Sequence[Usage]) -> Usage:
+    """The usage of all choices together."""
+    return Usage(
+        num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
+        num_output_tokens=sum(usage.num_output_tokens for usage in usages),
+        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+    )
+
+
+class _IgnoredFields:
+    """Fields of bodies that nobody knows: the client is told in a header, the operator in the log, once for each name."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def headers(self, names: Sequence[str]) -> dict[str, str]:
+        """What an answer says of the names that its body had for nothing; logs those that are new."""
+        if not names:
+            return {}
+        plain = [name for name in names if _PLAIN_NAME.fullmatch(name)]
+        shown = plain[:_MAX_SHOWN]
+        for name in shown:
+            if name not in self._logged and len(self._logged) < _MAX_LOGGED:
+                self._logged.add(name)
+                logger.warning("requests have a field %r, which means nothing here; it is ignored", name)
+        num_more = len(names) - len(shown)
+        return {IGNORED_HEADER: ", ".join([*shown, f"and {num_more} more"] if num_more else shown)}

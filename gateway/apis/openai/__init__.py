@@ -1,0 +1,1 @@
+"""The APIs of OpenAI's completions and chat completions."""

@@ -1,0 +1,156 @@
+"""The bodies of OpenAI's chat completions, whole and in chunks: text, reasoning, tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvrelay.common.sampling import FinishReason, SampledToken
+from kvrelay.gateway.apis.answering import Choice
+from kvrelay.gateway.apis.openai.answer_parts import AnswerHead, Shown, chat_logprobs, prompt_logprobs
+from kvrelay.gateway.chat.tools.calls import OutputParser, ToolCallDelta
+from kvrelay.gateway.errors import ApiError
+from kvrelay.gateway.http.sse import DONE, ChunkTemplate, sse
+from kvrelay.gateway.text.output import TextDelta, Usage
+from kvrelay.gateway.text.tokenizer import Tokenizer
+
+
+class ChatFormat:
+    """Answers of ``/v1/chat/completions``. Implements :class:`kvrelay.gateway.apis.answering.Format`."""
+
+    def __init__(
+        self,
+        head: AnswerHead,
+        tokenizer: Tokenizer,
+        shown: Shown,
+        *,
+        num_choices: int = 1,
+        make_parser: Callable[[], OutputParser] | None = None,
+        echoed: str = "",
+    ) -> None:
+        """``make_parser``: what finds reasoning and tool calls in one choice's text; None: all of it is content.
+
+        ``echoed``: text that every choice begins with.
+        """
+        self._head = head
+        self._chunk_head = head.body("chatcmpl", "chat.completion.chunk")
+        self._template = ChunkTemplate(self._chunk_head, "choices")
+        self._tokenizer = tokenizer
+        self._shown = shown
+        self._num_choices = num_choices
+        self._echoed = echoed
+        parsers = None if make_parser is None else [make_parser() for _ in range(num_choices)]
+        self._parsers = parsers
+        self._has_called = [False] * num_choices
+
+    def opening(self) -> bytes:
+        """The chunks that say who speaks."""
+        events: list[bytes] = []
+        for index in range(self._num_choices):
+            delta = {"role": "assistant", "content": self._echoed}
+            events.append(self._chunk([{"index": index, "delta": delta, "finish_reason": None}]))
+        return b"".join(events)
+
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
+        """One chunk of a stream; none for text that is held back because it may be a marker's beginning."""
+        said = {"content": delta.text} if delta.text else {}
+        if self._parsers is not None:
+            said = self._said(index, delta.text, is_over=delta.finish_reason is not None)
+        choice = {"index": index, "delta": said, "finish_reason": self._finish_reason(index, delta)}
+        if delta.stop_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        choice |= self._of_tokens(delta.tokens)
+        more: dict[str, Any] = {}
+        if self._shown.prompt_logprobs and delta.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_logprobs(self._tokenizer, delta.prompt_logprobs)
+        is_silent = self._parsers is not None and not said and delta.finish_reason is None
+        if is_silent and not more and not self._shown.logprobs and not self._shown.token_ids:
+            return b""
+        return self._chunk([choice], **more)
+
+    def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
+        """Usage, if asked for, and the end."""
+        return (self._chunk([], usage=usage.body(), **extras) if self._shown.usage else b"") + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The error, and the end."""
+        return sse(error.body()) + DONE
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        bodies = [self._choice(choice) for choice in choices]
+        body = {**self._head.body("chatcmpl", "chat.completion"), "choices": bodies, "usage": usage.body()}
+        if self._shown.prompt_logprobs and (known := choices[0].prompt_logprobs) is not None:
+            body["prompt_logprobs"] = prompt_logprobs(self._tokenizer, known)
+        return body
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        last = choice.deltas[-1]
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if self._parsers is not None:
+            message |= {"content": "", **self._said(choice.index, choice.text, is_over=True)}
+        message["content"] = self._echoed + message["content"]
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = _whole_calls(calls)
+            message["content"] = message["content"] or None
+        return {
+            "index": choice.index,
+            "message": message,
+            "finish_reason": self._finish_reason(choice.index, last),
+            "stop_reason": last.stop_reason,
+            "logprobs": None,
+            **self._of_tokens(choice.tokens),
+        }
+
+    def _said(self, index: int, text: str, *, is_over: bool) -> dict[str, Any]:
+        """What new text of a choice turned out to be."""
+        assert self._parsers is not None
+        parsed = self._parsers[index].push(text)
+        if is_over:
+            parsed += self._parsers[index].finish()
+        body: dict[str, Any] = {}
+        if parsed.content:
+            body["content"] = parsed.content
+        if parsed.reasoning:
+            body["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            self._has_called[index] = True
+            body["tool_calls"] = [_call_delta(call) for call in parsed.calls]
+        return body
+
+    def _finish_reason(self, index: int, delta: TextDelta) -> str | None:
+        return (
+            "tool_calls"
+            if delta.finish_reason is FinishReason.STOP and self._has_called[index]
+            else delta.finish_reason
+        )
+
+    def _of_tokens(self, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+        """What the client asked to see of them."""
+        body: dict[str, Any] = {}
+        if self._shown.logprobs:
+            body["logprobs"] = chat_logprobs(self._tokenizer, tokens, ids_as_tokens=self._shown.ids_as_tokens)
+        if self._shown.token_ids:
+            body["token_ids"] = [token.token_id for token in tokens]
+        return body
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return sse({**self._chunk_head, "choices": choices, **more}) if more else self._template.event(choices)
+
+
+def _whole_calls(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls as an answer that is not streamed has them, from the pieces that a stream would have."""
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        if "id" in delta:
+            calls[delta["index"]] = {"id": delta["id"], "type": "function", "function": delta["function"]}
+        else:
+            calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
+    return list(calls.values())
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

@@ -1,0 +1,275 @@
+"""What the bodies of chats and completions share: OpenAI's sampling fields, and those that vLLM and TensorRT-LLM add to them.
+
+Types are checked strictly; ranges live here, what depends on the model does not. Fields that nobody knows are ignored, as
+OpenAI-compatible servers do, and named in the answer's header. Fields that we know but do
+not serve are refused by name as soon as they ask for something: silence would change the meaning of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from kvrelay.common.block_hash import MAX_CACHE_SALT
+from kvrelay.common.retention import MAX_PRIORITY, MIN_PRIORITY, Retention
+from kvrelay.common.sampling import BeamSearch
+from kvrelay.gateway.apis.openai.output_format import GUIDED_FIELDS, requested_guide
+from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.http.request import RequestBody
+from kvrelay.gateway.relay.request import GenerationSpec
+
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_PROMPTS = 128
+_MAX_WORDS = 256
+_MAX_BAD_CHARS = 8192  # tokenized twice, with and without a space
+_RAISED_PRIORITY = 80  # of who says only for how long
+_TIER_PRIORITY = {"priority": -10, "flex": 10}  # others: 0
+
+# Lists fail at their first bad item: a complaint about each of a million would keep the loop busy for seconds.
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT, pattern="^[ -~]*$")]
+Name = Annotated[str, Field(min_length=1, max_length=64)]
+
+# What OpenAI's clients send for OpenAI's own books: it would change no answer.
+BOOKKEEPING = frozenset(
+    {"user", "store", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+
+# What each of these may say without asking for anything; whatever else it says is refused.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "modalities": (["text"],),
+    "web_search_options": (),
+    "documents": ([],),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+    "prompt_embeds": (),
+    "prediction": (),
+    "lora_request": (),
+    "kv_transfer_params": (),
+}
+
+# Fields that are called the same among all APIs' wishes; what is not given has its default there.
+_WISHES = {
+    "temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "min_tokens", "ignore_eos", "cache_salt",
+}  # fmt: skip
+
+_KNOWN = BOOKKEEPING | GUIDED_FIELDS | _HARMLESS.keys()
+
+
+class StreamOptions(RequestBody):
+    """What a stream carries beside tokens."""
+
+    include_usage: bool | None = None
+    """Whether the last chunk tells the usage."""
+
+
+class SamplingBody(RequestBody):
+    """What both routes share."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    """The served model; left out, it is that one."""
+    stream: bool | None = None
+    """Whether the answer comes as server-sent events."""
+    stream_options: StreamOptions | None = None
+    """What a stream tells beside its text."""
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """How many answers to return."""
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """How many answers to generate; the `n` best by log probability per token are returned."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """At most so many tokens are generated."""
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """The answer does not end before so many tokens."""
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    """Sharpness of sampling; 0 takes the likeliest token."""
+    top_p: Probability | None = None
+    """Only the likeliest tokens that have this probability together are sampled."""
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """Only so many of the likeliest tokens are sampled; -1 and 0 switch it off."""
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    """Only tokens of at least this share of the likeliest one's probability are sampled."""
+    typical_p: Probability | None = None
+    """Only tokens whose surprise is typical, up to this probability together, are sampled."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    """Divides the logits of tokens that prompt or output have; 1 does nothing."""
+    presence_penalty: Penalty | None = None
+    """Subtracted from the logits of tokens that the output has."""
+    frequency_penalty: Penalty | None = None
+    """Subtracted from a token's logit for each time that the output has it."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """Equal requests with the same seed get the same answer; left out, one is drawn."""
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    """The answer ends in front of any of these texts."""
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_WORDS, fail_fast=True)] | None = None
+    """The answer also ends at any of these tokens."""
+    include_stop_str_in_output: bool | None = None
+    """Whether what ended the answer is part of its text."""
+    ignore_eos: bool | None = None
+    """Whether to go on behind the model's own end tokens."""
+    skip_special_tokens: bool | None = None
+    """Whether special tokens are left out of the text, as by default."""
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    """Added to logits, by token id."""
+    allowed_token_ids: TokenIds | None = None
+    """Only these tokens may come."""
+    bad_words: Annotated[list[str], Field(max_length=_MAX_WORDS, fail_fast=True)] | None = None
+    """Texts that must not come, spelled with or without a space before them."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log probabilities of the prompt's tokens, and of so many likeliest others."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Only so many of the prompt's last tokens are used."""
+    response_format: dict[str, Any] | None = None
+    """What the answer must match: `text`, `json_object`, `json_schema` or `structural_tag`."""
+    structured_outputs: dict[str, Any] | None = None
+    """The same in vLLM's words: one of `json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`."""
+    use_beam_search: bool | None = None
+    """Whether the likeliest whole answers are searched for."""
+    beam_width: Annotated[int, Field(ge=1, le=64)] | None = None
+    """How many beams a search keeps; by default `n`."""
+    length_penalty: Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)] | None = None
+    """Exponent of the length that a beam's log probability is divided by."""
+    early_stopping: bool | Literal["never"] | None = None
+    """When a beam search ends, as in transformers."""
+    watermark: bool | None = None
+    """Whether the text carries a watermark that `kvrelay watermark` detects."""
+    logits_processors: Annotated[list[Name], Field(max_length=16, fail_fast=True)] | None = None
+    """Names of processors that the operator installed."""
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    """`priority` and `flex` move the request ten places of priority ahead and back."""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    """Place in the line for a worker; the smaller, the earlier."""
+    cache_priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
+    """How long the request's KV stays cached: what has more is evicted later."""
+    cache_ttl: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None
+    """For so many seconds `cache_priority` holds."""
+    cache_salt: CacheSalt | None = None
+    """Cached prefixes are shared only among requests with the same salt."""
+    return_token_ids: bool | None = None
+    """Whether token ids come beside the text."""
+    return_tokens_as_token_ids: bool | None = None
+    """Whether log probabilities name tokens as `token_id:17`."""
+
+    def ignored(self) -> list[str]:
+        """The fields that nobody knows."""
+        extra = self.model_extra or {}
+        return [name for name in extra if name not in _KNOWN]
+
+    def spec(
+        self, *, max_tokens: int | None, num_logprobs: int | None, max_tokens_param: str = "max_tokens"
+    ) -> GenerationSpec:
+        """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused, or contradicted."""
+        extra = self.model_extra or {}
+        refuse_unsupported(extra, _HARMLESS, "leave it out")
+        self._check_bad_words()
+        is_stream, num_choices = bool(self.stream), self.n or 1
+        best_of = self.best_of if self.best_of is not None else num_choices
+        beams = self._beam_search(num_choices)
+        if self.stream_options is not None and not is_stream:
+            raise InvalidRequestError("stream_options are given, but stream is not true", param="stream_options")
+        if is_stream and best_of > num_choices:
+            raise InvalidRequestError(
+                f"best_of is {best_of} and n {num_choices}: which are the best is known at the end only, "
+                "so this cannot be streamed",
+                param="best_of",
+            )
+        if is_stream and beams is not None:
+            raise InvalidRequestError("a beam search cannot be streamed: leave stream out", param="use_beam_search")
+        requested = requested_guide(self.response_format, self.structured_outputs, extra)
+        if requested is not None and beams is not None:
+            name = requested.param.partition(".")[0]
+            raise InvalidRequestError(f"{name} and use_beam_search are given together; leave one out", param=name)
+        return GenerationSpec(
+            **self.model_dump(include=_WISHES, exclude_none=True),
+            max_tokens=max_tokens,
+            max_tokens_param=max_tokens_param,
+            top_k=self.top_k if self.top_k is not None and self.top_k > 0 else 0,
+            stops=self._stops() if self.stop else (),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            includes_stop=bool(self.include_stop_str_in_output),
+            keeps_special=self.skip_special_tokens is False,
+            logit_bias=_bias_entries(self.logit_bias) if self.logit_bias else (),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=tuple(word for word in self.bad_words if word) if self.bad_words else (),
+            num_choices=num_choices,
+            best_of=best_of,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=self.prompt_logprobs,
+            guide=None if requested is None else requested.guide,
+            guide_param=None if requested is None else requested.param,
+            has_watermark=bool(self.watermark),
+            processors=tuple(self.logits_processors or ()),
+            beam_search=beams,
+            priority=(self.priority or 0) + _TIER_PRIORITY.get(self.service_tier or "", 0),
+            retention=self._retention(),
+            truncate=self.truncate_prompt_tokens,
+        )
+
+    def _beam_search(self, num_choices: int) -> BeamSearch | None:
+        options = ("beam_width", "length_penalty", "early_stopping")
+        if not self.use_beam_search:
+            for name in options:
+                if getattr(self, name) is not None:
+                    raise InvalidRequestError(f"{name} is given, but use_beam_search is not true", param=name)
+            return None
+        width = self.beam_width if self.beam_width is not None else max(num_choices, self.best_of or 1)
+        if width < num_choices:
+            raise InvalidRequestError(f"beam_width is {width}, less than n, which is {num_choices}", param="beam_width")
+        if self.stop:
+            raise InvalidRequestError("stop and use_beam_search are given together; leave one out", param="stop")
+        return BeamSearch(
+            width=width,
+            num_return=num_choices,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            early_stopping=None if self.early_stopping == "never" else bool(self.early_stopping),
+        )
+
+    def _check_bad_words(self) -> None:
+        num_chars = sum(map(len, self.bad_words or ()))
+        if num_chars > _MAX_BAD_CHARS:
+            raise InvalidRequestError(
+                f"bad_words have {num_chars} characters in all; at most {_MAX_BAD_CHARS} are allowed", param="bad_words"
+            )
+
+    def _retention(self) -> Retention | None:
+        if self.cache_priority is None and self.cache_ttl is None:
+            return None
+        priority = _RAISED_PRIORITY if self.cache_priority is None else self.cache_priority
+        return Retention(priority=priority, ttl_s=self.cache_ttl)
+
+    def _stops(self) -> tuple[str, ...]:
+        """Empty ones are dropped."""
+        stops = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
+        return tuple(stop for stop in stops if stop)
+
+
+def _bias_entries(logit_bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    entries: list[tuple[int, float]] = []
+    for token, bias in logit_bias.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise InvalidRequestError(
+                f"logit_bias holds {token[:40]!r}; its keys must be token ids, such as '1234'", param="logit_bias"
+            )
+        entries.append((int(token), bias))
+    return tuple(entries)
+
+
+def refuse_unsupported(extra: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]], hint: str) -> None:
+    """Raises InvalidRequestError naming a field that asks for something beside what of it is ``harmless``."""
+    for name, value in extra.items():
+        if name in harmless and value is not None and value not in harmless[name]:
+            raise InvalidRequestError(f"{name}={str(value)[:80]!r} is not supported; {hint}", param=name)

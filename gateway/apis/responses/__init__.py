@@ -1,0 +1,1 @@
+"""The API of OpenAI's responses."""

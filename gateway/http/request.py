@@ -1,0 +1,127 @@
+"""An HTTP request as endpoints get it: it has a name, and its body is read as a model, in one pass.
+
+Complaints name the field, its value and the limit.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, get_type_hints
+
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvrelay.gateway.errors import InvalidRequestError
+
+TIMEOUT_HEADER = "x-request-timeout"
+SECONDS = r"[0-9]{1,9}(\.[0-9]{0,9})?"
+
+_SECONDS = re.compile(SECONDS)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class ApiRequest(Request):
+    """One request, since its head has come, and what became of it. ``request.state.api_request`` of whoever has another view."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        super().__init__(scope, receive)
+        self.received_s = time.monotonic()
+        self.min_priority: int | None = None  # that its API key allows; None: any
+        self.status = 0  # of its answer, once that has begun
+        self.cut: str | None = None  # why its answer ended in the middle, behind its status; the metrics' label
+        given = self.headers.get("x-request-id", "")
+        # An id from outside goes into logs and messages, so only what is plainly one is taken; and the same may come twice at a
+        # time, so workers, which go by ids, get one with something of its own.
+        if _REQUEST_ID.fullmatch(given) is not None:
+            self.request_id = given
+            self.internal_id = f"{given}.{secrets.token_hex(4)}"
+        else:
+            self.request_id = self.internal_id = secrets.token_hex(12)
+        self.state.api_request = self
+
+    def timeout_s(self) -> float | None:
+        """What the client gives the request, by its header. Raises InvalidRequestError if that is no time."""
+        given = self.headers.get(TIMEOUT_HEADER)
+        if given is not None and (_SECONDS.fullmatch(given.strip()) is None or float(given) <= 0):
+            raise InvalidRequestError(
+                f"{TIMEOUT_HEADER} is {given[:80]!r}; it must be a number of seconds above 0, such as 30 or 2.5",
+                param=TIMEOUT_HEADER,
+            )
+        return None if given is None else float(given)
+
+
+class ApiRoute(APIRoute):
+    """A route whose endpoint is called with its body, as the model that ``body`` is annotated with, and with an ApiRequest.
+
+    FastAPI would read the body by ``json``, and check Python's values: other numbers are strict there, and it takes longer.
+    Endpoints without a body are FastAPI's matter.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        self._model: type[BaseModel] | None = get_type_hints(endpoint).get("body")
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Called by FastAPI for a request to its path."""
+        if self._model is None or scope["method"] not in (self.methods or ()):
+            await super().handle(scope, receive, send)
+            return
+        request: ApiRequest = scope["state"]["api_request"]
+        body = parse_body(self._model, request.headers.get("content-type"), await request.body())
+        response: Response = await self.endpoint(body, request)
+        await response(scope, receive, send)
+
+
+class RequestBody(BaseModel):
+    """What a client sends. Types are checked strictly; fields that nobody knows are ignored.
+
+    In ``/openapi.json`` the docstring below a field is its description.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
+
+
+def parse_body(model: type[Body], content_type: str | None, body: bytes) -> Body:
+    """``body`` as ``model``. Raises InvalidRequestError."""
+    media_type = "application/json" if content_type is None else content_type.partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise InvalidRequestError(f"the body is {media_type[:80]!r} by its header; send content-type: application/json")
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise _complaint(error.errors(include_url=False)) from error
+
+
+def _complaint(complaints: Sequence[ErrorDetails]) -> InvalidRequestError:
+    """The most telling one, naming the field, its value and what is allowed."""
+    if complaints[0]["type"] == "json_invalid":
+        reason = complaints[0].get("ctx", {}).get("error", complaints[0]["msg"])
+        return InvalidRequestError(f"the body is not valid JSON: {reason}")
+    # A field of several types complains once per type; the type that fits best got the furthest into the value.
+    deepest = max(len(complaint["loc"]) for complaint in complaints)
+    chosen = [complaint for complaint in complaints if len(complaint["loc"]) == deepest]
+    names = [str(part) for part in chosen[0]["loc"] if not _is_type_name(part)]
+    value = chosen[0].get("input")
+    if value == [] and chosen[0]["type"] == "too_short":
+        return InvalidRequestError(
+            f"{'.'.join(names)} is an empty list; it must have at least one item", param=names[0]
+        )
+    messages = " or ".join(
+        dict.fromkeys(complaint["msg"] for complaint in chosen[:4] if complaint["loc"][:-1] == chosen[0]["loc"][:-1])
+    )
+    shown = "" if isinstance(value, dict | list) or chosen[0]["type"] == "missing" else f", not {str(value)[:80]!r}"
+    return InvalidRequestError(f"{'.'.join(names) or 'body'}: {messages}{shown}", param=names[0] if names else "body")
+
+
+def _is_type_name(part: object) -> bool:
+    """Whether a part of a location names a type of a union, and not a field."""
+    return isinstance(part, str) and (part in ("str", "int") or "[" in part or "constrained" in part)

@@ -1,0 +1,32 @@
+"""The names of a request."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.types import Message
+
+from kvrelay.gateway.http.request import ApiRequest
+
+
+async def receive() -> Message:
+    raise AssertionError("nothing is read")
+
+
+def request(*headers: tuple[bytes, bytes]) -> ApiRequest:
+    return ApiRequest({"type": "http", "method": "POST", "path": "/", "headers": list(headers)}, receive)
+
+
+def test_an_id_from_outside_is_kept_and_never_used_inside() -> None:
+    first, second = request((b"x-request-id", b"order-7")), request((b"x-request-id", b"order-7"))
+    assert first.request_id == second.request_id == "order-7"
+    assert first.internal_id == first.internal_id
+    assert first.internal_id.startswith("order-7.")
+    assert first.internal_id != second.internal_id
+
+
+@pytest.mark.parametrize("given", [b"", b"a b", b"x" * 129, b"caf\xe9", b"a\nb"])
+def test_what_is_no_id_is_replaced(given: bytes) -> None:
+    asked, other = request((b"x-request-id", given)), request()
+    assert asked.request_id == asked.internal_id
+    assert len(asked.request_id) == 24
+    assert asked.request_id != other.request_id
