@@ -7,8 +7,8 @@ not serve are refused by name as soon as they ask for something: silence would c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -66,8 +66,6 @@ _WISHES = {
     "min_tokens", "ignore_eos", "cache_salt",
 }  # fmt: skip
 
-_KNOWN = BOOKKEEPING | GUIDED_FIELDS | _HARMLESS.keys()
-
 
 class StreamOptions(RequestBody):
     """What a stream carries beside tokens."""
@@ -76,15 +74,35 @@ class StreamOptions(RequestBody):
     """Whether the last chunk tells the usage."""
 
 
-class SamplingBody(RequestBody):
-    """What both routes share."""
+class OpenAIBody(RequestBody):
+    """What the bodies of all OpenAI's routes share."""
 
     model_config = ConfigDict(extra="allow")
+    known_extras: ClassVar[Collection[str]]  # fields beside those declared that are not told as ignored
 
     model: str | None = None
     """The served model; left out, it is that one."""
     stream: bool | None = None
     """Whether the answer comes as server-sent events."""
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    """Sharpness of sampling; 0 takes the likeliest token."""
+    top_p: Probability | None = None
+    """Only the likeliest tokens that have this probability together are sampled."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """Equal requests with the same seed get the same answer; left out, one is drawn."""
+    cache_salt: CacheSalt | None = None
+    """Cached prefixes are shared only among requests with the same salt."""
+
+    def ignored(self) -> list[str]:
+        """The fields that nobody knows."""
+        return [name for name in self.model_extra or () if name not in self.known_extras]
+
+
+class SamplingBody(OpenAIBody):
+    """What chats and completions share."""
+
+    known_extras = BOOKKEEPING | GUIDED_FIELDS | _HARMLESS.keys()
+
     stream_options: StreamOptions | None = None
     """What a stream tells beside its text."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -95,10 +113,6 @@ class SamplingBody(RequestBody):
     """At most so many tokens are generated."""
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     """The answer does not end before so many tokens."""
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    """Sharpness of sampling; 0 takes the likeliest token."""
-    top_p: Probability | None = None
-    """Only the likeliest tokens that have this probability together are sampled."""
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """Only so many of the likeliest tokens are sampled; -1 and 0 switch it off."""
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
@@ -111,8 +125,6 @@ class SamplingBody(RequestBody):
     """Subtracted from the logits of tokens that the output has."""
     frequency_penalty: Penalty | None = None
     """Subtracted from a token's logit for each time that the output has it."""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    """Equal requests with the same seed get the same answer; left out, one is drawn."""
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     """The answer ends in front of any of these texts."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_WORDS, fail_fast=True)] | None = None
@@ -157,17 +169,10 @@ class SamplingBody(RequestBody):
     """How long the request's KV stays cached: what has more is evicted later."""
     cache_ttl: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] | None = None
     """For so many seconds `cache_priority` holds."""
-    cache_salt: CacheSalt | None = None
-    """Cached prefixes are shared only among requests with the same salt."""
     return_token_ids: bool | None = None
     """Whether token ids come beside the text."""
     return_tokens_as_token_ids: bool | None = None
     """Whether log probabilities name tokens as `token_id:17`."""
-
-    def ignored(self) -> list[str]:
-        """The fields that nobody knows."""
-        extra = self.model_extra or {}
-        return [name for name in extra if name not in _KNOWN]
 
     def spec(
         self, *, max_tokens: int | None, num_logprobs: int | None, max_tokens_param: str = "max_tokens"

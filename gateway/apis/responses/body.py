@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.apis.openai.bodies import Effort
 from kvrelay.gateway.apis.openai.messages import checked_role, text_of
 from kvrelay.gateway.apis.openai.output_format import format_guide, make_guide
-from kvrelay.gateway.apis.openai.sampling import BOOKKEEPING, MAX_LOGPROBS, CacheSalt, Probability, refuse_unsupported
+from kvrelay.gateway.apis.openai.sampling import BOOKKEEPING, MAX_LOGPROBS, OpenAIBody, refuse_unsupported
 from kvrelay.gateway.chat.chat import Chat, read_chat
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.request import RequestBody
@@ -37,29 +37,19 @@ class Reasoning(RequestBody):
     """How much the model should think; for its chat template."""
 
 
-class ResponseBody(RequestBody):
+class ResponseBody(OpenAIBody):
     """``POST /v1/responses``. ``store``, ``metadata``, ``user`` and the like are accepted and mean nothing here."""
 
-    model_config = ConfigDict(extra="allow")
+    known_extras = BOOKKEEPING | _HARMLESS.keys()
 
-    model: str | None = None
-    """The served model; left out, it is that one."""
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     """A text, or the items of the conversation so far."""
     instructions: str | None = None
     """A system message in front of the input."""
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     """At most so many tokens are generated."""
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    """Sharpness of sampling; 0 takes the likeliest token."""
-    top_p: Probability | None = None
-    """Only the likeliest tokens that have this probability together are sampled."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log probabilities of so many likeliest tokens."""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    """Equal requests with the same seed get the same answer; left out, one is drawn."""
-    stream: bool | None = None
-    """Whether the answer comes as server-sent events."""
     tools: list[dict[str, Any]] | None = None
     """Functions that the model may call."""
     tool_choice: str | dict[str, Any] | None = None
@@ -72,8 +62,6 @@ class ResponseBody(RequestBody):
     """How the model thinks."""
     include: list[str] | None = None
     """`message.output_text.logprobs` asks for log probabilities."""
-    cache_salt: CacheSalt | None = None
-    """Cached prefixes are shared only among requests with the same salt."""
     metadata: dict[str, Any] | None = None
     """Comes back with the response."""
 
@@ -86,11 +74,6 @@ class ResponseBody(RequestBody):
     def shows_logprobs(self) -> bool:
         """Whether the answer's tokens come with log probabilities."""
         return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
-
-    def ignored(self) -> list[str]:
-        """The fields that nobody knows."""
-        extra = self.model_extra or {}
-        return [name for name in extra if name not in BOOKKEEPING and name not in _HARMLESS]
 
     def spec(self) -> GenerationSpec:
         """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused."""
