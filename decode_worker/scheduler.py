@@ -1,10 +1,12 @@
 """Which tokens to compute next: inflight batching, sequences join and leave at every step.
 
 A step takes one token of every decoding sequence first, lets sequences that were handed over complete join, and spends what
-is left of the budget, in tokens and in time (:mod:`kvrelay.worker.step_cost`), on local prefill and on recomputing preempted
-sequences, the oldest first. When blocks run out, the
-youngest sequence gives its blocks up and waits to be recomputed, so the oldest is always served. While a sequence waits for
-blocks, hand-offs leave as many free as it needs (``BlockManager.set_aside``).
+is left of its time (:mod:`kvrelay.worker.step_cost`) on prompts: local prefill, and preempted sequences that are computed again.
+The oldest prompt comes first; a much shorter one may overtake it (:mod:`kvrelay.decode_worker.line`). Where nobody generates,
+prompts have whole steps.
+
+When blocks run out, the youngest sequence gives its blocks up and waits to be recomputed, so the oldest is always served. While a
+sequence waits for blocks, hand-offs leave as many free as it needs (``BlockManager.set_aside``).
 
 A beam search (:mod:`kvrelay.decode_worker.beam_group`) waits as one sequence and runs as several, which go forward in step: it
 takes ``width`` places from the start, and is preempted and removed as a whole. Its sequences share blocks; one that writes to
@@ -20,7 +22,7 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.beam_group import BeamGroup, num_common
-from kvrelay.decode_worker.line import look_at
+from kvrelay.decode_worker.line import look_at, overtaking
 from kvrelay.decode_worker.progress import Progress
 from kvrelay.decode_worker.run_ahead import sequences_that_go_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
@@ -37,17 +39,23 @@ Key = tuple[str, int]
 class DecodeScheduler:
     """Waiting and running sequences of one worker, both in order of arrival."""
 
-    def __init__(self, settings: DecodeSchedulerSettings, blocks: BlockManager, max_model_len: int) -> None:
+    def __init__(
+        self, settings: DecodeSchedulerSettings, blocks: BlockManager, max_model_len: int, device_type: str = "cpu"
+    ) -> None:
+        """``device_type``: what computes, "cpu" or "cuda"."""
         self._settings = settings
         self._blocks = blocks
         self._max_model_len = max_model_len
         self._groups: dict[Key, BeamGroup] = {}  # whose leaders wait or run
         self._suspects = Suspects()
-        self._steps = MixedSteps(None if settings.itl_budget_ms is None else settings.itl_budget_ms / 1000)
+        itl_budget_s = None if settings.itl_budget_ms is None else settings.itl_budget_ms / 1000
+        self._steps = MixedSteps(itl_budget_s, settings.max_batched_tokens, device_type)
         # Whose prompt found no blocks, among how many, and the first of its hashes that was not cached.
         self._found_none: tuple[Sequence, int, list[bytes]] | None = None
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        # What prompts would get now, beside those that generate; 0: nothing is left of the budget. None: not known yet.
+        self.prompt_tokens_per_s: float | None = None
 
     def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
         """Queue a sequence: one to prefill here, or a verified one that already holds its blocks and their K/V.
@@ -64,6 +72,7 @@ class DecodeScheduler:
         found = [one for one in self.waiting + self.running if one.key == key] if group is None else group.beams
         for sequence in found:
             self._end(sequence)
+        self._tell_speed()
         return found[0] if found else None
 
     def drop(self, sequence: Sequence) -> None:
@@ -130,12 +139,30 @@ class DecodeScheduler:
         # handed over complete.
         budget = self._continue_running(plan, budget, [one for one in running if one.num_uncomputed_tokens == 1])
         budget = self._admit_complete(plan, budget, self._among(group, self.waiting))
-        if plan.rows:
-            budget = min(budget, self._steps.num_tokens)
-        budget = self._continue_running(plan, budget, [one for one in running if one.num_uncomputed_tokens > 1])
+        budget = min(budget, self._steps.prompt_tokens(len(plan.rows)))
+        budget = self._let_overtake(plan, budget, group)
+        in_step = {row.sequence for row in plan.rows}
+        prompts = [
+            one for one in self._among(group, self.running) if one not in in_step and one.num_uncomputed_tokens > 1
+        ]
+        budget = self._continue_running(plan, budget, prompts)
         if not plan.preempted:
             self._admit_prompts(plan, budget, group)
         return plan
+
+    def _let_overtake(self, plan: Schedule, budget: int, group: frozenset[Key] | None) -> int:
+        """A row for the prompt that overtakes others, if one does; returns what is left of the budget."""
+        prompts = [one for one in self.running if one.num_uncomputed_tokens > 1]
+        prompts += [one for one in self.waiting if not one.block_table]
+        prompts = sorted(self._among(group, prompts), key=_arrival)
+        turn = overtaking([one.num_uncomputed_tokens for one in prompts], budget)
+        if turn is None:
+            return budget
+        short, share = prompts[turn[0]], turn[1]
+        self._admit_prompts(plan, 0, group, last=short)
+        if short.status is not SequenceStatus.RUNNING:
+            return budget  # no room
+        return budget - share + self._continue_running(plan, share, [short])
 
     def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
         """The step behind one that still runs (:mod:`kvrelay.decode_worker.run_ahead`), with no tokens of that known.
@@ -193,7 +220,13 @@ class DecodeScheduler:
         for key, group in list(self._groups.items()):
             if group.leader.status is SequenceStatus.RUNNING:
                 progress += self._go_forward(key, group)
+        self._tell_speed()
         return progress
+
+    def _tell_speed(self) -> None:
+        self.prompt_tokens_per_s = self._steps.tokens_per_s(
+            sum(1 for one in self.running if one.num_uncomputed_tokens == 1)
+        )
 
     def _go_forward(self, key: Key, group: BeamGroup) -> list[Progress]:
         """Choose a group's next beams once all have heard; after a preemption, let the others follow the leader."""
@@ -244,8 +277,11 @@ class DecodeScheduler:
             budget -= self._admit(sequence, plan, budget)
         return budget
 
-    def _admit_prompts(self, plan: Schedule, budget: int, group: frozenset[Key] | None) -> None:
-        while budget > 0:
+    def _admit_prompts(
+        self, plan: Schedule, budget: int, group: frozenset[Key] | None, last: Sequence | None = None
+    ) -> None:
+        """Let prompts begin in order while there is budget for them, and as far as ``last`` without."""
+        while budget > 0 or (last is not None and last.status is SequenceStatus.WAITING):
             line = look_at(self._among(group, self.waiting), self._num_free_places())
             if line.prompt is None or not line.has_places:
                 return

@@ -6,6 +6,8 @@ may come from a receiver thread; it is brought to the asyncio loop before anythi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from kvrelay.common.block_hash import HashChain
@@ -59,9 +61,15 @@ class DecodeService(Service[DecodeEntry, Progress]):
     _leases: LeaseTable
     _data: DataPorts
 
-    def attach(self, ports: Ports, leases: LeaseTable, data: DataPorts) -> None:
-        """Connect the service to what it speaks through, before anything starts."""
+    def attach(
+        self, ports: Ports, leases: LeaseTable, data: DataPorts, prompt_tokens_per_s: Callable[[], float | None]
+    ) -> None:
+        """Connect the service to what it speaks through, before anything starts.
+
+        ``prompt_tokens_per_s``: what prompts would get now, as in Status.
+        """
         self.ports, self._leases, self._data = ports, leases, data
+        self._prompt_tokens_per_s = prompt_tokens_per_s
 
     def welcome(self, hello: Hello) -> Welcome | HelloRefused:
         """Gateways, and prefill workers whose KV fits; only those learn where blocks are taken."""
@@ -80,10 +88,11 @@ class DecodeService(Service[DecodeEntry, Progress]):
             state=self.state,
             num_running=sum(entry.sequence.sampling.num_sequences for entry in running),
             num_waiting=len(waiting),
-            num_waiting_tokens=sum(one.sequence.num_prompt_tokens for one in waiting if one.lease_id is None),
+            num_waiting_tokens=sum(entry.num_uncomputed_tokens for entry in self.entries.values()),
             num_free_blocks=max(0, self.blocks.num_allocatable - self.blocks.num_promised),
             num_blocks=self.blocks.num_blocks,
             max_running=self.identity.max_running,
+            prompt_tokens_per_s=self._prompt_tokens_per_s(),
         )
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:

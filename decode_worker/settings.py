@@ -18,8 +18,9 @@ class DecodeSchedulerSettings(SchedulerSettings):
     )
     itl_budget_ms: float | None = setting(
         None,
-        "time between two tokens that the worker tries to keep while it computes prompts itself: they get what is left of it in "
-        "each step, and at least a quarter of what the step takes without them; default: twice what it takes without them",
+        "time between two tokens that the worker keeps while it computes prompts itself: they get what is left of it in each step, "
+        "and at least a quarter of what the step takes without them; 0: no bound; default: 1.4 times what a step takes without "
+        "prompts, as the worker measures it, and at least 10 ms",
         unit="ms",
         minimum=0,
     )

@@ -71,7 +71,7 @@ class DecodeWorker(Worker[DecodeService]):
         card, network, num_threads = engine.card, setup.network, setup.data_sockets
         blocks = setup.block_manager(card)
         service = DecodeService(setup.identity(card, settings), blocks, network.clock)
-        scheduler = DecodeScheduler(settings, blocks, card.max_model_len)
+        scheduler = DecodeScheduler(settings, blocks, card.max_model_len, card.device_type)
         super().__init__(engine, scheduler, service, setup, frozenset({Role.GATEWAY, Role.PREFILL}))
         self.leases = LeaseTable(
             LeaseSettings(
@@ -106,7 +106,7 @@ class DecodeWorker(Worker[DecodeService]):
             )
         self.data_address = self._receiver.address
         data = DataPorts(self.data_address, token, None if self._shared is None else self._shared.name)
-        service.attach(self._ports, self.leases, data)
+        service.attach(self._ports, self.leases, data, lambda: scheduler.prompt_tokens_per_s)
 
     async def start(self) -> None:
         """See Worker."""

@@ -17,13 +17,17 @@ _MIN_STEPS = 3  # before a cost is told, so that the first step, which compiles 
 _REFIT_STEPS = 4  # a fit takes 0.1 ms
 
 # Of steps that prompts share with sequences that generate:
-_BUDGET_STEPS = 2.0  # by default such a step takes twice as long as one without prompts
+_AUTO_FACTOR = 1.4  # without a budget of its own such a step takes so many times as long as one without prompts …
+_AUTO_LEAST_S = 0.010  # … or this long, where that is more: nobody sees 100 tokens/s stutter
 _MIN_PROMPT_SHARE = 0.25  # of the time of a step without prompts, whatever the budget: prompts move on
-_NUM_BARE = 3  # steps without prompts whose median counts …
-_BARE_EVERY = 32  # … and how often there is one, since sequences come and go; early the first time
-_NUM_MIXED = 12  # steps with prompts whose median counts: the later tokens of a prompt cost more
-_UNKNOWN_TOKENS = 64  # of a prompt's first steps; a CPU core computes the demo model's in 20 ms
-_GROWTH = 4  # from what was measured to what is tried
+_NUM_BARE = 12  # steps without prompts that count: sequences come, go, and get longer …
+_BARE_EVERY = 32  # … and how often there is one …
+_BARE_EVERY_EARLY = 3  # … while too few are known
+_NUM_MIXED = 8  # steps with prompts whose median counts: the later tokens of a prompt cost more
+# A GPU reads the weights anyway, and computes so many more tokens in no time. Smaller chunks would pay for launches alone.
+_LEAST_TOKENS = {"cuda": 64}
+_UNKNOWN_TOKENS = 32  # of the first steps with prompts; a CPU core computes the demo model's in 10 ms
+_GROWTH = 2  # from what was measured to what is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,10 @@ class StepCost:
         """For ``num_tokens``, computed in steps of ``step_tokens``."""
         return num_tokens * (self.token_s + self.fixed_s / step_tokens)
 
+    def step_s(self, num_tokens: int) -> float:
+        """For one step of ``num_tokens``."""
+        return self.fixed_s + num_tokens * self.token_s
+
 
 class StepCosts:
     """Learns what a step costs from the steps themselves, by the median of slopes (Theil 1950, Sen 1968).
@@ -45,8 +53,14 @@ class StepCosts:
     between steps of clearly different sizes; while all are alike, as in the midst of a long prompt, the fixed part is kept.
     """
 
-    def __init__(self) -> None:
-        self._steps: deque[tuple[int, float]] = deque(maxlen=_NUM_STEPS)
+    def __init__(self, num_steps: int = _NUM_STEPS, refit_steps: int = _REFIT_STEPS, fixed_share: float = 0.0) -> None:
+        """Of the last ``num_steps`` steps, fitted anew every ``refit_steps``.
+
+        ``fixed_share``: how much of a step is taken for fixed while all are alike from the start.
+        """
+        self._steps: deque[tuple[int, float]] = deque(maxlen=num_steps)
+        self._refit_steps = refit_steps
+        self._fixed_share = fixed_share
         self._num_new = 0
         self._cost: StepCost | None = None
 
@@ -56,9 +70,13 @@ class StepCosts:
             return
         self._steps.append((num_tokens, step_s))
         self._num_new += 1
-        if len(self._steps) >= _MIN_STEPS and (self._cost is None or self._num_new >= _REFIT_STEPS):
+        if len(self._steps) >= _MIN_STEPS and (self._cost is None or self._num_new >= self._refit_steps):
             self._num_new = 0
-            self._cost = _fit(self._steps, 0.0 if self._cost is None else self._cost.fixed_s)
+            if self._cost is None:
+                fixed_s = self._fixed_share * statistics.median(step_s for _, step_s in self._steps)
+            else:
+                fixed_s = self._cost.fixed_s
+            self._cost = _fit(self._steps, fixed_s)
 
     @property
     def largest_step(self) -> int:
@@ -87,49 +105,92 @@ def _fit(steps: deque[tuple[int, float]], fixed_s: float) -> StepCost:
 
 
 class MixedSteps:
-    """What prompts may add to steps that generate, from what such steps took with prompts and without."""
+    """What prompts may add to steps that generate, from what steps took without prompts, of prompts alone, and of both."""
 
-    def __init__(self, budget_s: float | None) -> None:
-        """``budget_s``: of a step, prompts included; None: twice what one takes without them."""
-        self._budget_s = budget_s
-        self._bare_s: deque[float] = deque(maxlen=_NUM_BARE)
-        self._mixed: deque[tuple[int, float]] = deque(maxlen=_NUM_MIXED)  # tokens of prompts, and what each took
-        self._num_since_bare = _BARE_EVERY - _NUM_BARE
+    def __init__(self, itl_budget_s: float | None, max_tokens: int, device_type: str = "cpu") -> None:
+        """``itl_budget_s``: of a step, prompts included; 0: no bound; None: by what one takes without them.
+
+        ``max_tokens``: of prompts in a step, at most. ``device_type``: what computes, "cpu" or "cuda".
+        """
+        self._itl_budget_s = itl_budget_s
+        self._least_tokens = min(max_tokens, _LEAST_TOKENS.get(device_type, 1))
+        self._max_tokens = max_tokens
+        self._bare = StepCosts(_NUM_BARE, refit_steps=1, fixed_share=0.9)  # over the sequences that generate
+        self._alone = StepCosts()  # over tokens of prompts: steps in which nobody generates
+        # Of the others: tokens of prompts, and what each of them added. No line is fitted to these: their number follows from what
+        # they cost, and that from their place in the prompt.
+        self._added: deque[tuple[int, float]] = deque(maxlen=_NUM_MIXED)
+        self._num_since_bare = 0
 
     def observe(self, num_prompt_tokens: int, num_generating: int, step_s: float) -> None:
         """A step of so many tokens of prompts, beside so many sequences that generate. One that took no time tells nothing."""
         if step_s <= 0:
             return
         if num_prompt_tokens == 0:
-            self._bare_s.append(step_s)
+            self._bare.observe(num_generating, step_s)
             self._num_since_bare = 0
-            return
-        others_s = self._without_prompts_s if num_generating else 0.0
-        # A tenth of a step is the prompts' at least: else a budget would buy any number.
-        self._mixed.append((num_prompt_tokens, max(step_s - others_s, step_s / 10) / num_prompt_tokens))
-        self._num_since_bare += num_generating > 0
+        elif num_generating == 0:
+            self._alone.observe(num_prompt_tokens, step_s)
+        else:
+            self._num_since_bare += 1
+            if (bare := self._bare.cost) is not None:
+                # Not nothing: else a budget would buy any number.
+                added_s = max(step_s - bare.step_s(num_generating), step_s / 100)
+                self._added.append((num_prompt_tokens, added_s / num_prompt_tokens))
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of prompts for the next step that generates: none now and then, to see what it takes without them."""
-        if self._num_since_bare >= _BARE_EVERY:
+    def prompt_tokens(self, num_generating: int) -> int:
+        """Tokens of prompts for the next step, beside so many sequences that generate.
+
+        None now and then, to see what the step takes without them.
+        """
+        if num_generating == 0 or self._itl_budget_s == 0:
+            return self._max_tokens
+        bare, token_s = self._bare.cost, self._token_s
+        if self._num_since_bare + 1 >= (_BARE_EVERY_EARLY if bare is None else _BARE_EVERY):
             return 0
-        if not self._bare_s or not self._mixed:
-            return _UNKNOWN_TOKENS
-        cost = StepCost(self._without_prompts_s, statistics.median(token_s for _, token_s in self._mixed))
-        num_tokens = tokens_beside(cost, self._budget_s)
-        return min(num_tokens, max(_UNKNOWN_TOKENS, _GROWTH * max(num for num, _ in self._mixed)))
+        if bare is None or token_s is None:
+            return min(self._max_tokens, _UNKNOWN_TOKENS)
+        num_tokens = self._tokens_beside(bare.step_s(num_generating), token_s)
+        largest = max((num for num, _ in self._added), default=0)
+        return min(num_tokens, self._max_tokens, max(_UNKNOWN_TOKENS, _GROWTH * largest))
+
+    def tokens_per_s(self, num_generating: int) -> float | None:
+        """Tokens of prompts that steps beside so many sequences compute within the budget; 0: none. None: not known yet."""
+        bare, token_s = self._bare.cost, self._token_s
+        if num_generating == 0 and (alone := self._alone.cost) is not None:
+            num_tokens = min(self._max_tokens, max(_UNKNOWN_TOKENS, _GROWTH * self._alone.largest_step))
+            return num_tokens / alone.step_s(num_tokens)
+        if token_s is None or num_generating == 0:
+            return None if token_s is None else 1 / token_s
+        if bare is None:
+            return None
+        bare_s, num_tokens = bare.step_s(num_generating), self._max_tokens
+        if self._itl_budget_s != 0:
+            if budget_beside(bare_s, self._itl_budget_s) <= bare_s:
+                return 0.0
+            num_tokens = min(num_tokens, self._tokens_beside(bare_s, token_s))
+        return num_tokens / (bare_s + num_tokens * token_s)
+
+    def _tokens_beside(self, bare_s: float, token_s: float) -> int:
+        return max(self._least_tokens, tokens_beside(bare_s, token_s, self._itl_budget_s))
 
     @property
-    def _without_prompts_s(self) -> float:
-        return statistics.median(self._bare_s) if self._bare_s else 0.0
+    def _token_s(self) -> float | None:
+        """What a token of a prompt adds to a step; until that was seen, what it costs in steps of its own."""
+        if self._added:
+            return statistics.median(token_s for _, token_s in self._added)
+        return None if self._alone.cost is None else self._alone.cost.token_s
 
 
-def tokens_beside(cost: StepCost, budget_s: float | None) -> int:
-    """Tokens of prompts that a step may compute for it to take ``budget_s``, with ``cost.fixed_s`` for those that generate.
+def budget_beside(bare_s: float, itl_budget_s: float | None) -> float:
+    """How long a step with prompts may take that takes ``bare_s`` without. ``itl_budget_s``: a bound, or None for our own."""
+    return max(_AUTO_FACTOR * bare_s, _AUTO_LEAST_S) if itl_budget_s is None else itl_budget_s
 
-    None: twice what it takes without prompts. At least one, and a quarter of that time.
+
+def tokens_beside(bare_s: float, token_s: float, itl_budget_s: float | None) -> int:
+    """Tokens of prompts for a step to take its budget, of which each adds ``token_s`` to ``bare_s``.
+
+    At least one, and a quarter of ``bare_s``, whatever the budget.
     """
-    budget_s = _BUDGET_STEPS * cost.fixed_s if budget_s is None else budget_s
-    prompts_s = max(budget_s - cost.fixed_s, _MIN_PROMPT_SHARE * cost.fixed_s)
-    return max(1, int(prompts_s / cost.token_s))
+    prompts_s = max(budget_beside(bare_s, itl_budget_s) - bare_s, _MIN_PROMPT_SHARE * bare_s)
+    return max(1, int(prompts_s / token_s))

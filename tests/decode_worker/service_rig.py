@@ -46,9 +46,10 @@ def offer(name: str, token_ids: list[int], num_prompt_tokens: int | None = None)
 class Rig(ServiceRig[DecodeService]):
     """A decode worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: int) -> None:
+        self.prompt_tokens_per_s: float | None = None
         blocks = BlockManager(CARD.num_blocks, BLOCK, lambda: 0.0)
-        self.scheduler = DecodeScheduler(DecodeSchedulerSettings(), blocks, CARD.max_model_len)
+        self.scheduler = DecodeScheduler(DecodeSchedulerSettings(**settings), blocks, CARD.max_model_len)
         super().__init__(CARD, blocks, self.scheduler, DecodeService)
         leases = LeaseTable(
             LeaseSettings(EPOCH, FINGERPRINT, BLOCK, whole_block(CARD.block_nbytes), 30.0),
@@ -58,7 +59,7 @@ class Rig(ServiceRig[DecodeService]):
             WireMetrics(CollectorRegistry()),
             self.clock,
         )
-        self.service.attach(self.ports, leases, DataPorts("tcp://nowhere:1"))
+        self.service.attach(self.ports, leases, DataPorts("tcp://nowhere:1"), lambda: self.prompt_tokens_per_s)
 
     def submit(self, name: str, max_tokens: int = 3) -> Submit:
         return submit(name, max_tokens=max_tokens)

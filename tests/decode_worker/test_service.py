@@ -168,3 +168,26 @@ def test_what_is_sent_twice_is_answered_and_changes_nothing(caplog: pytest.LogCa
     assert rig.output("a") == expected_output(list(range(6)), 3, CARD.vocab_size)
     rig.assert_nothing_left()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_gateways_hear_how_much_of_prompts_is_left_and_what_they_get() -> None:
+    rig = Rig()
+    assert (rig.service.status().num_waiting_tokens, rig.service.status().prompt_tokens_per_s) == (0, None)
+    rig.ask(submit("a", 100))
+    rig.ask(submit("b", 40))
+    assert rig.service.status().num_waiting_tokens == 140
+    rig.handle()
+    rig.finish()
+    assert rig.service.status().num_waiting_tokens == 0
+    rig.prompt_tokens_per_s = 0.0
+    assert rig.service.status().prompt_tokens_per_s == 0.0
+
+
+def test_a_prompt_in_progress_counts_by_what_is_left_of_it() -> None:
+    rig = Rig(max_batched_tokens=64)
+    rig.ask(submit("a", 100))
+    rig.handle()
+    rig.model.step()
+    assert rig.service.status().num_waiting_tokens == 36
+    rig.finish()
+    assert rig.service.status().num_waiting_tokens == 0

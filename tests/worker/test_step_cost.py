@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvrelay.worker.step_cost import MixedSteps, StepCost, StepCosts, tokens_beside
+from kvrelay.worker.step_cost import MixedSteps, StepCost, StepCosts, budget_beside, tokens_beside
 
 
 def learned(steps: list[tuple[int, float]]) -> StepCost | None:
@@ -86,46 +86,112 @@ def test_prompts_in_small_steps_take_longer() -> None:
 
 def test_a_step_takes_its_budget_whatever_tokens_and_other_sequences_cost() -> None:
     """Sequences come and go, a token's cost grows with a prompt; now and then a step shows what it takes without prompts."""
-    steps = MixedSteps(None)
+    steps = MixedSteps(None, 512)
     took: list[float] = []
     for number in range(600):
-        others_s, token_s = (0.018, 2e-4 + 1e-6 * (number % 100)) if number < 300 else (0.06, 4e-5)
-        num_tokens = steps.num_tokens
+        num_generating, fixed_s, token_s = (4, 0.01, 2e-4 + 1e-6 * (number % 100)) if number < 300 else (16, 0.03, 4e-5)
+        num_tokens, others_s = steps.prompt_tokens(num_generating), fixed_s + 0.002 * num_generating
         step_s = others_s + token_s * num_tokens
-        steps.observe(num_tokens, 4, step_s)
+        steps.observe(num_tokens, num_generating, step_s)
         if number % 300 > 120:  # the change is known
             took.append(step_s / others_s)
     bare = [ratio for ratio in took if ratio == 1.0]
     assert len(took) / 40 < len(bare) < len(took) / 25
-    assert all(1.6 < ratio < 2.5 for ratio in took if ratio != 1.0)
+    assert all(1.25 < ratio < 1.5 for ratio in took if ratio != 1.0)
+
+
+def test_sequences_that_join_are_no_cost_of_prompts() -> None:
+    """Steps without prompts are rare while prompts wait, so what they take is known by how many generate in them."""
+    steps = MixedSteps(None, 512)
+    for num_generating in (1, 2, 4, 8, 16, 8, 4, 2, 1):
+        steps.observe(0, num_generating, 0.01 + 0.002 * num_generating)
+    for num_generating in range(1, 33):
+        num_tokens, others_s = steps.prompt_tokens(num_generating), 0.01 + 0.002 * num_generating
+        step_s = others_s + 3e-4 * num_tokens
+        steps.observe(num_tokens, num_generating, step_s)
+        assert num_generating < 4 or num_tokens == 0 or 1.3 < step_s / others_s < 1.45
 
 
 @pytest.mark.parametrize(
     ("budget_s", "num_tokens"),
     [
-        (None, 30),  # 30 ms / 1 ms
-        (0.05, 20),
-        (0.01, 7),  # a quarter of 30 ms: prompts move on, whatever the budget
+        (None, 12),  # 0.4 of 31 ms / 1 ms
+        (0.05, 19),
+        (0.01, 7),  # a quarter of 31 ms: prompts move on, whatever the budget
     ],
 )
 def test_prompts_get_what_a_budget_leaves(budget_s: float | None, num_tokens: int) -> None:
-    assert tokens_beside(StepCost(0.03, 1e-3), budget_s) == num_tokens
-    assert tokens_beside(StepCost(0.0, 1e-3), 0.0) == 1
+    assert tokens_beside(0.031, 1e-3, budget_s) == num_tokens
+    assert tokens_beside(0.0, 1e-3, 1e-9) == 1
+
+
+def test_nobody_sees_a_fast_device_take_ten_milliseconds() -> None:
+    assert budget_beside(0.002, None) == pytest.approx(0.01)
+    assert budget_beside(0.02, None) == pytest.approx(0.028)
+    assert budget_beside(0.02, 0.005) == 0.005
+
+
+def test_a_gpu_computes_no_chunks_that_cost_it_nothing_but_launches() -> None:
+    """Whatever of prompts is in a step, it takes 4 ms more: by their cost tokens would become ever fewer, and dearer."""
+    steps = MixedSteps(None, 512, "cuda")
+    for _ in range(20):
+        steps.observe(0, 8, 0.0065)
+    for _ in range(200):
+        if num_tokens := steps.prompt_tokens(8):
+            assert num_tokens >= 32
+            steps.observe(num_tokens, 8, 0.0105 + 2e-5 * num_tokens)
+        else:
+            steps.observe(0, 8, 0.0065)
+    assert steps.tokens_per_s(8) == pytest.approx(64 / 0.01178, rel=0.05)
 
 
 def test_what_tokens_cost_is_approached() -> None:
-    steps = MixedSteps(10.0)
-    assert 0 < steps.num_tokens <= 64
-    steps.observe(0, 4, 0.01)
-    assert steps.num_tokens == 64
-    steps.observe(64, 4, 0.01)  # as if tokens cost nothing
-    assert steps.num_tokens == 256
-    steps.observe(256, 4, 0.02)
-    assert steps.num_tokens == 1024
+    steps = MixedSteps(10.0, 4096)
+    while (num_tokens := steps.prompt_tokens(4)) == 0 or steps.tokens_per_s(4) is None:
+        assert num_tokens <= 32
+        steps.observe(num_tokens, 4, 0.01 + 1e-9 * num_tokens)
+    sizes = []
+    for _ in range(6):
+        sizes.append(steps.prompt_tokens(4))
+        steps.observe(sizes[-1], 4, 0.01 + 1e-9 * sizes[-1])  # as if tokens cost nothing
+    assert sizes == [64, 128, 256, 512, 1024, 2048]
 
 
 def test_a_clock_that_stands_still_lets_prompts_move_on() -> None:
-    steps = MixedSteps(None)
+    steps = MixedSteps(None, 512)
     for _ in range(100):
-        assert steps.num_tokens == 64
-        steps.observe(64, 4, 0.0)
+        assert steps.prompt_tokens(4) == 32
+        steps.observe(32, 4, 0.0)
+
+
+def test_without_a_bound_or_anybody_who_generates_prompts_have_whole_steps() -> None:
+    assert MixedSteps(0.0, 512).prompt_tokens(4) == 512
+    assert MixedSteps(None, 512).prompt_tokens(0) == 512
+
+
+def busy(budget_s: float | None) -> MixedSteps:
+    """Four sequences generate in 20 ms, and a token of a prompt adds 0.5 ms."""
+    steps = MixedSteps(budget_s, 512)
+    for _ in range(10):
+        steps.observe(0, 4, 0.02)
+    for _ in range(10):
+        steps.observe(20, 4, 0.03)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "tokens_per_s"),
+    [(None, 16 / 0.028), (0.04, 40 / 0.04), (0.02, 0.0), (0.005, 0.0), (0.0, 512 / 0.276)],
+)
+def test_the_speed_is_what_the_budget_leaves(budget_s: float | None, tokens_per_s: float) -> None:
+    assert busy(budget_s).tokens_per_s(4) == pytest.approx(tokens_per_s, rel=0.07)
+
+
+def test_the_speed_of_an_idle_worker_is_that_of_whole_steps() -> None:
+    steps = MixedSteps(None, 512)
+    assert steps.tokens_per_s(0) is None
+    for num_tokens in (512, 300, 512, 512):
+        steps.observe(num_tokens, 0, 0.01 + 4e-4 * num_tokens)
+    assert steps.tokens_per_s(0) == pytest.approx(512 / 0.2148, rel=0.01)
+    assert steps.tokens_per_s(4) is None, "what the four take is not known"
+    assert busy(None).tokens_per_s(0) == pytest.approx(2000), "by what tokens add to others' steps"
