@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.decode_worker.beams import FinishedBeam
 from kvrelay.engine.step.sequence import Sequence
-
-Key = tuple[str, int]
+from kvrelay.worker.suspects import Key
 
 
 @dataclass(frozen=True, slots=True)

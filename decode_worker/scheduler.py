@@ -8,9 +8,7 @@ prompts have whole steps.
 When blocks run out, the youngest sequence gives its blocks up and waits to be recomputed, so the oldest is always served. While a
 sequence waits for blocks, hand-offs leave as many free as it needs (``BlockManager.set_aside``).
 
-A beam search (:mod:`kvrelay.decode_worker.beam_group`) waits as one sequence and runs as several, which go forward in step: it
-takes ``width`` places from the start, and is preempted and removed as a whole. Its sequences share blocks; one that writes to
-a shared block gets a copy of it first.
+Which sequences belong to one beam search, and are preempted and removed together, :mod:`kvrelay.decode_worker.beam_searches` knows.
 
 Runs on the model thread alone. Knows no sockets and no clock.
 """
@@ -21,7 +19,7 @@ import bisect
 from collections.abc import Sequence as Seq
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.decode_worker.beam_group import BeamGroup, num_common
+from kvrelay.decode_worker.beam_searches import BeamSearches
 from kvrelay.decode_worker.line import look_at, overtaking
 from kvrelay.decode_worker.progress import Progress
 from kvrelay.decode_worker.run_ahead import sequences_that_go_on
@@ -29,11 +27,9 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.kv.block_manager import BlockManager, Owner, sequence_owner
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
-from kvrelay.worker.model_worker import BlockCopy, Schedule
+from kvrelay.worker.model_worker import Schedule
 from kvrelay.worker.step_cost import MixedSteps
-from kvrelay.worker.suspects import Suspects
-
-Key = tuple[str, int]
+from kvrelay.worker.suspects import Key
 
 
 class DecodeScheduler:
@@ -46,8 +42,7 @@ class DecodeScheduler:
         self._settings = settings
         self._blocks = blocks
         self._max_model_len = max_model_len
-        self._groups: dict[Key, BeamGroup] = {}  # whose leaders wait or run
-        self._suspects = Suspects()
+        self._searches = BeamSearches(blocks, max_model_len)
         itl_budget_s = None if settings.itl_budget_ms is None else settings.itl_budget_ms / 1000
         self._steps = MixedSteps(itl_budget_s, settings.max_batched_tokens, device_type)
         # Whose prompt found no blocks, among how many, and the first of its hashes that was not cached.
@@ -62,14 +57,12 @@ class DecodeScheduler:
 
         ``first``: of a verified beam search, what the prefill worker sampled; its other sequences have it among their tokens.
         """
-        if sequence.sampling.beam_search is not None:
-            self._groups[sequence.key] = BeamGroup(sequence, self._max_model_len, first)
+        self._searches.add(sequence, first)
         self._queue(sequence)
 
     def remove(self, key: Key) -> Sequence | None:
         """Take a sequence, or all of a beam search, out and release the blocks. None if it is not (or no longer) here."""
-        group = self._groups.pop(key, None)
-        found = [one for one in self.waiting + self.running if one.key == key] if group is None else group.beams
+        found = self._searches.remove(key) or [one for one in self.waiting + self.running if one.key == key]
         for sequence in found:
             self._end(sequence)
         self._tell_speed()
@@ -77,7 +70,7 @@ class DecodeScheduler:
 
     def drop(self, sequence: Sequence) -> None:
         """Release a sequence that ``add`` could not take in."""
-        self._groups.pop(sequence.key, None)
+        self._searches.remove(sequence.key)
         self._end(sequence)
 
     def observe(self, rows: Seq[StepRow], step_s: float) -> None:
@@ -85,19 +78,19 @@ class DecodeScheduler:
         num_prompt_tokens = sum(row.num_tokens for row in rows if row.num_tokens > 1)
         self._steps.observe(num_prompt_tokens, sum(1 for row in rows if row.num_tokens == 1), step_s)
 
-    def on_failed(self, rows: Seq[StepRow]) -> Key | None:
-        """A step failed before its tokens came: who was in it computes again. Returns who is to blame, once that is known.
+    def on_failed(self, rows: Seq[StepRow], group: frozenset[Key] | None) -> list[Key]:
+        """A step of ``rows`` failed before its tokens came: who was in it computes again. Returns who may have broken it.
 
-        ``rows``: those that were in it; none if it could not even be scheduled.
+        No rows: it could not even be scheduled, for ``group``.
         """
         suspects = [row.sequence for row in rows if row.sequence.status is not SequenceStatus.FINISHED]
         if not rows:
-            suspects = self._among(self._suspects.group, self.running + self.waiting[:1])
+            suspects = self._among(group, self.running + self.waiting[:1])
         for sequence in suspects:
             # Whether a block that beams shared has been copied is not known.
             if sequence.sampling.beam_search is not None and sequence.status is SequenceStatus.RUNNING:
                 self._preempt(sequence, Schedule(rows=[]))
-        return self._suspects.blame(sequence.key for sequence in suspects)
+        return [sequence.key for sequence in suspects]
 
     def check_integrity(self) -> None:
         """Assert that places, statuses and the block manager's books agree: after every test, and after a failure."""
@@ -109,28 +102,13 @@ class DecodeScheduler:
                 assert sequence.block_table == owned, f"{sequence.key} computes in {sequence.block_table}, owns {owned}"
         keys = [(sequence.key, sequence.beam) for sequence in self.waiting + self.running]
         assert len(set(keys)) == len(keys), f"a sequence is here twice: {sorted(keys)}"
-        led = {(one.key, one.beam) for one in self.waiting + self.running if one.sampling.beam_search is not None}
-        for key, group in self._groups.items():
-            assert (key, group.leader.beam) in led, f"nobody waits or runs for the beam search {key}"
-            led -= {(key, beam.beam) for beam in group.beams}
-            for beam in group.beams:
-                is_idle = beam.status is SequenceStatus.WAITING and beam is not group.leader
-                assert not (is_idle and beam.block_table), f"beam {beam.beam} of {key} idles in {beam.block_table}"
-        assert not led, f"beams without a search: {sorted(led)}"
+        self._searches.check_integrity(self.waiting + self.running)
         assert (found := self._blocks.set_aside) == self._num_awaited, (
             f"{found} blocks set aside, not {self._num_awaited}"
         )
 
-    def schedule(self, now_s: float) -> Schedule:
-        """Choose the next step's rows; allocates blocks, admits waiting sequences, preempts running ones."""
-        while (group := self._suspects.group) is not None:
-            plan = self._plan(group)
-            if plan.rows or plan.admitted or plan.preempted:
-                return plan
-            self._suspects.clear()
-        return self._plan(None)
-
-    def _plan(self, group: frozenset[Key] | None) -> Schedule:
+    def schedule(self, now_s: float, group: frozenset[Key] | None = None) -> Schedule:
+        """Choose the next step's rows, of ``group`` alone if it is given: allocates blocks, admits, preempts."""
         plan = Schedule(rows=[])
         self._found_none = None
         budget = self._settings.max_batched_tokens
@@ -169,8 +147,6 @@ class DecodeScheduler:
 
         None if there is none to launch before they are. Nobody is preempted.
         """
-        if self._suspects.group is not None:
-            return None
         line = look_at(self.waiting, self._num_free_places())
         awaits_room = line.prompt is not None and not (line.has_places and self._may_find_blocks(line.prompt))
         joining = line.complete if awaits_room or line.prompt is None else [*line.complete, line.prompt]
@@ -199,7 +175,6 @@ class DecodeScheduler:
         ``behind``: the step that runs already. Who finishes and is in it keeps its blocks until that step is postprocessed or
         abandoned: it writes to them.
         """
-        self._suspects.clear()
         progress: list[Progress] = []
         writes_on = {row.sequence for row in behind}
         self.abandon(rows)
@@ -211,15 +186,18 @@ class DecodeScheduler:
             if token is None:
                 continue
             if sequence.sampling.beam_search is not None:
-                self._groups[sequence.key].hear(sequence, token)
+                self._searches.hear(sequence, token)
                 continue
             sequence.append(token, self._max_model_len)
             progress.append(Progress.of(sequence, token))
             if sequence.is_over:
                 self._end(sequence, keeps_blocks=sequence in writes_on)
-        for key, group in list(self._groups.items()):
-            if group.leader.status is SequenceStatus.RUNNING:
-                progress += self._go_forward(key, group)
+        for change in self._searches.go_forward():
+            for beam in change.joined:
+                self._run(beam)
+            for beam in change.ended:
+                self._end(beam)
+            progress += change.progress
         self._tell_speed()
         return progress
 
@@ -227,34 +205,6 @@ class DecodeScheduler:
         self.prompt_tokens_per_s = self._steps.tokens_per_s(
             sum(1 for one in self.running if one.num_uncomputed_tokens == 1)
         )
-
-    def _go_forward(self, key: Key, group: BeamGroup) -> list[Progress]:
-        """Choose a group's next beams once all have heard; after a preemption, let the others follow the leader."""
-        if not group.is_ready:
-            if group.has_heard(group.leader):
-                for beam in group.beams[1:]:
-                    if beam.status is SequenceStatus.WAITING:
-                        self._share(group.leader, beam, num_common(group.leader.token_ids, beam.token_ids))
-            return []
-        leader = group.leader
-        turnover = group.advance()
-        for parent, child in turnover.forked:
-            self._share(parent, child, parent.num_computed_tokens)
-        for beam in turnover.ended:
-            self._end(beam)
-        if group.is_over:
-            del self._groups[key]
-            leader.finish_reason = group.result[0].finish_reason
-            return [Progress.of(leader, beams=group.result)]
-        return [Progress.of(group.leader)] if group.num_steps == 1 else []
-
-    def _share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Let the child join the batch behind ``num_tokens`` tokens, whose K/V it reads in the parent's blocks."""
-        num_blocks = self._blocks.num_blocks_for(num_tokens)
-        child.block_table = self._blocks.fork(_owner(parent), _owner(child), num_blocks)
-        child.num_computed_tokens = num_tokens
-        child.set_status(SequenceStatus.RUNNING)
-        bisect.insort(self.running, child, key=_arrival)
 
     def _continue_running(self, plan: Schedule, budget: int, sequences: Seq[Sequence]) -> int:
         """Rows for running ``sequences``, oldest first; returns what is left of the budget."""
@@ -313,23 +263,22 @@ class DecodeScheduler:
         return self._blocks.num_allocatable - self._blocks.num_next
 
     def _num_free_places(self) -> int:
-        """A beam search takes all its places from the start, whether it has so many beams yet or not."""
-        groups = [group for group in self._groups.values() if group.leader.status is SequenceStatus.RUNNING]
-        num_running_beams = sum(1 for one in self.running if one.sampling.beam_search is not None) if groups else 0
-        num_taken = len(self.running) - num_running_beams + sum(group.width for group in groups)
-        return self._settings.max_num_seqs - num_taken
+        return self._settings.max_num_seqs - len(self.running) - self._searches.num_reserved
 
     def _admit(self, sequence: Sequence, plan: Schedule, budget: int) -> int:
         """Let a sequence with blocks run; returns the tokens that it computes in this step."""
         self.waiting.remove(sequence)
         self._blocks.set_aside = self._num_awaited
-        sequence.set_status(SequenceStatus.RUNNING)
-        bisect.insort(self.running, sequence, key=_arrival)
+        self._run(sequence)
         plan.admitted.append(sequence)
         num_tokens = min(budget, sequence.num_uncomputed_tokens)
         if num_tokens:
             plan.rows.append(StepRow(sequence, num_tokens))
         return num_tokens
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.set_status(SequenceStatus.RUNNING)
+        bisect.insort(self.running, sequence, key=_arrival)
 
     def _allocate(self, sequence: Sequence) -> bool:
         block_size = self._blocks.block_size
@@ -349,7 +298,7 @@ class DecodeScheduler:
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Schedule) -> bool:
         """Give a running sequence the blocks that it writes to until it has ``num_tokens``; False if it gave way itself."""
-        while not (self._extend(sequence, num_tokens) and self._unshare(sequence, plan)):
+        while not (self._extend(sequence, num_tokens) and self._searches.unshare(sequence, plan)):
             victim = self._youngest_holder()
             assert victim is not None, "nobody holds blocks, yet there is no room"
             self._preempt(victim, plan)
@@ -366,35 +315,16 @@ class DecodeScheduler:
             sequence.block_table.extend(fresh)
         return True
 
-    def _unshare(self, sequence: Sequence, plan: Schedule) -> bool:
-        """Copy on write: a beam's next tokens begin in a block that only it holds."""
-        if sequence.sampling.beam_search is None:
-            return True
-        index, num_written = divmod(sequence.num_computed_tokens, self._blocks.block_size)
-        if num_written == 0:
-            return True
-        shared, own = sequence.block_table[index], self._blocks.make_writable(_owner(sequence), index)
-        if own is None:
-            return False
-        if own != shared:
-            sequence.block_table[index] = own
-            plan.copies.append(BlockCopy(sequence, shared, own))
-        return True
-
     def _youngest_holder(self) -> Sequence | None:
         holders = self.running + [sequence for sequence in self.waiting if sequence.block_table]
         return max(holders, key=_arrival, default=None)
 
     def _preempt(self, victim: Sequence, plan: Schedule) -> None:
         """Take the blocks of a sequence, or of all of its search; it waits to be computed again."""
-        group = self._groups.get(victim.key)
-        if group is None:
-            self._give_way(victim, plan)
-        else:
-            victim = group.leader
-            group.forget()
-            for beam in group.beams:
-                self._give_way(beam, plan)
+        together = self._searches.restart(victim)
+        for sequence in together:
+            self._give_way(sequence, plan)
+        victim = together[0]
         victim.num_preemptions += 1
         plan.preempted.append(victim)
         if victim not in self.waiting:

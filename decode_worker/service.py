@@ -43,10 +43,11 @@ from kvrelay.wire.messages import (
     WorkerState,
 )
 from kvrelay.worker.beam_check import invalid_first_token, unfit_beams
-from kvrelay.worker.entries import Key, Phase
+from kvrelay.worker.entries import Phase
 from kvrelay.worker.model_worker import Add, Report
 from kvrelay.worker.service import Ports, Service
 from kvrelay.worker.submit import deadline_of, guide_failed, invalid_submit, is_late, submit_refusal
+from kvrelay.worker.suspects import Key
 
 
 def lease_owner(lease_key: str) -> Owner:

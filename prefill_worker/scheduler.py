@@ -26,9 +26,7 @@ from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.worker.model_worker import Schedule
 from kvrelay.worker.step_cost import StepCosts
-from kvrelay.worker.suspects import Suspects
-
-Key = tuple[str, int]
+from kvrelay.worker.suspects import Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,6 @@ class PrefillScheduler:
         self._max_model_len = max_model_len
         self._ttft_budget_s = settings.ttft_budget_ms / 1000
         self._costs = StepCosts()
-        self._suspects = Suspects()
         self._num_cached: dict[Key, int] = {}  # of those that wait: leading tokens that were cached when they came
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -80,15 +77,13 @@ class PrefillScheduler:
                     return sequence
         return None
 
-    def on_failed(self, rows: Seq[StepRow]) -> Key | None:
-        """A step failed before its tokens came: who was in it computes again. Returns who is to blame, once that is known.
+    def on_failed(self, rows: Seq[StepRow], group: frozenset[Key] | None) -> list[Key]:
+        """A step of ``rows`` failed before its tokens came: who was in it computes again. Returns who may have broken it.
 
-        ``rows``: those that were in it; none if it could not even be scheduled.
+        No rows: it could not even be scheduled, for ``group``.
         """
-        suspects = [row.sequence for row in rows] or self._line(
-            self._suspects.group, self.running, list(self.waiting)[:1]
-        )
-        return self._suspects.blame(sequence.key for sequence in suspects)
+        suspects = [row.sequence for row in rows] or self._line(group, self.running, list(self.waiting)[:1])
+        return [sequence.key for sequence in suspects]
 
     def check_integrity(self) -> None:
         """Assert that places, statuses and the block manager's books agree: after every test, and after a failure."""
@@ -111,22 +106,12 @@ class PrefillScheduler:
     def ahead(self, flying: Seq[StepRow]) -> None:
         """None: between two steps that take long the host stands in nobody's way."""
 
-    def schedule(self, now_s: float) -> Schedule:
+    def schedule(self, now_s: float, group: frozenset[Key] | None = None) -> Schedule:
         """The next step's rows, and the prompts that start with it. No rows: nothing waits, or no room yet.
 
-        ``now_s``: on the clock of the sequences' ``arrival_s``.
+        ``now_s``: on the clock of the sequences' ``arrival_s``. ``group``: who alone may be in the step; None: everybody.
         """
-        while (group := self._suspects.group) is not None:
-            plan = self._plan(self._line(group, self.running, self.waiting), now_s)
-            if plan.rows:
-                return plan
-            self._suspects.clear()
-        return self._plan(self._line(None, self.running, self.waiting), now_s)
-
-    def _line(self, group: frozenset[Key] | None, *places: Iterable[Sequence]) -> list[Sequence]:
-        return [one for one in heapq.merge(*places, key=_arrival) if group is None or one.key in group]
-
-    def _plan(self, line: list[Sequence], now_s: float) -> Schedule:
+        line = self._line(group, self.running, self.waiting)
         prompts = [self._in_line(sequence) for sequence in line]
         block_size, cost = self._blocks.block_size, self._costs.cost
         budget = step_tokens(self._ttft_budget_s, cost, self._max_batched_tokens, block_size, self._costs.largest_step)
@@ -150,11 +135,13 @@ class PrefillScheduler:
                 break
         return plan
 
+    def _line(self, group: frozenset[Key] | None, *places: Iterable[Sequence]) -> list[Sequence]:
+        return [one for one in heapq.merge(*places, key=_arrival) if group is None or one.key in group]
+
     def postprocess(
         self, rows: Seq[StepRow], outputs: Seq[SampledToken | None], behind: Seq[StepRow] = ()
     ) -> list[Computed]:
         """Advance the sequences by what was computed; computed prompts leave."""
-        self._suspects.clear()
         results: list[Computed] = []
         for row, token in zip(rows, outputs, strict=True):
             sequence = row.sequence

@@ -32,10 +32,11 @@ from kvrelay.wire.messages import (
     Tokens,
 )
 from kvrelay.wire.transfers import DecodeLink, TransferTable
-from kvrelay.worker.entries import Key, Phase
+from kvrelay.worker.entries import Phase
 from kvrelay.worker.model_worker import Report
 from kvrelay.worker.service import Ports, Service
 from kvrelay.worker.submit import WorkerIdentity, deadline_of, guide_failed, submit_refusal
+from kvrelay.worker.suspects import Key
 
 _SEND_TIMEOUT_S = 5.0  # for what ZeroMQ has of an entry that nobody wants any more to leave this process
 _LINK_TIMEOUT_S = 10.0  # a decode worker that did not say Welcome by then is as good as gone

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.messages import Cancelled, Failed, HandedOver, Tokens
+from kvrelay.worker.suspects import Key
 
-Key = tuple[str, int]
 Outcome = HandedOver | Tokens | Failed | Cancelled
 
 

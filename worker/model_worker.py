@@ -18,8 +18,8 @@ from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.step.interface import Engine, LaunchedStep, StepRow
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.worker.metrics import EngineMetrics
+from kvrelay.worker.suspects import Key, Suspects
 
-Key = tuple[str, int]
 P = TypeVar("P")
 P_co = TypeVar("P_co", covariant=True)
 
@@ -84,8 +84,11 @@ class Scheduler(Protocol[P_co]):
     def drop(self, sequence: Sequence) -> None:
         """Give up a sequence that ``add`` could not take in."""
 
-    def schedule(self, now_s: float) -> Schedule:
-        """Choose the next step, at ``now_s`` on the clock of the sequences' ``arrival_s``. Nothing: there is no room."""
+    def schedule(self, now_s: float, group: frozenset[Key] | None = None) -> Schedule:
+        """Choose the next step, at ``now_s`` on the clock of the sequences' ``arrival_s``. Nothing: there is no room.
+
+        ``group``: who alone may be in it; None: everybody.
+        """
 
     def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
         """The step behind one that still runs, with no tokens of that known. None if there is none to launch before they are."""
@@ -101,10 +104,10 @@ class Scheduler(Protocol[P_co]):
     def abandon(self, rows: Seq[StepRow]) -> None:
         """A step that ran ahead is over and yields nothing."""
 
-    def on_failed(self, rows: Seq[StepRow]) -> Key | None:
-        """A step failed before its tokens came: who was in it computes again. Returns who is to blame, once that is known.
+    def on_failed(self, rows: Seq[StepRow], group: frozenset[Key] | None) -> list[Key]:
+        """A step of ``rows`` failed before its tokens came: who was in it computes again. Returns who may have broken it.
 
-        ``rows``: those that were in it; none if it could not even be scheduled.
+        No rows: it could not even be scheduled, for ``group``.
         """
 
     def check_integrity(self) -> None:
@@ -149,6 +152,7 @@ class ModelWorker(Generic[P]):
         self._clock = clock
         self._launched: list[_Launched] = []  # steps whose tokens are not fetched yet, oldest first; two at most
         self._taking_in: tuple[Key, ...] = ()  # whose tokens are there, and are being taken in
+        self._suspects = Suspects()
         self._removals: list[Key] = []  # asked for while a step is under way
         self._since_s = 0.0  # when the device began with the oldest, as far as the host can tell
 
@@ -169,7 +173,7 @@ class ModelWorker(Generic[P]):
     def step(self) -> bool:
         """One step of the batch; False if no sequence could get room."""
         if not self._launched:
-            plan = self._scheduler.schedule(self._clock())
+            plan = self._schedule()
             if plan.preempted:
                 self._metrics.preemptions.inc(len(plan.preempted))
                 self._emit(Report(preempted=tuple(sequence.key for sequence in plan.preempted)))
@@ -179,7 +183,7 @@ class ModelWorker(Generic[P]):
             self._since_s = self._clock()
             self._launch(plan)
         # Whoever is to be removed must not write to its blocks any more.
-        if self._engine.runs_ahead and not self._removals:
+        if self._engine.runs_ahead and not self._removals and self._suspects.group is None:
             ahead = self._scheduler.ahead(self._launched[0].plan.rows)
             if ahead is not None:
                 self._launch(ahead)
@@ -191,6 +195,15 @@ class ModelWorker(Generic[P]):
         elif (behind := self._launched[0].step) is not None and behind.is_deferred:
             behind.sample()  # the sequences have what it waited for; the next step goes on from its tokens
         return True
+
+    def _schedule(self) -> Schedule:
+        now_s = self._clock()
+        while (group := self._suspects.group) is not None:
+            plan = self._scheduler.schedule(now_s, group)
+            if plan.rows or plan.admitted or plan.preempted:
+                return plan
+            self._suspects.clear()
+        return self._scheduler.schedule(now_s)
 
     def _launch(self, plan: Schedule) -> None:
         for sequence in plan.admitted:
@@ -217,6 +230,7 @@ class ModelWorker(Generic[P]):
         )
         self._taking_in = tuple(row.sequence.key for row, over in zip(plan.rows, is_over, strict=True) if not over)
         behind = self._launched[0].plan.rows if self._launched else ()
+        self._suspects.clear()
         progress = tuple(self._scheduler.postprocess(plan.rows, outputs, behind))
         if progress:
             self._emit(Report(progress=progress, num_tokens=sum(row.num_tokens for row in plan.rows), step_s=step_s))
@@ -246,8 +260,9 @@ class ModelWorker(Generic[P]):
             rows += launched.plan.rows
         self._launched.clear()
         ended = tuple(dict.fromkeys(self._taking_in))  # the beams of a search share a key
-        if not ended and (culprit := self._scheduler.on_failed(rows)) is not None:
-            ended = (culprit,)
+        if not ended:
+            culprit = self._suspects.blame(self._scheduler.on_failed(rows, self._suspects.group))
+            ended = () if culprit is None else (culprit,)
         self._taking_in = ()
         for key in ended:
             self._scheduler.remove(key)

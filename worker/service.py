@@ -41,10 +41,11 @@ from kvrelay.wire.messages import (
     Welcome,
     WorkerState,
 )
-from kvrelay.worker.entries import Entry, Key, Outcome, Phase
+from kvrelay.worker.entries import Entry, Outcome, Phase
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.model_worker import Add, Command, Remove, Report
 from kvrelay.worker.submit import WorkerIdentity, guide_failed
+from kvrelay.worker.suspects import Key
 
 logger = logging.getLogger(__name__)
 

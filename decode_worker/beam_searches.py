@@ -1,0 +1,131 @@
+"""The one door to beam searches: the scheduler runs sequences, and asks here which of them belong together.
+
+A search waits as one sequence and runs as several, which go forward in step (:mod:`kvrelay.decode_worker.beam_group`). It takes
+``width`` places from the start, and is preempted and removed as a whole. Its sequences share blocks. A new beam reads in another's
+blocks what both have in common. One that writes to a shared block gets a copy of it first.
+
+The scheduler moves sequences between its places, as it is told. Model thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from kvrelay.common.sampling import SampledToken
+from kvrelay.decode_worker.beam_group import BeamGroup, num_common
+from kvrelay.decode_worker.progress import Progress
+from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.step.sequence import Sequence, SequenceStatus
+from kvrelay.worker.model_worker import BlockCopy, Schedule
+from kvrelay.worker.suspects import Key
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How a search's sequences changed with a step."""
+
+    joined: list[Sequence] = field(default_factory=list)  # they have their blocks, and run from now on
+    ended: list[Sequence] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
+
+
+class BeamSearches:
+    """All searches that wait or run."""
+
+    def __init__(self, blocks: BlockManager, max_model_len: int) -> None:
+        self._blocks = blocks
+        self._max_model_len = max_model_len
+        self._groups: dict[Key, BeamGroup] = {}
+
+    def add(self, sequence: Sequence, first: SampledToken | None) -> None:
+        """``first``: of one that was handed over, what the prefill worker sampled. A sequence that is no search does not matter."""
+        if sequence.sampling.beam_search is not None:
+            self._groups[sequence.key] = BeamGroup(sequence, self._max_model_len, first)
+
+    def remove(self, key: Key) -> list[Sequence]:
+        """Forget a search; returns its sequences, the leader first. None of them, if ``key`` is no search here."""
+        group = self._groups.pop(key, None)
+        return [] if group is None else group.beams
+
+    def restart(self, sequence: Sequence) -> list[Sequence]:
+        """It loses its blocks: who else does, behind the one that waits for all of them. Just itself, if it is no search."""
+        group = self._groups.get(sequence.key)
+        if group is None:
+            return [sequence]
+        group.forget()
+        return group.beams
+
+    @property
+    def num_reserved(self) -> int:
+        """Places in the batch that running searches have no beams for yet."""
+        return sum(
+            group.width - sum(beam.status is SequenceStatus.RUNNING for beam in group.beams)
+            for group in self._groups.values()
+            if group.leader.status is SequenceStatus.RUNNING
+        )
+
+    def hear(self, beam: Sequence, token: SampledToken) -> None:
+        """What the engine sampled for a beam."""
+        self._groups[beam.key].hear(beam, token)
+
+    def go_forward(self) -> Iterator[Change]:
+        """Choose the next beams of searches whose beams have all heard; after a preemption, let the others follow the leader."""
+        for key, group in list(self._groups.items()):
+            if group.leader.status is not SequenceStatus.RUNNING:
+                continue
+            if group.is_ready:
+                yield self._advance(key, group)
+            elif group.has_heard(group.leader):
+                leader, *others = group.beams
+                idle = [beam for beam in others if beam.status is SequenceStatus.WAITING]
+                for beam in idle:
+                    self._share(leader, beam, num_common(leader.token_ids, beam.token_ids))
+                yield Change(joined=idle)
+
+    def _advance(self, key: Key, group: BeamGroup) -> Change:
+        leader = group.leader
+        turnover = group.advance()
+        for parent, child in turnover.forked:
+            self._share(parent, child, parent.num_computed_tokens)
+        change = Change([child for _, child in turnover.forked], turnover.ended)
+        if group.is_over:
+            del self._groups[key]
+            leader.finish_reason = group.result[0].finish_reason
+            change.progress.append(Progress.of(leader, beams=group.result))
+        elif group.num_steps == 1:
+            change.progress.append(Progress.of(group.leader))
+        return change
+
+    def _share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """The child goes on behind ``num_tokens`` tokens, whose K/V it reads in the parent's blocks."""
+        num_blocks = self._blocks.num_blocks_for(num_tokens)
+        owners = sequence_owner(parent.key, parent.beam), sequence_owner(child.key, child.beam)
+        child.block_table = self._blocks.fork(*owners, num_blocks)
+        child.num_computed_tokens = num_tokens
+
+    def unshare(self, sequence: Sequence, plan: Schedule) -> bool:
+        """Copy on write: a beam's next tokens begin in a block that only it holds. False if there is none for that."""
+        index, num_written = divmod(sequence.num_computed_tokens, self._blocks.block_size)
+        if sequence.sampling.beam_search is None or num_written == 0:
+            return True
+        shared = sequence.block_table[index]
+        own = self._blocks.make_writable(sequence_owner(sequence.key, sequence.beam), index)
+        if own is None:
+            return False
+        if own != shared:
+            sequence.block_table[index] = own
+            plan.copies.append(BlockCopy(sequence, shared, own))
+        return True
+
+    def check_integrity(self, placed: Seq[Sequence]) -> None:
+        """Assert that exactly the beams of searches wait or run among ``placed``, and that those that do neither hold nothing."""
+        led = {(one.key, one.beam) for one in placed if one.sampling.beam_search is not None}
+        for key, group in self._groups.items():
+            assert (key, group.leader.beam) in led, f"nobody waits or runs for the beam search {key}"
+            led -= {(key, beam.beam) for beam in group.beams}
+            for beam in group.beams:
+                is_idle = beam.status is SequenceStatus.WAITING and beam is not group.leader
+                assert not (is_idle and beam.block_table), f"beam {beam.beam} of {key} idles in {beam.block_table}"
+        assert not led, f"beams without a search: {sorted(led)}"
