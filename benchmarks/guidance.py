@@ -17,7 +17,7 @@ import queue
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import click
 
@@ -26,7 +26,8 @@ from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.guides.compiler import GrammarCompiler
 from kvrelay.engine.guides.guidance import GuideRefusal, GuideResult
 from kvrelay.engine.step.interface import StepRow
-from kvrelay.engine.step.sequence import GuideState, Sequence
+from kvrelay.engine.step.leader import Leader
+from kvrelay.engine.step.sequence import GuideState, Sequence, SequenceStatus
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.gateway.chat.tools.call_grammar import tool_guide
 from kvrelay.gateway.chat.tools.formats.families import family_named
@@ -73,7 +74,7 @@ _TOOLS = [
 class Batch:
     """Sequences that decode together, for ever."""
 
-    engine: TorchEngine
+    leader: Leader
     compiler: GrammarCompiler
     guide: Guide | None
     sequences: list[Sequence] = field(default_factory=list)
@@ -82,7 +83,7 @@ class Batch:
 
     def fill(self, num_sequences: int, first_block: int) -> int:
         """Prefill the prompts; returns the first block that is still free."""
-        per_sequence = _MAX_LEN // self.engine.card.layout.block_size
+        per_sequence = _MAX_LEN // self.leader.engine.card.layout.block_size
         for number in range(num_sequences):
             tokens = [1000 + 37 * number + place for place in range(_PROMPT_LEN)]
             sampling = SamplingParams(max_tokens=10_000, temperature=0.0, stop_token_ids=(_END,), guide=self.guide)
@@ -91,7 +92,7 @@ class Batch:
             one = Sequence(f"r{number}", 1, tokens, _PROMPT_LEN, sampling, 0.0, block_table=blocks)
             if self.guide is not None:
                 one.guide = compiled(self.compiler, sampling)
-            self.engine.step([StepRow(one, _PROMPT_LEN)])
+            self.leader.step([StepRow(one, _PROMPT_LEN)])
             one.num_computed_tokens = _PROMPT_LEN - 1
             self.sequences.append(one)
         return first_block
@@ -99,21 +100,23 @@ class Batch:
     def step(self) -> None:
         """One decode step, timed; what is over starts again afterwards."""
         begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
-        tokens = self.engine.step([StepRow(one, 1) for one in self.sequences])
-        for one, token in zip(self.sequences, tokens, strict=True):
-            assert token is not None
+        results = self.leader.step([StepRow(one, 1) for one in self.sequences])
+        for one, result in zip(self.sequences, results, strict=True):
+            (token,) = result.tokens
             one.num_computed_tokens += 1
             one.append(token, _MAX_LEN - 1)
         self.step_s.append(time.perf_counter() - begun_s)
         self.step_cpu_s.append(time.process_time() - begun_cpu_s)
-        for one in self.sequences:
+        for index, one in enumerate(self.sequences):
             assert one.failure is None, one.failure
             if one.is_over:
-                one.finish_reason = None
-                del one.token_ids[_PROMPT_LEN:]
-                one.num_computed_tokens = _PROMPT_LEN - 1
-                if self.guide is not None:
-                    one.guide = compiled(self.compiler, one.sampling)
+                guide = None if self.guide is None else compiled(self.compiler, one.sampling)
+                prompt, num_computed = one.token_ids[:_PROMPT_LEN], _PROMPT_LEN - 1
+                again = replace(
+                    one, token_ids=prompt, num_computed_tokens=num_computed, finish_reason=None, guide=guide
+                )
+                one.set_status(SequenceStatus.FINISHED)  # its slot is another's
+                self.sequences[index] = again
 
 
 def compiled(compiler: GrammarCompiler, sampling: SamplingParams) -> GuideState:
@@ -133,9 +136,11 @@ def compiled(compiler: GrammarCompiler, sampling: SamplingParams) -> GuideState:
 def main(model: str, rows: int, rounds: int, threads: int) -> None:
     """Measure and print."""
     directory = resolve_model(model)
-    options = EngineOptions(directory, directory.name, device="cpu", kv_memory_bytes=2**29, num_threads=threads)
+    options = EngineOptions(
+        directory, directory.name, device="cpu", kv_memory_bytes=2**29, num_threads=threads, max_num_seqs=2 * rows
+    )
     engine = TorchEngine.load(options, lambda done, total: None)
-    compiler = GrammarCompiler(directory, engine.card.vocab_size)
+    compiler, leader = GrammarCompiler(directory, engine.card.vocab_size), Leader(engine)
     guides = {**_GUIDES, "a call of one of two tools": _call_guide()}
     try:
         print("| guide | compiled in |\n| --- | --- |")
@@ -148,7 +153,7 @@ def main(model: str, rows: int, rounds: int, threads: int) -> None:
         print("| --- | --- | --- | --- | --- |")
         compared: dict[str, Guide | None] = {"nothing, against itself": None, **guides}
         for name, guided_by in compared.items():
-            free, guided = Batch(engine, compiler, None), Batch(engine, compiler, guided_by)
+            free, guided = Batch(leader, compiler, None), Batch(leader, compiler, guided_by)
             guided.fill(rows, free.fill(rows, 0))
             print(f"| {name} {_compare(free, guided, rounds)}", flush=True)
     finally:

@@ -105,7 +105,6 @@ class BeamGroup:
             chain=None if parent.chain is None else parent.chain.copy(),
             sampling=parent.sampling.after_prefill(),
             prompt_logprobs=[],
-            token_counts=None,
         )
 
 

@@ -26,6 +26,7 @@ from kvrelay.decode_worker.run_ahead import sequences_that_go_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.kv.block_manager import BlockManager, Owner, sequence_owner
 from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.worker.model_worker import Schedule
 from kvrelay.worker.step_cost import MixedSteps
@@ -167,9 +168,7 @@ class DecodeScheduler:
             if row.sequence.status is SequenceStatus.FINISHED:
                 self._release(row.sequence)
 
-    def postprocess(
-        self, rows: Seq[StepRow], outputs: Seq[SampledToken | None], behind: Seq[StepRow] = ()
-    ) -> list[Progress]:
+    def postprocess(self, rows: Seq[StepRow], results: Seq[RowResult], behind: Seq[StepRow] = ()) -> list[Progress]:
         """Advance the sequences by what was computed; finished ones leave and their blocks are released.
 
         ``behind``: the step that runs already. Who finishes and is in it keeps its blocks until that step is postprocessed or
@@ -178,20 +177,21 @@ class DecodeScheduler:
         progress: list[Progress] = []
         writes_on = {row.sequence for row in behind}
         self.abandon(rows)
-        for row, token in zip(rows, outputs, strict=True):
+        for row, result in zip(rows, results, strict=True):
             sequence = row.sequence
             if sequence.status is SequenceStatus.FINISHED:
                 continue  # with a token of the step before: this one is too many
             self._advance(sequence, row.num_tokens)
-            if token is None:
-                continue
-            if sequence.sampling.beam_search is not None:
-                self._searches.hear(sequence, token)
-                continue
-            sequence.append(token, self._max_model_len)
-            progress.append(Progress.of(sequence, token))
-            if sequence.is_over:
-                self._end(sequence, keeps_blocks=sequence in writes_on)
+            sequence.prompt_logprobs += result.prompt_logprobs
+            for token in result.tokens:
+                if sequence.sampling.beam_search is not None:
+                    self._searches.hear(sequence, token)
+                    continue
+                sequence.append(token, self._max_model_len)
+                progress.append(Progress.of(sequence, token))
+                if sequence.is_over:
+                    self._end(sequence, keeps_blocks=sequence in writes_on)
+                    break
         for change in self._searches.go_forward():
             for beam in change.joined:
                 self._run(beam)

@@ -12,7 +12,6 @@ import torch
 
 from kvrelay.common.errors import ModelError
 from kvrelay.common.model_card import ModelCard
-from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.backends.cpu.build import cpu_ops, why_no_cpu_kernels
 from kvrelay.engine.backends.cuda.memory import GpuMemory
 from kvrelay.engine.backends.options import (
@@ -29,12 +28,14 @@ from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.pool import KvPool, block_nbytes_of
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.ops import Ops, StepGraphs
-from kvrelay.engine.sampling.prompt_logprobs import add_prompt_logprobs
+from kvrelay.engine.sampling.prompt_logprobs import prompt_logprobs
+from kvrelay.engine.sampling.rows import Asking
 from kvrelay.engine.sampling.sampled import Sampled, UnderWay
 from kvrelay.engine.sampling.sampler import sample
 from kvrelay.engine.step.batch import Batch, build_batch
-from kvrelay.engine.step.interface import BlockStore, DeviceFailedError, DoneStep, LaunchedStep, StepRow
-from kvrelay.engine.step.sequence import Sequence, SequenceStatus
+from kvrelay.engine.step.interface import BlockStore, DeviceFailedError, LaunchedStep
+from kvrelay.engine.step.plan import SamplingInputs, StepPlan
+from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.torch_step import Deferred, TorchStep
 from kvrelay.engine.weights.checkpoint import checkpoint_files, load_weights, weights_digest
 from kvrelay.engine.weights.kv_scales import kv_scales_digest, load_kv_scales
@@ -59,6 +60,10 @@ class TorchEngine:
         self._options = options
         self._graphs = graphs
         self._device = pool.tensor.device
+        max_blocks = -(-card.max_model_len // card.layout.block_size)
+        self._slots = Slots(options.max_num_seqs, max_blocks)
+        # What each slot sampled last, where the next step finds it: before the host knows.
+        self._sampled_tokens = torch.zeros(options.max_num_seqs, dtype=torch.int64, device=self._device)
 
     @classmethod
     def load(cls, options: EngineOptions, progress: Callable[[int, int], None]) -> TorchEngine:
@@ -155,76 +160,73 @@ class TorchEngine:
             return self._device.type == "cuda"
         return self._options.run_ahead == "on"
 
-    def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:
+    @property
+    def num_slots(self) -> int:
         """See Engine."""
-        return self.launch(rows).wait()
+        return self._options.max_num_seqs
 
     @torch.inference_mode()
-    def launch(self, rows: Seq[StepRow], behind: LaunchedStep | None = None) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """See Engine."""
-        if not rows:
-            return DoneStep([])
         if torch.get_num_threads() != self._options.num_threads:
             torch.set_num_threads(self._options.num_threads)  # the count is the calling thread's
-        assert behind is None or isinstance(behind, TorchStep), behind
-        # A deferred one has no tokens to go on from, and its logits may lie where this step's will.
-        assert behind is None or not behind.is_deferred, "the step in front was not told to sample"
-        batch = build_batch(rows, self._card.layout.block_size, None if behind is None else behind.places)
+        self._slots.apply(plan)
+        batch = build_batch(plan, self._slots, self._card.layout.block_size)
         try:
-            return self._launch(batch, behind)
+            return self._launch(batch, plan.sampling)
         except Exception:
             if self._device.type == "cuda":  # what is queued already must not write to blocks that are released now
                 with contextlib.suppress(RuntimeError):
                     torch.cuda.current_stream(self._device).synchronize()
             raise
 
-    def _launch(self, batch: Batch, behind: TorchStep | None) -> TorchStep:
+    def _launch(self, batch: Batch, inputs: SamplingInputs | None) -> TorchStep:
         copied = self._pool.order_steps()
-        token_ids = self._token_ids(batch, behind)
+        token_ids = self._token_ids(batch)
         hidden, logits = self._forward(batch, token_ids)
         sampled: Sampled | Deferred | None = None
-        if hidden is not None:
-            add_prompt_logprobs(batch, hidden, self._model.logits)
-        if logits is not None:
-            sequences = [batch.rows[index].sequence for index in batch.sampling_rows]
-            if behind is not None and any(one.needs_host_to_sample for one in sequences):
-                sampled = Deferred(partial(self._sample_deferred, batch, logits))
-            else:
-                under_way = self._under_way(batch, token_ids)
-                sampled = sample(logits, sequences, self._ops, self._options.processors, under_way)
-        return TorchStep(batch, sampled, self._device, copied)
+        logprobs = {} if hidden is None else prompt_logprobs(batch, self._slots, hidden, self._model.logits)
+        if logits is not None and inputs is None:
+            sampled = Deferred(partial(self._sample_deferred, batch, logits))
+        elif logits is not None and inputs is not None:
+            sampled = self._sample(batch, logits, inputs, self._under_way(batch, token_ids))
+        return TorchStep(batch, sampled, logprobs, self._device, copied)
 
     @torch.inference_mode()
-    def _sample_deferred(self, batch: Batch, logits: torch.Tensor) -> Sampled:
-        """Sample with all tokens known: the sequences have taken in those of the step in front."""
-        sequences: list[Sequence] = []
-        for index in batch.sampling_rows:
-            sequence = batch.rows[index].sequence
-            if sequence.status is SequenceStatus.FINISHED:
-                # Its token does not count: a greedy one asks no guide and counts no tokens.
-                sequence = Sequence(*sequence.key, [0], 1, SamplingParams(max_tokens=1, temperature=0.0), 0.0)
-            else:
-                num_known = int(batch.seq_lens[index])
-                assert sequence.num_tokens == num_known, (
-                    f"{sequence.key}: {sequence.num_tokens} tokens, not {num_known}"
-                )
-            sequences.append(sequence)
-        return sample(logits, sequences, self._ops, self._options.processors)
+    def _sample_deferred(self, batch: Batch, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
+        """Sample with all tokens known."""
+        self._slots.learn(inputs.new_tokens)
+        return self._sample(batch, logits, inputs, None)
 
-    def _token_ids(self, batch: Batch, behind: TorchStep | None) -> torch.Tensor:
+    def _sample(
+        self, batch: Batch, logits: torch.Tensor, inputs: SamplingInputs, under_way: UnderWay | None
+    ) -> Sampled:
+        index = batch.slots[batch.sampling_rows]
+        asking = Asking.of(self._slots, index, batch.seq_lens[batch.sampling_rows], inputs.over)
+        sampled = sample(logits, asking, inputs.rules, self._ops, self._options.processors, under_way)
+        (places,) = self._ops.upload((index,))
+        self._sampled_tokens[places] = sampled.tokens
+        return sampled
+
+    def _token_ids(self, batch: Batch) -> torch.Tensor:
         """The step's input ``[num_tokens]``, on the device."""
-        if batch.fed_from is None or behind is None:
+        if batch.is_fed is None:
             return self._ops.upload((batch.token_ids,))[0]
-        token_ids, fed_from = self._ops.upload((batch.token_ids, batch.fed_from))
-        return behind.fed_to(fed_from, token_ids)
+        # Rows that are fed have one token each, and come first.
+        num_fed = batch.num_decode_rows
+        token_ids, slots, is_fed = self._ops.upload(
+            (batch.token_ids, batch.slots[:num_fed], batch.is_fed[:num_fed].astype(np.uint8))
+        )
+        fed = torch.where(is_fed.bool(), self._sampled_tokens[slots], token_ids[:num_fed])
+        return fed if num_fed == len(token_ids) else torch.cat((fed, token_ids[num_fed:]))
 
     def _under_way(self, batch: Batch, token_ids: torch.Tensor) -> UnderWay | None:
         """Which tokens of the rows that sample came from the step in front."""
-        if batch.fed_from is None:
+        if batch.is_fed is None:
             return None
         # Whoever is fed by the step in front has one token in this one, and samples behind it; see DecodeScheduler.ahead.
         assert len(batch.sampling_rows) == len(token_ids), "a step ahead computes one token of each row"
-        return UnderWay([batch.rows[index].num_ahead for index in batch.sampling_rows], token_ids)
+        return UnderWay(batch.is_fed.astype(np.int32), token_ids)
 
     def _last_tokens(self, batch: Batch) -> torch.Tensor:
         """The places of the last tokens of all rows that sample among the step's tokens, on the device."""
@@ -235,7 +237,7 @@ class TorchEngine:
         if self._graphs is not None and self._graphs.fits(batch):
             return None, self._graphs.run(batch, token_ids)
         hidden = self._model.forward(token_ids, self._ops.begin_step(batch))
-        if not batch.sampling_rows:
+        if not len(batch.sampling_rows):
             return hidden, None
         if len(batch.sampling_rows) == len(token_ids):
             return hidden, self._model.logits(hidden)

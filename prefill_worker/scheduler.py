@@ -21,6 +21,7 @@ from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
@@ -138,13 +139,13 @@ class PrefillScheduler:
     def _line(self, group: frozenset[Key] | None, *places: Iterable[Sequence]) -> list[Sequence]:
         return [one for one in heapq.merge(*places, key=_arrival) if group is None or one.key in group]
 
-    def postprocess(
-        self, rows: Seq[StepRow], outputs: Seq[SampledToken | None], behind: Seq[StepRow] = ()
-    ) -> list[Computed]:
+    def postprocess(self, rows: Seq[StepRow], results: Seq[RowResult], behind: Seq[StepRow] = ()) -> list[Computed]:
         """Advance the sequences by what was computed; computed prompts leave."""
-        results: list[Computed] = []
-        for row, token in zip(rows, outputs, strict=True):
+        computed: list[Computed] = []
+        for row, result in zip(rows, results, strict=True):
             sequence = row.sequence
+            token = result.tokens[0] if result.tokens else None
+            sequence.prompt_logprobs += result.prompt_logprobs
             num_full_before = sequence.num_computed_tokens // self._blocks.block_size
             sequence.num_computed_tokens += row.num_tokens
             num_ready_blocks = sequence.num_computed_tokens // self._blocks.block_size
@@ -159,8 +160,8 @@ class PrefillScheduler:
                 if sequence.sampling.beam_search is None:
                     sequence.append(token, self._max_model_len)
                 sequence.set_status(SequenceStatus.FINISHED)
-            results.append(Computed(sequence, num_ready_blocks, token, sequence.finish_reason))
-        return results
+            computed.append(Computed(sequence, num_ready_blocks, token, sequence.finish_reason))
+        return computed
 
     def _in_line(self, sequence: Sequence) -> Prompt:
         num_tokens = sequence.num_uncomputed_tokens

@@ -15,7 +15,9 @@ from typing import Generic, Protocol, TypeVar
 
 from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import SampledToken
-from kvrelay.engine.step.interface import Engine, LaunchedStep, StepRow
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.leader import Leader, LedStep
+from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.suspects import Key, Suspects
@@ -96,9 +98,7 @@ class Scheduler(Protocol[P_co]):
     def observe(self, rows: Seq[StepRow], step_s: float) -> None:
         """The step of ``rows`` took so long: what later ones may take follows from it."""
 
-    def postprocess(
-        self, rows: Seq[StepRow], outputs: Seq[SampledToken | None], behind: Seq[StepRow] = ()
-    ) -> Seq[P_co]:
+    def postprocess(self, rows: Seq[StepRow], results: Seq[RowResult], behind: Seq[StepRow] = ()) -> Seq[P_co]:
         """Advance the sequences by what was computed. ``behind``: the step that runs already."""
 
     def abandon(self, rows: Seq[StepRow]) -> None:
@@ -131,7 +131,7 @@ class Report(Generic[P]):
 @dataclass(frozen=True, slots=True)
 class _Launched:
     plan: Schedule
-    step: LaunchedStep | None  # None: no rows, only admissions
+    step: LedStep | None  # None: no rows, only admissions
 
 
 class ModelWorker(Generic[P]):
@@ -139,13 +139,14 @@ class ModelWorker(Generic[P]):
 
     def __init__(
         self,
-        engine: Engine,
+        leader: Leader,
         scheduler: Scheduler[P],
         metrics: EngineMetrics,
         emit: Callable[[Report[P]], None],
         clock: Clock,
     ) -> None:
-        self._engine = engine
+        self._leader = leader
+        self._engine = leader.engine
         self._scheduler = scheduler
         self._metrics = metrics
         self._emit = emit
@@ -188,8 +189,8 @@ class ModelWorker(Generic[P]):
             if ahead is not None:
                 self._launch(ahead)
         step = self._launched[0].step
-        outputs = [] if step is None else step.wait()
-        self._finish(self._launched.pop(0).plan, outputs)
+        results = [] if step is None else step.wait()
+        self._finish(self._launched.pop(0).plan, results)
         if not self._launched:
             self._remove()
         elif (behind := self._launched[0].step) is not None and behind.is_deferred:
@@ -215,9 +216,9 @@ class ModelWorker(Generic[P]):
         if plan.copies:
             self._engine.copy_blocks([(copy.source, copy.target) for copy in plan.copies])
         behind = self._launched[-1].step if self._launched else None
-        self._launched.append(_Launched(plan, self._engine.launch(plan.rows, behind) if plan.rows else None))
+        self._launched.append(_Launched(plan, self._leader.launch(plan.rows, behind) if plan.rows else None))
 
-    def _finish(self, plan: Schedule, outputs: list[SampledToken | None]) -> None:
+    def _finish(self, plan: Schedule, results: list[RowResult]) -> None:
         step_s = 0.0
         if plan.rows:
             now_s = self._clock()
@@ -226,12 +227,12 @@ class ModelWorker(Generic[P]):
             self._scheduler.observe(plan.rows, step_s)
         is_over = [row.sequence.status is SequenceStatus.FINISHED for row in plan.rows]
         self._metrics.sampled_tokens.inc(
-            sum(1 for token, over in zip(outputs, is_over, strict=True) if token and not over)
+            sum(len(result.tokens) for result, over in zip(results, is_over, strict=True) if not over)
         )
         self._taking_in = tuple(row.sequence.key for row, over in zip(plan.rows, is_over, strict=True) if not over)
         behind = self._launched[0].plan.rows if self._launched else ()
         self._suspects.clear()
-        progress = tuple(self._scheduler.postprocess(plan.rows, outputs, behind))
+        progress = tuple(self._scheduler.postprocess(plan.rows, results, behind))
         if progress:
             self._emit(Report(progress=progress, num_tokens=sum(row.num_tokens for row in plan.rows), step_s=step_s))
         self._taking_in = ()

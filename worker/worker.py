@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvrelay.engine.step.interface import Engine
+from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.messages import Role
 from kvrelay.wire.metrics import WireMetrics
@@ -44,7 +45,7 @@ class Worker(ABC, Generic[S]):
             num_waiting=lambda: len(scheduler.waiting),
         )
         emit = partial(self._on_loop.call, service.on_report)
-        self._model_worker = ModelWorker(engine, scheduler, metrics, emit, network.clock)
+        self._model_worker = ModelWorker(Leader(engine), scheduler, metrics, emit, network.clock)
         self._loop = setup.model_loop(self._model_worker, f"{service.role}-model", network.clock)
         self._wire_metrics = WireMetrics(setup.registry)
         self._gate = None if setup.keys is None else PeerGate(setup.keys, peers, self._wire_metrics, network.context)

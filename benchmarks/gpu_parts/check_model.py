@@ -15,6 +15,8 @@ from gpu_parts.running import Context, Finding
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.leader import Leader
+from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 
@@ -121,22 +123,24 @@ def _generate(engine: TorchEngine, seed: int) -> tuple[list[Sequence], list[list
         sequences.append(Sequence(f"r{number}", 1, tokens, length, sampling, 0.0, block_table=blocks))
     outputs: dict[Sequence, list[SampledToken]] = {one: [] for one in sequences}
 
-    def take(rows: Seq[StepRow], results: Seq[SampledToken | None]) -> None:
-        for row, token in zip(rows, results, strict=True):
+    leader = Leader(engine)
+
+    def take(rows: Seq[StepRow], results: Seq[RowResult]) -> None:
+        for row, result in zip(rows, results, strict=True):
             row.sequence.num_computed_tokens += row.num_tokens
-            if token is not None:
+            for token in result.tokens:
                 row.sequence.append(token, engine.card.max_model_len)
                 outputs[row.sequence].append(token)
 
     while min(len(output) for output in outputs.values()) < _NUM_OUTPUT:
         # Two thirds of a prompt, then the rest of it beside others' single tokens.
         rows = [StepRow(one, max(1, one.num_uncomputed_tokens * 2 // 3)) for one in sequences]
-        take(rows, engine.step(rows))
+        take(rows, leader.step(rows))
     rows = [StepRow(one, 1) for one in sequences]
-    launched = engine.launch(rows)
+    launched = leader.launch(rows)
     for _ in range(_NUM_AHEAD - 1):
         behind = [StepRow(one, 1, num_ahead=1) for one in sequences]
-        following = engine.launch(behind, behind=launched)
+        following = leader.launch(behind, behind=launched)
         take(rows, launched.wait())
         rows, launched = behind, following
     take(rows, launched.wait())

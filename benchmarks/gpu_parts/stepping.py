@@ -17,6 +17,7 @@ from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
@@ -79,7 +80,7 @@ class DecodeDriver:
         settings = DecodeSchedulerSettings(max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
         self._scheduler = DecodeScheduler(settings, self._blocks, card.max_model_len)
         metrics = _metrics(self._blocks)
-        self._worker = ModelWorker(engine, self._scheduler, metrics, self._hear, time.monotonic)
+        self._worker = ModelWorker(Leader(engine), self._scheduler, metrics, self._hear, time.monotonic)
         self._random = torch.Generator().manual_seed(seed)
         self._num_added = 0
         self.num_tokens = 0  # sampled so far
@@ -143,7 +144,7 @@ class PrefillDriver:
         self._fingerprint = card.layout.fingerprint()
         self._blocks = BlockManager(card.num_blocks, card.layout.block_size, lambda: 0.0)
         scheduler = PrefillScheduler(settings, self._blocks, card.max_model_len, card.device_type)
-        self._worker = ModelWorker(engine, scheduler, _metrics(self._blocks), self._hear, time.monotonic)
+        self._worker = ModelWorker(Leader(engine), scheduler, _metrics(self._blocks), self._hear, time.monotonic)
         self._random = torch.Generator().manual_seed(seed)
         self._num_added = 0
         self._num_computed = 0

@@ -20,12 +20,12 @@ import xxhash
 
 from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.common.sampling import SampledToken, SamplingParams
-from kvrelay.engine.fake.step import FakeStep, Share
-from kvrelay.engine.step.interface import LaunchedStep, StepRow
-from kvrelay.engine.step.sequence import GuideState, Sequence, SequenceStatus
+from kvrelay.engine.fake.step import FakeSequence, FakeSlots, FakeStep, Memory, Share
+from kvrelay.engine.step.interface import LaunchedStep
+from kvrelay.engine.step.plan import RowResult, Rules, SamplingInputs, StepPlan
 
 _DIGEST_NBYTES = 8
-_MIN_MEMORIES = 64  # sequences remembered before anyone looks for finished ones among them
+_NUM_SLOTS = 4096  # more than anybody computes at a time: they cost nothing here
 _SEED_MASK = 2**64 - 1  # as the sampler's
 _MAX_LOOKS = 100  # for a token that may come
 _PLAIN_TOKENS = range(1000, 20_000)
@@ -108,15 +108,6 @@ class FakePace:
         return self.step_s + self.token_s * sum(share.num_tokens for share in shares if share.num_tokens > 1)
 
 
-@dataclass(slots=True)
-class _Memory:
-    """What is known of a sequence from earlier steps. Tokens are only ever appended to a sequence."""
-
-    digests: bytearray  # of its leading tokens, 8 bytes each
-    verified_blocks: list[int]  # its leading blocks when positions were last read back …
-    num_verified: int = 0  # … and how many of those positions still hold
-
-
 class FakeEngine:
     """Implements :class:`kvrelay.engine.step.interface.Engine`; ``on_step`` is called at the start of every step.
 
@@ -133,7 +124,7 @@ class FakeEngine:
     def __init__(
         self,
         card: ModelCard,
-        on_step: Callable[[Seq[StepRow]], None] = lambda rows: None,
+        on_step: Callable[[Seq[Share]], None] = lambda shares: None,
         *,
         pace: FakePace | None = None,
         reads_back_once: bool = False,
@@ -147,9 +138,10 @@ class FakeEngine:
         self._pace = pace
         self._reads_back_once = reads_back_once
         self.runs_ahead = runs_ahead
+        self.num_slots = _NUM_SLOTS
         self._token_nbytes = card.layout.head_dim
-        self._memories: dict[Sequence, _Memory] = {}
-        self._max_memories = _MIN_MEMORIES
+        self._slots = FakeSlots()
+        self._launched: FakeStep | None = None  # the last one
 
     def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
         """See Engine."""
@@ -160,93 +152,94 @@ class FakeEngine:
     def check_device(self) -> None:
         """See Engine. There is none."""
 
-    def launch(self, rows: Seq[StepRow], behind: LaunchedStep | None = None) -> LaunchedStep:
-        """See Engine."""
-        assert behind is None or isinstance(behind, FakeStep)
-        assert behind is None or not behind.is_deferred, "the step in front was not told to sample"
-        share_of = Share.for_later if self.runs_ahead else Share.of
-        return FakeStep(self.compute, [share_of(row) for row in rows], behind)
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """See Engine. Who waits hears KvMismatchError if a sampling row's K/V in the pool is not its tokens' K/V."""
+        assert self._launched is None or not self._launched.is_deferred, "the step in front was not told to sample"
+        self._slots.apply(plan)
+        shares = [Share(self._slots.sequences[row.slot].copy(), row) for row in plan.rows]
+        for share in shares:
+            self._require_fit(share)
+        behind = self._launched if any(row.is_fed for row in plan.rows) else None
+        self._launched = FakeStep(self._compute, shares, plan.sampling, self._slots, behind)
+        return self._launched
 
-    def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:
-        """See Engine. Raises KvMismatchError if a sampling row's K/V in the pool is not its tokens' K/V."""
-        return self.compute([Share.of(row) for row in rows])
+    def _require_fit(self, share: Share) -> None:
+        row, sequence = share.row, share.sequence
+        end = row.start + row.num_tokens
+        if row.num_tokens < 1 or end > len(sequence.token_ids) + row.is_fed:
+            raise ValueError(f"{sequence.name}: no {row.num_tokens} tokens behind {row.start}")
+        if len(sequence.block_table) * self.card.layout.block_size < end:
+            raise ValueError(f"{sequence.name}: {len(sequence.block_table)} blocks do not hold {end} tokens")
 
-    def compute(self, shares: Seq[Share]) -> list[SampledToken | None]:
+    def _compute(self, shares: Seq[Share], inputs: SamplingInputs) -> list[RowResult]:
         """All of a step, now."""
         until_s = 0.0 if self._pace is None else time.monotonic() + self._pace.of(shares)
-        rows = [StepRow(share.sequence, share.num_tokens) for share in shares]
-        self._on_step(rows)
-        results = [self._run(share) for share in shares]
-        if len(self._memories) > self._max_memories:
-            self._forget_finished()
+        self._on_step(shares)
+        masks = _masks(inputs.rules)
+        results, num_sampled = [], 0
+        for share in shares:
+            results.append(self._run(share, masks.get(num_sampled)))
+            num_sampled += share.row.num_samples
         if self._pace is not None:
             time.sleep(max(0.0, until_s - time.monotonic()))
         return results
 
-    def _run(self, share: Share) -> SampledToken | None:
-        sequence = share.sequence
-        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + share.num_tokens
-        if share.num_tokens < 1 or end > sequence.num_tokens:
-            raise ValueError(f"{sequence.key}: no {share.num_tokens} tokens behind {sequence.num_computed_tokens}")
-        if len(sequence.block_table) * self.card.layout.block_size < end:
-            raise ValueError(f"{sequence.key}: {len(sequence.block_table)} blocks do not hold {end} tokens")
-        memory = self._remember(share.owner, sequence.token_ids)
+    def _run(self, share: Share, mask: bytes | None) -> RowResult:
+        sequence, memory, start = share.sequence, share.sequence.memory, share.row.start
+        end = start + share.num_tokens
+        self._remember(sequence)
         # A preempted sequence may get the same blocks again, with others' bytes in them: what it had read then proves nothing.
         blocks_stayed = memory.verified_blocks == sequence.block_table[: len(memory.verified_blocks)]
         if start < memory.num_verified or not blocks_stayed:
             memory.num_verified = 0
         for first, last in self._spans(start, end):
-            self._slots(sequence, first, last)[:] = self._kv(memory, first, last)
-        if sequence.sampling.num_prompt_logprobs is not None:
-            self._add_prompt_logprobs(sequence, memory, end)
-        if not share.samples:
-            return None
+            self._slice(sequence, first, last)[:] = self._kv(memory, first, last)
+        prompt_logprobs = self._prompt_logprobs(share)
+        if not share.row.num_samples:
+            return RowResult((), prompt_logprobs)
         self._read_back(sequence, memory, end)
         digest = bytes(memory.digests[-_DIGEST_NBYTES:])
         token_id = next_token(sequence, digest, self.card.vocab_size)
-        if sequence.guide is not None:
-            token_id = _guided(sequence.guide, token_id, self.card.vocab_size)
-        if sequence.sampling.beam_search is None:
-            if sequence.sampling.num_logprobs is None:
-                return SampledToken(token_id)
-            return with_logprobs(token_id, digest, sequence.sampling.num_logprobs, self.card.vocab_size)
-        return SampledToken(token_id, top_logprobs=candidates(sequence.sampling, digest, self.card.vocab_size))
+        if mask is not None:
+            token_id = _guided(mask, token_id, self.card.vocab_size)
+        if sequence.sampling.beam_search is not None:
+            token = SampledToken(token_id, top_logprobs=candidates(sequence.sampling, digest, self.card.vocab_size))
+        elif sequence.sampling.num_logprobs is None:
+            token = SampledToken(token_id)
+        else:
+            token = with_logprobs(token_id, digest, sequence.sampling.num_logprobs, self.card.vocab_size)
+        return RowResult((token,), prompt_logprobs)
 
-    def _add_prompt_logprobs(self, sequence: Sequence, memory: _Memory, end: int) -> None:
-        """See StepRow; what is there from before a preemption stays."""
-        for position in range(len(sequence.prompt_logprobs) + 1, min(end + 1, sequence.num_prompt_tokens)):
-            digest = bytes(memory.digests[(position - 1) * _DIGEST_NBYTES : position * _DIGEST_NBYTES])
-            num_top = sequence.sampling.num_prompt_logprobs or 0
-            token = with_logprobs(sequence.token_ids[position], digest, num_top, self.card.vocab_size)
-            sequence.prompt_logprobs.append(token)
+    def _prompt_logprobs(self, share: Share) -> tuple[SampledToken, ...]:
+        if share.row.prompt_logprobs is None:
+            return ()
+        sequence, digests = share.sequence, share.sequence.memory.digests
+        num_top = sequence.sampling.num_prompt_logprobs or 0
+        return tuple(
+            with_logprobs(
+                sequence.token_ids[position],
+                bytes(digests[(position - 1) * _DIGEST_NBYTES : position * _DIGEST_NBYTES]),
+                num_top,
+                self.card.vocab_size,
+            )
+            for position in range(*share.row.prompt_logprobs)
+        )
 
-    def _remember(self, sequence: Sequence, token_ids: Seq[int]) -> _Memory:
-        """The sequence's memory, with a digest of each of its ``token_ids`` as they stand."""
-        memory = self._memories.get(sequence)
-        if memory is None:
-            memory = self._memories[sequence] = _Memory(bytearray(), [])
-        digests = memory.digests
+    def _remember(self, sequence: FakeSequence) -> None:
+        """A digest of each of the sequence's tokens as they stand."""
+        digests, token_ids = sequence.memory.digests, sequence.token_ids
         num_known = len(digests) // _DIGEST_NBYTES
         if num_known < len(token_ids):
             for digest in token_digests(token_ids[num_known:], bytes(digests[-_DIGEST_NBYTES:])):
                 digests += digest
-        return memory
 
-    def _forget_finished(self) -> None:
-        self._memories = {
-            sequence: memory
-            for sequence, memory in self._memories.items()
-            if sequence.status is not SequenceStatus.FINISHED
-        }
-        self._max_memories = 2 * len(self._memories) + _MIN_MEMORIES
-
-    def _read_back(self, sequence: Sequence, memory: _Memory, end: int) -> None:
+    def _read_back(self, sequence: FakeSequence, memory: Memory, end: int) -> None:
         for first, last in self._spans(memory.num_verified if self._reads_back_once else 0, end):
-            found, expected = bytes(self._slots(sequence, first, last)), self._kv(memory, first, last)
+            found, expected = bytes(self._slice(sequence, first, last)), self._kv(memory, first, last)
             if found != expected:
                 differs = next(index for index, byte in enumerate(found) if byte != expected[index])
                 position = first + differs // self._token_nbytes
-                raise KvMismatchError(f"{sequence.key}: K/V of position {position} is not that of its tokens")
+                raise KvMismatchError(f"{sequence.name}: K/V of position {position} is not that of its tokens")
         if memory.num_verified == 0 or len(memory.verified_blocks) != len(sequence.block_table):
             memory.verified_blocks = list(sequence.block_table)
         memory.num_verified = end
@@ -259,14 +252,14 @@ class FakeEngine:
         cuts = [start, *range((start // block_size + 1) * block_size, end, block_size), end]
         return list(pairwise(cuts)) if start < end else []
 
-    def _slots(self, sequence: Sequence, first: int, last: int) -> memoryview:
+    def _slice(self, sequence: FakeSequence, first: int, last: int) -> memoryview:
         """The pool's memory of positions ``first`` to ``last``, which are one block's."""
         block_index, offset = divmod(first, self.card.layout.block_size)
         start = offset * self._token_nbytes
         block = self.store.block(sequence.block_table[block_index])
         return block[start : start + (last - first) * self._token_nbytes]
 
-    def _kv(self, memory: _Memory, first: int, last: int) -> bytes:
+    def _kv(self, memory: Memory, first: int, last: int) -> bytes:
         """What these positions must hold: of each its digest, repeated."""
         digests, size, times = memory.digests, self._token_nbytes, self._token_nbytes // _DIGEST_NBYTES + 1
         starts = range(first * _DIGEST_NBYTES, last * _DIGEST_NBYTES, _DIGEST_NBYTES)
@@ -282,7 +275,7 @@ def token_digests(token_ids: Seq[int], parent: bytes = b"") -> list[bytes]:
     return digests
 
 
-def next_token(sequence: Sequence, digest: bytes, vocab_size: int) -> int:
+def next_token(sequence: FakeSequence, digest: bytes, vocab_size: int) -> int:
     """The token behind ``digest``: the same on every worker; depends on seed and choice unless the sampling is greedy.
 
     No stop token before ``min_tokens``, if a few more looks at the vocabulary find another one.
@@ -300,13 +293,19 @@ def next_token(sequence: Sequence, digest: bytes, vocab_size: int) -> int:
     return token_id
 
 
-def _guided(guide: GuideState, token_id: int, vocab_size: int) -> int:
+def _masks(rules: Rules | None) -> dict[int, bytes]:
+    """Of guided rows, counted as in Rules."""
+    if rules is None or not rules.guided_rows:
+        return {}
+    size = len(rules.bitmask) // len(rules.guided_rows)
+    return {row: rules.bitmask[place * size : place * size + size] for place, row in enumerate(rules.guided_rows)}
+
+
+def _guided(mask: bytes, token_id: int, vocab_size: int) -> int:
     """The token, or the next one in the vocabulary that the guide allows; if it allows none, the token."""
     import numpy as np  # noqa: PLC0415 - guides need it, and nothing else here
 
-    mask = np.zeros(-(-vocab_size // 32), dtype=np.int32)
-    guide.fill(mask)
-    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size])
+    allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size])
     return int(allowed[np.searchsorted(allowed, token_id) % len(allowed)]) if len(allowed) else token_id
 
 

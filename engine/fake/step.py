@@ -1,75 +1,134 @@
-"""A step of the fake engine, from its launch until it is waited for: what a device would have of it."""
+"""A fake engine's slots, and a step of it from its launch until it is waited for: what a device would have of both."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
-from kvrelay.common.sampling import SampledToken
-from kvrelay.engine.step.interface import StepRow
-from kvrelay.engine.step.sequence import Sequence, SequenceStatus
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.step.plan import PlanRow, RowResult, SamplingInputs, StepPlan
+
+
+@dataclass(slots=True)
+class Memory:
+    """What is known of a sequence from earlier steps. Tokens are only ever appended to a sequence."""
+
+    digests: bytearray  # of its leading tokens, 8 bytes each
+    verified_blocks: list[int]  # its leading blocks when positions were last read back …
+    num_verified: int = 0  # … and how many of those positions still hold
+
+
+@dataclass(slots=True, eq=False)
+class FakeSequence:
+    """A slot's sequence."""
+
+    name: str
+    token_ids: list[int]  # prompt and output
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    block_table: list[int] = field(default_factory=list)
+    memory: Memory = field(default_factory=lambda: Memory(bytearray(), []))
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output so far, earlier attempts' included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def copy(self) -> FakeSequence:
+        """As it stands, but with the same memory: for a row that is computed when the slot may have gone on or changed hands."""
+        copied = copy.copy(self)
+        copied.token_ids, copied.block_table = list(self.token_ids), list(self.block_table)
+        return copied
+
+
+class FakeSlots:
+    """All slots of a fake engine, by number."""
+
+    def __init__(self) -> None:
+        self.sequences: dict[int, FakeSequence] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in what a plan brings."""
+        if plan.resets:
+            self.sequences.clear()
+        for slot in plan.leaves:
+            del self.sequences[slot]
+        for join in plan.joins:
+            self.sequences[join.slot] = FakeSequence(
+                join.name, list(join.token_ids), join.num_prompt_tokens, join.sampling
+            )
+        for delta in plan.tables:
+            self.sequences[delta.slot].block_table[delta.start :] = delta.block_ids
+        self.learn((row.slot, row.new_tokens) for row in plan.rows)
+
+    def learn(self, new_tokens: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        """Take in (slot, its new tokens) each."""
+        for slot, tokens in new_tokens:
+            self.sequences[slot].token_ids.extend(tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One row as it was launched: whose, how its sequence stood, whether its last input token is still to come."""
+    """One row as it was launched."""
 
-    owner: Sequence
-    sequence: Sequence
-    num_tokens: int
-    samples: bool
-    is_ahead: bool = False
+    sequence: FakeSequence
+    row: PlanRow
 
-    @classmethod
-    def of(cls, row: StepRow) -> Share:
-        """A row that is computed at once."""
-        return cls(row.sequence, row.sequence, row.num_tokens, row.samples)
-
-    @classmethod
-    def for_later(cls, row: StepRow) -> Share:
-        """A row that is computed when the sequence may have gone on, ended, and lost its blocks: as a device has it."""
-        sequence = copy.copy(row.sequence)
-        sequence.token_ids, sequence.block_table = list(sequence.token_ids), list(sequence.block_table)
-        sequence.num_computed_tokens += row.num_ahead
-        return cls(row.sequence, sequence, row.num_tokens, row.samples, row.num_ahead > 0)
+    @property
+    def num_tokens(self) -> int:
+        """Of the step."""
+        return self.row.num_tokens
 
 
-Compute = Callable[[Seq[Share]], list[SampledToken | None]]
+Compute = Callable[[Sequence[Share], SamplingInputs], list[RowResult]]
 """Computes all shares of a step, at once."""
 
 
 class FakeStep:
     """Implements :class:`kvrelay.engine.step.interface.LaunchedStep`: computes when it is waited for."""
 
-    def __init__(self, compute: Compute, shares: list[Share], behind: FakeStep | None) -> None:
+    def __init__(
+        self,
+        compute: Compute,
+        shares: list[Share],
+        inputs: SamplingInputs | None,
+        slots: FakeSlots,
+        behind: FakeStep | None,
+    ) -> None:
         self._compute = compute
         self._shares = shares
+        self._inputs = inputs
+        self._slots = slots
         self._behind = behind
-        self._tokens: dict[Sequence, SampledToken | None] = {}
-        self.is_deferred = behind is not None and any(share.sequence.needs_host_to_sample for share in shares)
+        self._tokens: dict[int, int] = {}  # by slot
 
-    def sample(self) -> None:
+    @property
+    def is_deferred(self) -> bool:
+        """See LaunchedStep."""
+        return self._inputs is None
+
+    def sample(self, inputs: SamplingInputs) -> None:
         """See LaunchedStep."""
         assert self.is_deferred, "a step samples once"
-        self.is_deferred = False
-        for share in self._shares:
-            if share.owner.status is SequenceStatus.FINISHED:
-                share.sequence.guide = None
-                continue
-            num_tokens = share.sequence.num_tokens + share.is_ahead
-            assert share.owner.num_tokens == num_tokens, f"{share.owner.key} does not have its {num_tokens} tokens yet"
+        self._slots.learn(inputs.new_tokens)
+        self._inputs = inputs
 
-    def wait(self) -> list[SampledToken | None]:
+    def wait(self) -> list[RowResult]:
         """See LaunchedStep."""
-        assert not self.is_deferred, "a step that was not told to sample yields no tokens"
+        assert self._inputs is not None, "a step that was not told to sample yields no tokens"
         for share in self._shares:
-            if share.is_ahead:
-                token = None if self._behind is None else self._behind._tokens.get(share.owner)
-                assert token is not None, f"{share.owner.key}: a row ahead, and no step before it sampled its token"
-                share.sequence.token_ids.append(token.token_id)
-        tokens = self._compute(self._shares)
-        self._tokens = {share.owner: token for share, token in zip(self._shares, tokens, strict=True)}
+            if share.row.is_fed:
+                token_id = None if self._behind is None else self._behind._tokens.get(share.row.slot)
+                assert token_id is not None, (
+                    f"{share.sequence.name}: a row is fed, and no step before it sampled its token"
+                )
+                share.sequence.token_ids.append(token_id)
+        results = self._compute(self._shares, self._inputs)
+        self._tokens = {
+            share.row.slot: result.tokens[-1].token_id
+            for share, result in zip(self._shares, results, strict=True)
+            if result.tokens
+        }
         self._behind = None
-        return tokens
+        return results

@@ -21,11 +21,6 @@ Upload = Callable[[Seq[npt.NDArray[Any]]], list[torch.Tensor]]
 """See :meth:`kvrelay.engine.sampling.sampler.SamplerOps.upload`."""
 
 
-def num_words(vocab_size: int) -> int:
-    """32-bit words that hold a bit for each token."""
-    return -(-vocab_size // 32)
-
-
 def apply_bitmask(logits: torch.Tensor, rows: Seq[int], bitmask: npt.NDArray[np.int32], upload: Upload) -> None:
     """Set the logits of tokens without a bit to -inf, in place, in ``rows`` of ``logits`` ``[num_rows, vocab]`` fp32, bf16 or fp16.
 

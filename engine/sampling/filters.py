@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 
 from kvrelay.engine.sampling.bitmask import Upload
-from kvrelay.engine.sampling.rows import Floats, SamplingRows
+from kvrelay.engine.sampling.rows import SamplingRows
+from kvrelay.engine.step.slots import Floats
 
 _NUM_CANDIDATES = 1024  # tokens to look at before a whole vocabulary is sorted
 _ROWS_AT_ONCE = 8  # of a vocabulary of 128k: some 60 MiB beside their logits

@@ -5,20 +5,15 @@ A token that the host does not know yet, since the step in front samples it, is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.engine.step.sequence import Sequence
-from kvrelay.engine.step.token_counts import TokenCounts
+from kvrelay.engine.sampling.rows import Asking
+from kvrelay.engine.step.slots import PENALTIES, Floats
 
-# A smaller one, which a client may ask for, would turn logits into infinities and the row into NaN.
-_MIN_REPETITION_PENALTY = 1e-6
-
-Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
 
@@ -26,8 +21,8 @@ Ints = npt.NDArray[np.int32]
 class Penalties:
     """Penalties of a batch: arrays ``[num_rows]``, and sparse entries.
 
-    There is one entry for each distinct token of a sequence that has penalties: of prompt and output if it has a
-    repetition penalty, else of the output. Entries are ordered by row. They are the sequences' own, which a later step's penalties
+    There is one entry for each distinct token of a row that has penalties: of prompt and output if it has a
+    repetition penalty, else of the output. Entries are ordered by row. They are the slots' own, which a later step's penalties
     bring up to date: apply these before. A batch may have half a million, so nothing but their upload copies them.
     """
 
@@ -39,34 +34,25 @@ class Penalties:
     entries: list[Ints]  # of each row that has penalties, ``[n, 2]``: tokens, and their occurrences in the output
 
     @classmethod
-    def of(cls, sequences: Seq[Sequence], num_ahead: Seq[int] | None = None) -> Penalties:
-        """From the sequences' parameters and tokens, whose counts it brings up to date.
+    def of(cls, asking: Asking, num_ahead: Ints | None = None) -> Penalties:
+        """From the rows' parameters and counts, which it brings up to date.
 
-        ``num_ahead``: how many tokens of each are under way, None: none.
+        ``num_ahead`` ``[num_rows]``: how many tokens of each are under way, None: none.
         """
-        params = [sequence.sampling for sequence in sequences]
-        row_starts = [0]
-        entries: list[Ints] = []
-        for sequence in sequences:
-            num_entries = 0
-            if sequence.sampling.needs_penalties:
-                entries.append(_counts_of(sequence).entries)
-                num_entries = len(entries[-1])
-            row_starts.append(row_starts[-1] + num_entries)
+        rows = asking.rows_with(PENALTIES)
+        entries = [asking.sequences[row].count_tokens().entries for row in rows.tolist()]
+        num_entries = np.zeros(len(asking.index), dtype=np.int32)
+        num_entries[rows] = [len(of_row) for of_row in entries]
+        num_under_way = np.zeros(len(asking.index), dtype=np.int32)
+        if num_ahead is not None:
+            num_under_way[rows] = num_ahead[rows]
+        slots, index = asking.slots, asking.index
         return cls(
-            repetition=np.array(
-                [max(row.repetition_penalty, _MIN_REPETITION_PENALTY) for row in params], dtype=np.float32
-            ),
-            presence=np.array([row.presence_penalty for row in params], dtype=np.float32),
-            frequency=np.array([row.frequency_penalty for row in params], dtype=np.float32),
-            num_under_way=np.array(
-                [
-                    count if row.needs_penalties else 0
-                    for row, count in zip(params, num_ahead or [0] * len(params), strict=True)
-                ],
-                dtype=np.int32,
-            ),
-            row_starts=np.array(row_starts, dtype=np.int32),
+            repetition=slots.repetition[index],
+            presence=slots.presence[index],
+            frequency=slots.frequency[index],
+            num_under_way=num_under_way,
+            row_starts=np.concatenate(([0], np.cumsum(num_entries))).astype(np.int32),
             entries=entries,
         )
 
@@ -84,15 +70,6 @@ class Penalties:
     def has_under_way(self) -> bool:
         """Whether a token must be counted that the host does not know."""
         return bool(self.num_under_way.any())
-
-
-def _counts_of(sequence: Sequence) -> TokenCounts:
-    if sequence.token_counts is None:
-        counts_prompt = sequence.sampling.repetition_penalty != 1.0
-        sequence.token_counts = TokenCounts(sequence.token_ids, sequence.num_prompt_tokens, counts_prompt=counts_prompt)
-    else:
-        sequence.token_counts.update(sequence.token_ids)
-    return sequence.token_counts
 
 
 def penalize(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None = None) -> None:

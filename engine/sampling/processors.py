@@ -17,12 +17,12 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.common.errors import SettingsError
-from kvrelay.engine.step.sequence import Sequence
 
 if TYPE_CHECKING:
     import torch
 
     from kvrelay.engine.sampling.bitmask import Upload
+    from kvrelay.engine.sampling.rows import Asking
 
 GROUP = "kvrelay.logits_processors"
 
@@ -66,7 +66,7 @@ def load_processors(names: Seq[str]) -> dict[str, LogitsProcessor]:
 
 
 def run_processors(
-    logits: torch.Tensor, sequences: Seq[Sequence], processors: Mapping[str, LogitsProcessor], upload: Upload
+    logits: torch.Tensor, asking: Asking, processors: Mapping[str, LogitsProcessor], upload: Upload
 ) -> None:
     """Apply to each row of ``logits`` ``[num_rows, vocab]`` fp32 the processors it asks for, in its order, in place.
 
@@ -77,7 +77,7 @@ def run_processors(
     place = 0
     while True:
         rows_of: dict[str, list[int]] = {}
-        for row, sequence in enumerate(sequences):
+        for row, sequence in enumerate(asking.sequences):
             if place < len(sequence.sampling.processors):
                 rows_of.setdefault(sequence.sampling.processors[place], []).append(row)
         if not rows_of:
@@ -85,6 +85,6 @@ def run_processors(
         for name, rows in rows_of.items():
             (index,) = upload((np.array(rows, dtype=np.int64),))
             picked = logits[index]
-            processors[name](picked, [sequences[row].token_ids for row in rows])
+            processors[name](picked, [asking.sequences[row].token_ids for row in rows])
             logits[index] = picked
         place += 1

@@ -8,41 +8,33 @@ import torch
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.step.batch import Batch
-from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.slots import Slots
 
 _MAX_POSITIONS = 128  # whose logits there are at a time: with a vocabulary of 150,000, 80 MB of fp32
 
 
-def add_prompt_logprobs(batch: Batch, hidden: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Append to ``sequence.prompt_logprobs`` what the batch's rows predict of prompts, for sequences that ask for it.
+def prompt_logprobs(
+    batch: Batch, slots: Slots, hidden: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[int, tuple[SampledToken, ...]]:
+    """What the batch's rows predict of prompts, by row, for rows that ask for it.
 
-    ``hidden`` ``[num_tokens, hidden]`` are the batch's hidden states; ``logits_of`` makes logits ``[n, vocab]`` of some of
-    them. What a sequence has already, from before a preemption, is not computed again.
+    ``hidden`` ``[num_tokens, hidden]`` are the batch's hidden states; ``logits_of`` makes logits ``[n, vocab]`` of some of them.
     """
+    found: dict[int, tuple[SampledToken, ...]] = {}
     for index, row in enumerate(batch.rows):
-        num_top = row.sequence.sampling.num_prompt_logprobs
-        if num_top is None or not (targets := _targets(row)):
+        if row.prompt_logprobs is None:
             continue
+        first, end = row.prompt_logprobs
+        sequence = slots.sequences[row.slot]
         # The hidden state of a token predicts the next one.
-        first_hidden = int(batch.query_start_loc[index]) - row.sequence.num_computed_tokens - 1
-        for start in range(targets.start, targets.stop, _MAX_POSITIONS):
-            stop = min(start + _MAX_POSITIONS, targets.stop)
+        first_hidden = int(batch.query_start_loc[index]) - row.start - 1
+        entries: list[SampledToken] = []
+        for start in range(first, end, _MAX_POSITIONS):
+            stop = min(start + _MAX_POSITIONS, end)
             logits = logits_of(hidden[first_hidden + start : first_hidden + stop]).float()
-            token_ids = row.sequence.token_ids[start:stop]
-            row.sequence.prompt_logprobs += _entries(logits, token_ids, num_top)
-
-
-def _targets(row: StepRow) -> range:
-    """The positions of the prompt that the row's tokens predict and that have no entry yet."""
-    sequence = row.sequence
-    next_entry = len(sequence.prompt_logprobs) + 1
-    if next_entry >= sequence.num_prompt_tokens:
-        return range(0)  # complete
-    first = sequence.num_computed_tokens + 1
-    assert first <= next_entry, (
-        f"{sequence.key}: has log probabilities up to {next_entry - 1}, computes from {first - 1}"
-    )
-    return range(next_entry, min(first + row.num_tokens, sequence.num_prompt_tokens))
+            entries += _entries(logits, sequence.token_ids[start:stop], sequence.sampling.num_prompt_logprobs or 0)
+        found[index] = tuple(entries)
+    return found
 
 
 def _entries(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[SampledToken]:

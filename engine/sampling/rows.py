@@ -1,4 +1,4 @@
-"""What a batch's sequences ask of the draw, as arrays: built once per step from parameters and positions."""
+"""What a step's rows ask of the sampler: picked out of the slots' arrays once per step."""
 
 from __future__ import annotations
 
@@ -9,19 +9,35 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrelay.engine.sampling.noise import uniforms
-from kvrelay.engine.step.sequence import Sequence
+from kvrelay.engine.step.slots import NOBODY, RANDOM, Floats, Ints, Slots, SlotSequence
 
-_LOW32 = 2**32 - 1
-_LOW64 = 2**64 - 1
-# A smaller one, which a client may ask for, would turn logits into infinities and the row into NaN.
-_MIN_TEMPERATURE = 1e-6
 
-Floats = npt.NDArray[np.float32]
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """The rows that sample."""
+
+    slots: Slots
+    index: Ints  # [num_rows] the slot of each
+    sequences: list[SlotSequence]
+    asks: Ints  # [num_rows] see Slots
+    positions: Ints  # [num_rows] of the tokens to sample
+
+    @classmethod
+    def of(cls, slots: Slots, index: Ints, positions: Ints, over: Seq[int] = ()) -> Asking:
+        """``over``: those whose token means nothing."""
+        sequences, asks = [slots.sequences[slot] for slot in index.tolist()], slots.asks[index]
+        for row in over:
+            sequences[row], asks[row] = NOBODY, 0
+        return cls(slots, index, sequences, asks, positions)
+
+    def rows_with(self, ask: int) -> Ints:
+        """Those that ask for any of it."""
+        return np.flatnonzero(self.asks & ask)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """All arrays are ``[num_rows]``."""
+    """What a draw needs. All arrays are ``[num_rows]``."""
 
     temperature: Floats  # 0 = greedy
     top_k: npt.NDArray[np.int32]  # 0 = off
@@ -31,27 +47,14 @@ class SamplingRows:
     uniforms: npt.NDArray[np.float64]
 
     @classmethod
-    def of(cls, sequences: Seq[Sequence], num_ahead: Seq[int] | None = None) -> SamplingRows:
-        """From the sequences' parameters; the noise is that of the next position.
-
-        ``num_ahead``: how many tokens each sequence will have by then that it does not have yet; None: none.
-        """
-        positions = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.uint64)
-        if num_ahead is not None:
-            positions += np.array(num_ahead, dtype=np.uint64)
-        params = [sequence.sampling for sequence in sequences]
+    def of(cls, asking: Asking) -> SamplingRows:
+        """From the slots' parameters; the noise is that of the positions."""
+        slots, index = asking.slots, asking.index
         return cls(
-            temperature=np.array(
-                [max(row.temperature, _MIN_TEMPERATURE) if row.temperature > 0 else 0.0 for row in params],
-                dtype=np.float32,
-            ),
-            top_k=np.array([min(row.top_k, 2**31 - 1) for row in params], dtype=np.int32),
-            top_p=np.array([row.top_p for row in params], dtype=np.float32),
-            min_p=np.array([row.min_p for row in params], dtype=np.float32),
-            typical_p=np.array([row.typical_p for row in params], dtype=np.float32),
-            uniforms=uniforms(
-                np.array([row.seed & _LOW64 for row in params], dtype=np.uint64),
-                np.array([row.choice & _LOW32 for row in params], dtype=np.uint64),
-                positions,
-            ),
+            temperature=np.where(asking.asks & RANDOM, slots.temperature[index], np.float32(0)),
+            top_k=slots.top_k[index],
+            top_p=slots.top_p[index],
+            min_p=slots.min_p[index],
+            typical_p=slots.typical_p[index],
+            uniforms=uniforms(slots.seeds[index], slots.choices[index], asking.positions.astype(np.uint64)),
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvrelay.common.sampling import SampledToken
@@ -14,7 +16,7 @@ from kvrelay.common.sampling import SampledToken
 class UnderWay:
     """What a step's rows go on from that the host does not know yet: tokens of the step in front, which still runs."""
 
-    counts: list[int]  # [num_rows] how many tokens each row has under way, 0 or 1
+    counts: npt.NDArray[np.int32]  # [num_rows] how many tokens each row has under way, 0 or 1
     token_ids: torch.Tensor  # [num_rows] int64 on the device; anything where there is none
 
 

@@ -14,17 +14,17 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrelay.engine.sampling.logits import LogitRules, has_rules
+from kvrelay.engine.sampling.logits import LogitRules
 from kvrelay.engine.sampling.penalties import Penalties
 from kvrelay.engine.sampling.processors import LogitsProcessor, run_processors
-from kvrelay.engine.sampling.rows import SamplingRows
+from kvrelay.engine.sampling.rows import Asking, SamplingRows
 from kvrelay.engine.sampling.sampled import Logprobs, Sampled, UnderWay
 from kvrelay.engine.sampling.watermark import add_watermark
-from kvrelay.engine.step.sequence import Sequence
+from kvrelay.engine.step.plan import Rules
+from kvrelay.engine.step.slots import LOGPROBS, PENALTIES, PROCESSORS, RANDOM, WATERMARK
 
 
 class SamplerOps(Protocol):
@@ -52,46 +52,40 @@ class SamplerOps(Protocol):
 
 def sample(
     logits: torch.Tensor,
-    sequences: Seq[Sequence],
+    asking: Asking,
+    rules: Rules | None,
     ops: SamplerOps,
     processors: Mapping[str, LogitsProcessor],
     under_way: UnderWay | None = None,
 ) -> Sampled:
     """One token per row of ``logits`` ``[num_rows, vocab]`` of any dtype, which may be changed in place.
 
-    ``processors`` must have every name that a sequence asks for. ``under_way``: tokens that the host does not know yet (see
-    StepRow). Penalties count them on the device; nothing else that a sequence with one asks for may depend on it. Waits for the
-    device only if a processor does.
+    ``processors`` must have every name that a row asks for. ``under_way``: tokens that the host does not know yet (see PlanRow).
+    Penalties count them on the device; nothing else that a row with one asks for may depend on it. Waits for the device only if a
+    processor does.
     """
-    num_ahead = [0] * len(sequences) if under_way is None else under_way.counts
-    params = [sequence.sampling for sequence in sequences]
-    # Guides are asked first: the device still computes the logits meanwhile.
-    is_ruled = any(map(has_rules, sequences, num_ahead))
-    is_guided = any(sequence.guide is not None for sequence in sequences)
-    rules = LogitRules.of(sequences, logits.shape[-1], num_ahead) if is_ruled or is_guided else None
-    wants_logprobs = [index for index, row in enumerate(params) if row.num_top_logprobs is not None]
+    wants_logprobs = asking.rows_with(LOGPROBS)
     raw: torch.Tensor | None = None
-    if wants_logprobs:
-        (picked,) = ops.upload((np.array(wants_logprobs),))  # indexing with a list would wait for the device
+    if len(wants_logprobs):
+        (picked,) = ops.upload((wants_logprobs,))  # indexing with a list would wait for the device
         raw = torch.log_softmax(logits[picked].float(), dim=-1)
-    if rules is not None:
-        rules.mask(logits, ops.upload)
-    if is_ruled or any(_is_processed(sequence) for sequence in sequences):
+    placed = None if rules is None else LogitRules(rules)
+    if placed is not None:
+        placed.mask(logits, ops.upload)
+    if (placed is not None and placed.sets_any) or len(asking.rows_with(PENALTIES | WATERMARK | PROCESSORS)):
         logits = logits.float()
-        process_logits(logits, sequences, rules, ops, processors, under_way)
-    if all(row.temperature == 0 for row in params):
-        tokens = ops.argmax(logits)
-    else:
-        tokens = ops.draw_tokens(logits.float(), SamplingRows.of(sequences, num_ahead))
+        process_logits(logits, asking, placed, ops, processors, under_way)
+    is_random = len(asking.rows_with(RANDOM)) > 0
+    tokens = ops.draw_tokens(logits.float(), SamplingRows.of(asking)) if is_random else ops.argmax(logits)
     if raw is None:
         return Sampled(tokens, None)
-    counts = [params[index].num_top_logprobs or 0 for index in wants_logprobs]
-    return Sampled(tokens, Logprobs.of(raw, tokens[picked], wants_logprobs, counts))
+    counts = [asking.sequences[row].sampling.num_top_logprobs or 0 for row in wants_logprobs.tolist()]
+    return Sampled(tokens, Logprobs.of(raw, tokens[picked], wants_logprobs.tolist(), counts))
 
 
 def process_logits(
     logits: torch.Tensor,
-    sequences: Seq[Sequence],
+    asking: Asking,
     rules: LogitRules | None,
     ops: SamplerOps,
     processors: Mapping[str, LogitsProcessor],
@@ -100,18 +94,13 @@ def process_logits(
     """Everything between masks and temperature, on ``logits`` ``[num_rows, vocab]`` fp32 in place; ``rules`` have masked them."""
     if rules is not None:
         rules.apply(logits, ops.upload)
-    if any(sequence.sampling.needs_penalties for sequence in sequences):
-        penalties = Penalties.of(sequences, None if under_way is None else under_way.counts)
+    if len(asking.rows_with(PENALTIES)):
+        penalties = Penalties.of(asking, None if under_way is None else under_way.counts)
         if not penalties.change_nothing:
             last_tokens = under_way.token_ids if under_way is not None and penalties.has_under_way else None
             ops.penalize(logits, penalties, last_tokens)
-    add_watermark(logits, sequences)
-    if any(sequence.sampling.processors for sequence in sequences):
-        run_processors(logits, sequences, processors, ops.upload)
+    add_watermark(logits, asking)
+    if len(asking.rows_with(PROCESSORS)):
+        run_processors(logits, asking, processors, ops.upload)
         if rules is not None:
             rules.forbid_again(logits, ops.upload)
-
-
-def _is_processed(sequence: Sequence) -> bool:
-    params = sequence.sampling
-    return params.needs_penalties or params.watermark is not None or bool(params.processors)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
 import numpy as np
 import torch
 
 from kvrelay.common.watermark import MULTIPLIERS, Words, keys_of, mix, threshold_of
-from kvrelay.engine.step.sequence import Sequence
+from kvrelay.engine.sampling.rows import Asking
+from kvrelay.engine.step.slots import WATERMARK
 
 _LOW32 = 2**32 - 1
 
 
-def add_watermark(logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
+def add_watermark(logits: torch.Tensor, asking: Asking) -> None:
     """``logits`` ``[num_rows, vocab]`` fp32, in place: plus ``delta`` where the token is green behind its row's last one."""
     vocab_size = logits.shape[-1]
-    for row, sequence in enumerate(sequences):
-        if (watermark := sequence.sampling.watermark) is not None:
-            keys = keys_of(np.array(sequence.token_ids[-1:], dtype=np.uint32))
-            threshold = threshold_of(watermark.gamma)
-            make = _green_cpu if logits.device.type == "cpu" else green_on_device
-            logits[row].add_(make(keys, vocab_size, threshold, logits.device), alpha=watermark.delta)
+    make = _green_cpu if logits.device.type == "cpu" else green_on_device
+    for row in asking.rows_with(WATERMARK).tolist():
+        sequence = asking.sequences[row]
+        watermark = sequence.sampling.watermark
+        assert watermark is not None, f"{sequence.name} asks for no watermark"
+        keys = keys_of(np.array(sequence.token_ids[-1:], dtype=np.uint32))
+        green = make(keys, vocab_size, threshold_of(watermark.gamma), logits.device)
+        logits[row].add_(green, alpha=watermark.delta)
 
 
 def _green_cpu(keys: Words, vocab_size: int, threshold: int, device: torch.device) -> torch.Tensor:

@@ -1,11 +1,13 @@
 """The door between the workers and the model: an ``Engine`` runs steps, its ``BlockStore`` hands out block bytes.
 
-Workers import this module and :mod:`kvrelay.engine.kv.block_manager`, never a tensor. Two implementations exist:
+Workers import this room and :mod:`kvrelay.engine.kv.block_manager`, never a tensor. Two implementations exist:
 :class:`kvrelay.engine.torch_engine.TorchEngine` (the real one) and :class:`kvrelay.engine.fake.engine.FakeEngine`.
 
-Threads: ``step`` runs on the model thread only. ``BlockStore`` methods may be called from any thread, ``open_write`` only where
-waiting does not hurt; the caller guarantees, by holding a lease or a sequence's reference, that nobody computes on a block that
-is being written.
+Workers launch steps through :class:`kvrelay.engine.step.leader.Leader`, which makes an engine's plans of their rows.
+
+Threads: steps are launched on the model thread only. ``BlockStore`` methods may be called from any thread, ``open_write`` only
+where waiting does not hurt; the caller guarantees, by holding a lease or a sequence's reference, that nobody computes on a block
+that is being written.
 """
 
 from __future__ import annotations
@@ -17,22 +19,22 @@ from typing import Protocol
 from kvrelay.common.errors import KvrelayError
 from kvrelay.common.late_bytes import LateBytes
 from kvrelay.common.model_card import ModelCard
-from kvrelay.common.sampling import SampledToken
+from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
 from kvrelay.engine.step.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One sequence's share of a step: ``num_tokens`` tokens from ``sequence.num_computed_tokens`` on.
+    """One sequence's share of a step, as its scheduler has it: ``num_tokens`` tokens from ``sequence.num_computed_tokens`` on.
 
     The row samples a token exactly if the step computes the sequence's last token, that is if
     ``num_tokens == sequence.num_uncomputed_tokens``. ``sequence.block_table`` must already cover the computed tokens.
 
     ``num_ahead``: how many tokens behind ``sequence.num_computed_tokens`` a step that still runs computes; this row starts behind
-    those. The last of its input tokens is then one that step samples, and that nobody knows yet (see ``Engine.launch``).
+    those. The last of its input tokens is then one that step samples, and that nobody knows yet (see ``Leader.launch``).
 
-    If ``sequence.sampling.num_prompt_logprobs`` is set, the engine appends to ``sequence.prompt_logprobs`` an entry for each
-    prompt token that the row's tokens predict (a row over tokens ``s`` to ``e`` predicts ``s + 1`` to ``e + 1``).
+    If ``sequence.sampling.num_prompt_logprobs`` is set, the result has an entry for each prompt token that the row's tokens predict
+    (a row over tokens ``s`` to ``e`` predicts ``s + 1`` to ``e + 1``) and that ``sequence.prompt_logprobs`` does not have.
     """
 
     sequence: Sequence
@@ -47,44 +49,20 @@ class StepRow:
 
 
 class LaunchedStep(Protocol):
-    """A step under way.
-
-    Its sampling is launched with it, unless it is *deferred*: that is a step behind another one with a row that needs the host to
-    sample (``Sequence.needs_host_to_sample``). Of such a step the logits are computed meanwhile. The order of calls is then: launch
-    it, wait for the step in front, let all sequences take the tokens of that in, ``sample``, launch the next one, ``wait``.
-    """
+    """A step under way. Its sampling is launched with it, unless it is *deferred*: its plan came without what that needs."""
 
     @property
     def is_deferred(self) -> bool:
         """Whether the step still has to be told to ``sample``."""
 
-    def sample(self) -> None:
-        """Launch the sampling of a deferred step, once; it may wait for the device if its rows ask for that.
+    def sample(self, inputs: SamplingInputs) -> None:
+        """Launch the sampling of a deferred step, once, before the next plan; it waits for the device if its rows ask for that."""
 
-        Every row but those of finished sequences must have all its tokens by now. Finished ones yield a token that means nothing,
-        and nobody asks their guides.
-        """
-
-    def wait(self) -> list[SampledToken | None]:
-        """What ``Engine.step`` returns, once it is there: everything that the step wrote is then visible. Call it once.
+    def wait(self) -> list[RowResult]:
+        """One result for each row of the plan, once they are there: everything that the step wrote is then visible. Call it once.
 
         Of a deferred step it raises AssertionError, when the step writes to no block any more.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class DoneStep:
-    """A step that was over when it was launched. Implements :class:`LaunchedStep`."""
-
-    tokens: list[SampledToken | None]
-    is_deferred: bool = False
-
-    def sample(self) -> None:
-        """See LaunchedStep: there is nothing left to sample."""
-
-    def wait(self) -> list[SampledToken | None]:
-        """See LaunchedStep."""
-        return self.tokens
 
 
 class BlockStore(Protocol):
@@ -155,20 +133,15 @@ class Engine(Protocol):
     def runs_ahead(self) -> bool:
         """Whether steps are worth launching while the one before them runs."""
 
-    def launch(self, rows: Seq[StepRow], behind: LaunchedStep | None = None) -> LaunchedStep:
-        """Begin a step and return before it is done. Steps run in the order of their launches; at most two are under way.
+    @property
+    def num_slots(self) -> int:
+        """How many sequences it keeps something of; a plan names them from 0."""
 
-        ``behind``: the step that was launched before and not waited for, and not deferred any more; rows with ``num_ahead`` get
-        their tokens from it. Until ``wait`` the blocks of all rows belong to the step, also those of sequences that meanwhile
-        turned out to have ended.
-        Model thread only; raises as ``step``.
-        """
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Begin a step, of one row at least, and return before it is done.
 
-    def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:
-        """Compute one ragged batch: write K/V of every row's tokens into its blocks, sample where a row ends.
+        Steps run in the order of their launches; two at most are under way. None may be deferred when the next one is launched.
 
-        Side effects: the pool, and prompt log probabilities (see StepRow). Otherwise sequences are not changed; the scheduler
-        advances them afterwards. The result
-        has one entry per row, None for rows that do not sample. Rows may mix prefill chunks and decode tokens in any
-        order. Raises ValueError on a row of no tokens, or of more than its tokens or its block table hold (a scheduler's bug).
+        Raises ValueError on a row of no tokens, or of more than its tokens or its block table hold. The next plan then ``resets``.
+        Model thread only.
         """

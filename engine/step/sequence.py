@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from kvrelay.engine.step.token_counts import TokenCounts
-
 
 class SequenceStatus(enum.Enum):
     """Where a sequence stands with its scheduler."""
@@ -78,14 +76,11 @@ class Sequence:
     finish_reason: FinishReason | None = None
     failure: str | None = None  # why it cannot go on, of its own fault: its guide does not allow the token that came
     num_preemptions: int = 0
-    prompt_logprobs: list[SampledToken] = field(default_factory=list)  # filled by the engine, if sampling asks for it
+    prompt_logprobs: list[SampledToken] = field(default_factory=list)  # those there are, if sampling asks for them
     guide: GuideState | None = None  # where the output stands in its grammar
-    token_counts: TokenCounts | None = None  # of penalties, once they were asked for
     beam: int = 0  # which of a beam search's sequences; they share the key
     chain: HashChain | None = None  # of its blocks; None: no scheduler has the sequence
     retention: Retention | None = None  # how long its request wants its blocks to stay cached
-    _known_table: list[int] = field(default_factory=list, init=False)  # what _block_ids was made of
-    _block_ids: npt.NDArray[np.int32] | None = field(default=None, init=False)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -138,18 +133,6 @@ class Sequence:
         """Of the leading ``num_blocks`` blocks, which its tokens must fill."""
         assert self.chain is not None, f"sequence {self.key} has no chain: its blocks cannot be shared"
         return self.chain.hashes(self.token_ids, num_blocks)
-
-    def block_ids(self) -> npt.NDArray[np.int32]:
-        """``block_table`` as an array, ``[num_blocks]``, not to be written to. It is made anew only for a table that has changed.
-
-        Two lists of the same int objects are compared thirty times as fast as one becomes an array.
-        """
-        if self._block_ids is None or self._known_table != self.block_table:
-            import numpy as np  # noqa: PLC0415 - a fake engine never asks, and may lack it
-
-            self._known_table = self.block_table.copy()
-            self._block_ids = np.array(self.block_table, dtype=np.int32)
-        return self._block_ids
 
     @property
     def is_over(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
 
@@ -17,8 +19,11 @@ from kvrelay.decode_worker.service import lease_owner
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import LeasedBlocks
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, candidates, fake_card, token_digests
+from kvrelay.engine.fake.step import FakeSlots
 from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
 from kvrelay.engine.step.interface import BlockStore, Engine, LaunchedStep, StepRow
+from kvrelay.engine.step.leader import Leader
+from kvrelay.engine.step.plan import PlanRow, RowResult, SamplingInputs, StepPlan
 from kvrelay.engine.step.sequence import GuideState, Sequence
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import Add, ModelWorker, Report
@@ -58,15 +63,36 @@ def expected_beams(prompt: Seq[int], sampling: SamplingParams, vocab_size: int) 
     return token_lists(search.finished)
 
 
+class WatchedStep:
+    """Implements LaunchedStep."""
+
+    def __init__(self, step: LaunchedStep, on_wait: Callable[[], None]) -> None:
+        self._step = step
+        self._on_wait = on_wait
+
+    @property
+    def is_deferred(self) -> bool:
+        return self._step.is_deferred
+
+    def sample(self, inputs: SamplingInputs) -> None:
+        self._step.sample(inputs)
+
+    def wait(self) -> list[RowResult]:
+        self._on_wait()
+        return self._step.wait()
+
+
 class Watched:
     """An engine that notes what is launched, and how many steps are under way then. Implements Engine."""
 
-    def __init__(self, engine: Engine, on_launch: Callable[[Seq[StepRow]], None]) -> None:
+    def __init__(self, engine: Engine, on_launch: Callable[[Seq[PlanRow]], None]) -> None:
         self.depths: list[int] = []
         self.rows: list[list[tuple[str, int]]] = []  # (name, tokens) of each step
         self.num_copies = 0
         self._engine = engine
         self._on_launch = on_launch
+        self._names: dict[int, str] = {}  # by slot
+        self._num_under_way = 0
 
     @property
     def card(self) -> ModelCard:
@@ -80,6 +106,10 @@ class Watched:
     def runs_ahead(self) -> bool:
         return self._engine.runs_ahead
 
+    @property
+    def num_slots(self) -> int:
+        return self._engine.num_slots
+
     def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
         self.num_copies += len(pairs)
         self._engine.copy_blocks(pairs)
@@ -87,14 +117,28 @@ class Watched:
     def check_device(self) -> None:
         self._engine.check_device()
 
-    def launch(self, rows: Seq[StepRow], behind: LaunchedStep | None = None) -> LaunchedStep:
-        self._on_launch(rows)
-        self.depths.append(0 if behind is None else 1)
-        self.rows.append([(row.sequence.request_id, row.num_tokens) for row in rows])
-        return self._engine.launch(rows, behind)
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        for join in plan.joins:
+            self._names[join.slot] = join.name.partition("/")[0]
+        self._on_launch(plan.rows)
+        self.depths.append(self._num_under_way)
+        self.rows.append([(self._names[row.slot], row.num_tokens) for row in plan.rows])
+        step = self._engine.launch(plan)
+        self._num_under_way += 1
+        return WatchedStep(step, self._on_wait)
 
-    def step(self, rows: Seq[StepRow]) -> list[SampledToken | None]:
-        return self._engine.step(rows)
+    def _on_wait(self) -> None:
+        self._num_under_way -= 1
+
+
+def beside(engine: Engine) -> Engine:
+    """Another engine with the same model and the same blocks."""
+    other: Any = copy.copy(engine)
+    if isinstance(engine, FakeEngine):
+        other._slots, other._launched = FakeSlots(), None
+    else:
+        other._slots, other._sampled_tokens = copy.deepcopy(other._slots), other._sampled_tokens.clone()
+    return cast("Engine", other)
 
 
 class Rig:
@@ -114,6 +158,7 @@ class Rig:
         self._pace = pace
         card = engine.card
         self.engine = Watched(engine, self._on_launch)
+        self._prefill = Leader(beside(engine))
         self.blocks = BlockManager(num_blocks or card.num_blocks, card.layout.block_size, lambda: 0.0)
         self._fingerprint = card.layout.fingerprint()
         self.scheduler = DecodeScheduler(
@@ -130,7 +175,7 @@ class Rig:
         self.most_running = 0
         self.registry = CollectorRegistry()
         metrics = EngineMetrics(self.registry, self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.worker = ModelWorker(self.engine, self.scheduler, metrics, self._hear, lambda: self.now_s)
+        self.worker = ModelWorker(Leader(self.engine), self.scheduler, metrics, self._hear, lambda: self.now_s)
         self._scribble = b"\x42" * engine.store.block_nbytes  # as floats they are far from all keys and values
         self._lease: dict[int, memoryview] = {}
         self._num_added = 0
@@ -148,7 +193,7 @@ class Rig:
     def num_preemptions(self) -> float:
         return self.count("preemptions")
 
-    def _on_launch(self, rows: Seq[StepRow]) -> None:
+    def _on_launch(self, rows: Seq[PlanRow]) -> None:
         if self._pace is not None:
             self.now_s += self._pace.of(rows)
         self.scheduler.check_integrity()
@@ -212,8 +257,8 @@ class Rig:
     def _compute(self, sequence: Sequence, lease: Owner, block_ids: list[int]) -> SampledToken:
         """As a prefill worker and a hand-off do."""
         sequence.block_table = block_ids
-        (first,) = self.engine.step([StepRow(sequence, sequence.num_tokens)])
-        assert first is not None
+        (result,) = self._prefill.step([StepRow(sequence, sequence.num_tokens)])
+        (first,) = result.tokens
         sequence.num_computed_tokens = sequence.num_tokens
         for index, block_hash in enumerate(sequence.block_hashes(sequence.num_tokens // self.blocks.block_size)):
             self.blocks.publish(lease, index, block_hash)

@@ -8,7 +8,9 @@ import pytest
 
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
-from kvrelay.engine.step.interface import DeviceFailedError, StepRow
+from kvrelay.engine.fake.step import Share
+from kvrelay.engine.step.interface import DeviceFailedError
+from kvrelay.engine.step.plan import StepPlan
 from tests.decode_worker.rig import Rig, beams, expected_beams, token_lists
 from tests.guides import TokensState
 from tests.prefill_worker.rig import ModelRig
@@ -25,8 +27,8 @@ class FailingEngine(FakeEngine):
         self.is_lost = is_lost
         self.num_failures = 0
 
-    def _look_at(self, rows: Seq[StepRow]) -> None:
-        if any(row.sequence.request_id.startswith("bad") for row in rows):
+    def _look_at(self, rows: Seq[Share]) -> None:
+        if any(row.sequence.name.startswith("bad") for row in rows):
             self.num_failures += 1
             raise RuntimeError("an illegal memory access")
 
@@ -117,12 +119,12 @@ def test_the_token_of_the_step_in_front_is_not_lost() -> None:
     rig = Rig(engine)
     launch, num_launched = engine.launch, 0
 
-    def fail_once(rows: Seq[StepRow], behind: object = None) -> object:
+    def fail_once(plan: StepPlan) -> object:
         nonlocal num_launched
         num_launched += 1
         if num_launched == 4:
             raise RuntimeError("out of memory")
-        return launch(rows, behind)  # type: ignore[arg-type]
+        return launch(plan)
 
     engine.launch = fail_once  # type: ignore[method-assign, assignment]
     for index in range(3):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from kvrelay.common.block_hash import HashChain
@@ -14,6 +14,8 @@ from kvrelay.decode_worker.run_ahead import sequences_that_go_on
 from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
 from kvrelay.engine.kv.block_manager import Owner, OwnerKind
 from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.leader import Leader
+from kvrelay.engine.step.planner import Planner
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.worker.model_worker import Add, Remove
 from tests.decode_worker.rig import Rig, Watched, greedy
@@ -181,14 +183,18 @@ def test_a_row_that_the_host_samples_defers_the_sampling_of_a_step_behind_anothe
     asking.set_status(SequenceStatus.RUNNING)
     free.set_status(SequenceStatus.RUNNING)
     assert (asking.needs_host_to_sample, free.needs_host_to_sample) == (True, False)
-    engine = FakeEngine(fake_card(vocab_size=VOCAB), runs_ahead=True)
     rows, ahead = [StepRow(asking, 1), StepRow(free, 1)], [StepRow(asking, 1, num_ahead=1), StepRow(free, 1, 1)]
-    front = engine.launch(rows)
-    assert not front.is_deferred
-    assert not engine.launch(ahead[1:], front).is_deferred
-    assert engine.launch(ahead, front).is_deferred
+
+    def is_deferred(behind: list[StepRow]) -> bool:
+        leader = Leader(FakeEngine(fake_card(vocab_size=VOCAB), runs_ahead=True))
+        front = leader.launch(rows)
+        assert not front.is_deferred
+        return leader.launch(behind, front).is_deferred
+
+    assert not is_deferred(ahead[1:])
+    assert is_deferred(ahead)
     # One that joins has all its tokens, but the host may have to wait for the device to sample.
-    assert engine.launch([rows[0], ahead[1]], front).is_deferred
+    assert is_deferred([rows[0], ahead[1]])
 
 
 @pytest.mark.parametrize("params", [{}, *ON_THE_HOST])
@@ -203,16 +209,15 @@ def test_steady_decoding_of_a_row_that_the_host_samples_has_a_step_under_way(par
 
 
 def test_the_order_of_calls_of_a_deferred_step_is_checked() -> None:
-    rig = fake_rig(runs_ahead=True)
-    engine, guided = rig.engine, made("a")
+    leader, guided = Leader(FakeEngine(fake_card(vocab_size=VOCAB), runs_ahead=True)), made("a")
     guided.guide = ChainState(9)
-    front = engine.launch([StepRow(guided, 1)])
-    behind = engine.launch([StepRow(guided, 1, num_ahead=1)], front)
+    front = leader.launch([StepRow(guided, 1)])
+    behind = leader.launch([StepRow(guided, 1, num_ahead=1)], front)
     with pytest.raises(AssertionError, match="not told to sample"):
-        engine.launch([StepRow(guided, 1, num_ahead=1)], behind)
+        leader.launch([StepRow(guided, 1, num_ahead=1)], behind)
     with pytest.raises(AssertionError, match="not told to sample"):
         behind.wait()
-    with pytest.raises(AssertionError, match="does not have its 6 tokens yet"):
+    with pytest.raises(AssertionError, match="5 tokens, not 6"):
         behind.sample()
     with pytest.raises(AssertionError, match="samples once"):
         front.sample()
@@ -348,11 +353,15 @@ def test_nobody_follows_a_last_token_and_prompts_wait() -> None:
 
 def test_a_row_ahead_that_no_step_feeds_is_found() -> None:
     engine = FakeEngine(fake_card(vocab_size=VOCAB), runs_ahead=True)
-    row = StepRow(made("a"), 1, num_ahead=1)
+    leader, one, other = Leader(engine), made("a"), made("b")
+    with pytest.raises(ValueError, match="a row of 1 tokens, 1 ahead; only one token can follow"):
+        leader.launch([StepRow(one, 1, num_ahead=1)])
+    with pytest.raises(ValueError, match="only one token can follow"):
+        leader.launch([StepRow(one, 1, num_ahead=1)], behind=leader.launch([StepRow(other, 1)]))
+    plan = Planner(1, VOCAB).plan([StepRow(one, 1)])
+    fed = msgspec.structs.replace(plan, rows=(msgspec.structs.replace(plan.rows[0], is_fed=True),))
     with pytest.raises(AssertionError, match="no step before it sampled"):
-        engine.launch([row]).wait()
-    with pytest.raises(AssertionError, match="no step before it sampled"):
-        engine.launch([replace(row)], behind=engine.launch([])).wait()
+        engine.launch(fed).wait()
 
 
 def test_a_prompt_whose_prefix_is_cached_meanwhile_is_looked_at_again() -> None:

@@ -19,6 +19,7 @@ from kvrelay.engine.step.interface import DeviceFailedError, StepRow
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_model, sequence, tokens
+from tests.engine.led import step
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -75,7 +76,7 @@ def reference(model: Any, token_ids: list[int]) -> torch.Tensor:
 
 def run(engine: TorchEngine, rows: list[tuple[Sequence, int]]) -> list[Any]:
     """One step, and what a scheduler does afterwards."""
-    results = engine.step([StepRow(row, count) for row, count in rows])
+    results = step(engine, [StepRow(row, count) for row, count in rows])
     for (row, count), result in zip(rows, results, strict=True):
         assert (result is not None) == (count == row.num_uncomputed_tokens)
         row.num_computed_tokens += count
@@ -111,8 +112,8 @@ def drive(engine: TorchEngine, model: Any, tolerance: float) -> None:
     sibling.num_computed_tokens = 32
     rows.append(sibling)
     for _ in range(10):
-        step = [(row, min(90, row.num_uncomputed_tokens)) for row in rows]
-        for (row, _), result in zip(step, run(engine, step), strict=True):
+        chosen = [(row, min(90, row.num_uncomputed_tokens)) for row in rows]
+        for (row, _), result in zip(chosen, run(engine, chosen), strict=True):
             if result is not None:
                 check(model, row, result, tolerance)
 
@@ -146,14 +147,13 @@ def test_a_cpu_without_bf16_products_has_the_checkpoints_type_by_our_kernels(
 
 def test_many_sequences_and_odd_block_sizes(llama: tuple[Path, Any]) -> None:
     directory, model = llama
-    engine = load(directory, block_size=8, num_blocks=400)
+    engine = load(directory, block_size=8, num_blocks=400, max_num_seqs=70)
     rows = [
         sequence(tokens(seed, 1 + seed % 23), [4 * seed + place for place in range(4)], num_logprobs=VOCAB)
         for seed in range(70)
     ]
     for _ in range(2):
-        step = [(row, row.num_uncomputed_tokens) for row in rows]
-        results = run(engine, step)
+        results = run(engine, [(row, row.num_uncomputed_tokens) for row in rows])
         for row, result in list(zip(rows, results, strict=True))[::9]:
             check(model, row, result, 2e-5)
 
@@ -197,9 +197,9 @@ def test_a_block_table_that_is_too_short_is_refused(llama: tuple[Path, Any]) -> 
     engine = load(llama[0])
     row = sequence(tokens(0, 33), [1, 2])
     with pytest.raises(ValueError, match="33 tokens behind 0 do not fit 2 blocks of 16"):
-        engine.step([StepRow(row, 33)])
+        step(engine, [StepRow(row, 33)])
     with pytest.raises(ValueError, match="0 tokens"):
-        engine.step([StepRow(row, 0)])
+        step(engine, [StepRow(row, 0)])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -221,7 +221,7 @@ def test_a_broken_sequence_leaves_nothing_in_its_blocks(dtype: str, llama: tuple
 
 
 def test_an_empty_step_is_no_step(llama: tuple[Path, Any]) -> None:
-    assert load(llama[0]).step([]) == []
+    assert step(load(llama[0]), []) == []
 
 
 def test_the_card_is_bounded_by_model_request_and_pool(llama: tuple[Path, Any]) -> None:

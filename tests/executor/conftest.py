@@ -14,7 +14,7 @@ import pytest
 from kvrelay.common.settings import build
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake.engine import FakeEngine, fake_card
-from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.fake.step import Share
 from kvrelay.executor.executor import Executor
 from kvrelay.executor.local import LocalBackend, LocalSettings
 
@@ -52,7 +52,7 @@ class Gate:
         self._is_open = threading.Event()
         self.reached = threading.Event()  # the gate holds a step
 
-    def __call__(self, rows: Sequence[StepRow]) -> None:
+    def __call__(self, rows: Sequence[Share]) -> None:
         """Called on the model thread before each step."""
         if not self._is_open.is_set() and any(row.sequence.num_output_tokens >= self._num_tokens for row in rows):
             self.reached.set()
@@ -72,7 +72,7 @@ def make_executor(tiny_model: Path) -> Iterator[MakeExecutor]:
     made: list[Executor] = []
 
     def make(
-        on_step: Callable[[Sequence[StepRow]], None] = lambda rows: None, *, num_blocks: int = 256, **options: object
+        on_step: Callable[[Sequence[Share]], None] = lambda rows: None, *, num_blocks: int = 256, **options: object
     ) -> tuple[Executor, LocalBackend]:
         settings = build(LocalSettings, {"model": str(tiny_model), **options})
         engine = FakeEngine(fake_card(vocab_size=VOCAB, num_blocks=num_blocks), on_step)

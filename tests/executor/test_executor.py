@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.engine.fake.engine import expected_output
-from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.fake.step import Share
 from kvrelay.executor.errors import ShutDownError, WorkerDiedError
 from kvrelay.executor.executor import Executor, Stats, Submitted
 from kvrelay.executor.outputs import Piece
@@ -117,7 +117,7 @@ def test_aborts_at_every_moment(make_executor: MakeExecutor) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_model_thread_that_dies_ends_everything_honestly(make_executor: MakeExecutor) -> None:
-    def die(rows: Sequence[StepRow]) -> None:
+    def die(rows: Sequence[Share]) -> None:
         if any(row.sequence.num_output_tokens >= 3 for row in rows):
             raise SystemExit  # what no step may raise: the loop does not survive it
 
@@ -133,7 +133,7 @@ def test_a_model_thread_that_dies_ends_everything_honestly(make_executor: MakeEx
 
 
 def test_steps_that_fail_end_their_requests_only(make_executor: MakeExecutor, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(rows: Sequence[StepRow]) -> None:
+    def fail(rows: Sequence[Share]) -> None:
         if any(row.sequence.token_ids[0] == 13 for row in rows):
             raise RuntimeError("no luck")
 

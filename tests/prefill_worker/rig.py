@@ -9,6 +9,7 @@ from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.step.interface import Engine
+from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
@@ -28,7 +29,7 @@ class ModelRig:
         self.reports: list[Report[Computed]] = []
         self._fingerprint = card.layout.fingerprint()
         metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.worker = ModelWorker(engine, self.scheduler, metrics, self._hear, clock)
+        self.worker = ModelWorker(Leader(engine), self.scheduler, metrics, self._hear, clock)
 
     def _hear(self, report: Report[Computed]) -> None:
         self.reports.append(report)

@@ -12,6 +12,7 @@ from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.prefill_worker.chunking import Prompt, Turn, step_tokens, turns
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
@@ -71,7 +72,7 @@ def test_a_gpus_steps_grow_to_what_the_budget_buys(token_s: float, reached: int)
         rows = scheduler.schedule(0.0).rows
         sizes.append(rows[0].num_tokens)
         scheduler.observe(rows, 0.003 + token_s * sizes[-1])
-        scheduler.postprocess(rows, [None])
+        scheduler.postprocess(rows, [RowResult()])
     assert sizes[:3] == [512] * 3
     assert max(sizes) <= 2048
     assert sizes[-1] == pytest.approx(reached, rel=0.1)
@@ -194,7 +195,7 @@ def serve(
             scheduler.observe(rows, step_s * (5 if chance.random() < 0.05 else chance.uniform(0.95, 1.05)))
         now_s += step_s
         served.busy_s += step_s
-        for item in scheduler.postprocess(rows, [SampledToken(7) if row.samples else None for row in rows]):
+        for item in scheduler.postprocess(rows, [RowResult((SampledToken(7),) if row.samples else ()) for row in rows]):
             assert item.token is not None or item.sequence.num_computed_tokens == item.num_ready_blocks * BLOCK > 0
             if item.token is not None:
                 served.ttft_s[item.sequence.request_id] = now_s - item.sequence.arrival_s

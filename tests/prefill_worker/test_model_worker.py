@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.fake.engine import FakeEngine, fake_card
-from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.fake.step import Share
 from tests.prefill_worker.rig import ModelRig
 
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
@@ -15,7 +15,7 @@ ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 def test_the_next_step_follows_from_what_steps_took() -> None:
     now_s = 50.0
 
-    def take_time(rows: Seq[StepRow]) -> None:
+    def take_time(rows: Seq[Share]) -> None:
         """10 ms, and 5 ms for each token."""
         nonlocal now_s
         now_s += 0.01 + 0.005 * sum(row.num_tokens for row in rows)

@@ -8,6 +8,7 @@ from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import FinishReason, SampledToken, SamplingParams
 from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
@@ -36,7 +37,8 @@ class Rig:
         """(name, tokens) of the rows, and what came of them."""
         rows = self.scheduler.schedule(now_s).rows
         shares = [(row.sequence.request_id, row.num_tokens) for row in rows]
-        computed = self.scheduler.postprocess(rows, [SampledToken(token) if row.samples else None for row in rows])
+        results = [RowResult((SampledToken(token),) if row.samples else ()) for row in rows]
+        computed = self.scheduler.postprocess(rows, results)
         self.scheduler.check_integrity()
         return shares, computed
 

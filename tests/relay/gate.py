@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.fake.step import Share
 
 
 class Gate:
@@ -15,7 +15,7 @@ class Gate:
         self._num_tokens = num_tokens
         self._is_open = threading.Event()
 
-    def __call__(self, rows: Sequence[StepRow]) -> None:
+    def __call__(self, rows: Sequence[Share]) -> None:
         """Called on the model thread before each step."""
         if any(row.sequence.num_output_tokens >= self._num_tokens for row in rows):
             assert self._is_open.wait(timeout=60), "the test never opened the gate"

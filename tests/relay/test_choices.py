@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.fake.step import Share
 
 from .http_gateway import deployment, write_model
 
@@ -28,9 +28,9 @@ class Counter:
     def __init__(self) -> None:
         self.num_prompt_tokens = 0
 
-    def __call__(self, rows: Sequence[StepRow]) -> None:
+    def __call__(self, rows: Sequence[Share]) -> None:
         for row in rows:
-            prompt_left = row.sequence.num_prompt_tokens - row.sequence.num_computed_tokens
+            prompt_left = row.sequence.num_prompt_tokens - row.row.start
             self.num_prompt_tokens += max(0, min(row.num_tokens, prompt_left))
 
 

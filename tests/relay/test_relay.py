@@ -14,8 +14,8 @@ from msgspec import structs
 from kvrelay.common.model_card import ModelCard
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.fake.engine import expected_output, fake_card
+from kvrelay.engine.fake.step import Share
 from kvrelay.engine.kv.block_manager import Owner, OwnerKind
-from kvrelay.engine.step.interface import StepRow
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.messages import Cancel, Cancelled, Failed, FailureCode
 
@@ -201,8 +201,8 @@ async def test_blocks_are_shipped_while_the_next_chunk_computes() -> None:
     """The prefill worker stands still in its third chunk; the blocks of the first two are with the decode worker by then."""
     is_open = threading.Event()
 
-    def stop_in_third_chunk(rows: Sequence[StepRow]) -> None:
-        if rows[0].sequence.num_computed_tokens >= 32:
+    def stop_in_third_chunk(rows: Sequence[Share]) -> None:
+        if rows[0].row.start >= 32:
             assert is_open.wait(timeout=60)
 
     settings = PrefillSchedulerSettings(max_batched_tokens=16)

@@ -14,7 +14,7 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
-from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.fake.step import Share
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.relay import Relay
 from kvrelay.gateway.relay.request import GenerationRequest
@@ -29,7 +29,7 @@ from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import TransferSettings
 from kvrelay.worker.setup import Setup
 
-OnStep = Callable[[Sequence[StepRow]], None]
+OnStep = Callable[[Sequence[Share]], None]
 
 ADDRESS = "tcp://127.0.0.1:*"
 LINKS = LinkSettings(ping_interval_s=0.1, peer_timeout_s=5.0)

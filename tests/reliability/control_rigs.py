@@ -19,6 +19,7 @@ from kvrelay.decode_worker.welcome import DataPorts
 from kvrelay.decode_worker.worker import LeasedBlocks
 from kvrelay.engine.fake.engine import FakeEngine, fake_card, token_digests
 from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.step.leader import Leader
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.service import PrefillService
@@ -145,7 +146,7 @@ class DecodeRig(_Rig):
     def __init__(self) -> None:
         super().__init__()
         scheduler = DecodeScheduler(DecodeSchedulerSettings(), self.blocks, CARD.max_model_len)
-        self.model = ModelWorker(self.engine, scheduler, self.metrics, self.reports.append, self.clock)
+        self.model = ModelWorker(Leader(self.engine), scheduler, self.metrics, self.reports.append, self.clock)
         self.service: DecodeService = DecodeService(self.identity, self.blocks, self.clock)
         self.leases = LeaseTable(
             LeaseSettings(EPOCH, FINGERPRINT, BLOCK_SIZE, whole_block(BLOCK_NBYTES), 30.0),
@@ -202,7 +203,7 @@ class PrefillRig(_Rig):
         super().__init__()
         self.honest_link, self.fuzz_link = PlayedLink(), PlayedLink()
         scheduler = PrefillScheduler(PrefillSchedulerSettings(), self.blocks, CARD.max_model_len)
-        self.model = ModelWorker(self.engine, scheduler, self.metrics, self.reports.append, self.clock)
+        self.model = ModelWorker(Leader(self.engine), scheduler, self.metrics, self.reports.append, self.clock)
         self.service: PrefillService = PrefillService(self.identity, self.blocks, self.clock)
         transfers = TransferTable(
             self.engine.store, self.service, TransferSettings(), WireMetrics(CollectorRegistry()), self.clock

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.model_card import ModelCard
 from kvrelay.engine.fake.engine import FakeEngine
 from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.messages import Cancelled, Failed, FailureCode, Message, Role, Submit, TokenDelta, Tokens
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.metrics import EngineMetrics
@@ -37,7 +38,7 @@ class ServiceRig(Generic[S]):
         self.guides = PlayedGuides()
         self.engine = FakeEngine(card)
         metrics = EngineMetrics(CollectorRegistry(), blocks, num_running=lambda: 0, num_waiting=lambda: 0)
-        self.model = ModelWorker(self.engine, scheduler, metrics, self.reports.append, self.clock)
+        self.model = ModelWorker(Leader(self.engine), scheduler, metrics, self.reports.append, self.clock)
         self.service = service(WorkerIdentity("worker", EPOCH, card, 512), blocks, self.clock)
         self.ports = Ports(self._send, cast("ModelLoop[Command]", self), self.guides)
 

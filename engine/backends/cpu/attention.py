@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvrelay.engine.step.batch import Batch, Ints
+from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.step.slots import Ints
 
 # Half the lowest fp32: a row that sees no key of an item gets a vanishing weight, and no difference overflows to -inf.
 _MASKED = torch.finfo(torch.float32).min / 2

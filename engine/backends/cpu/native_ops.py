@@ -22,7 +22,8 @@ from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.models.ops import Linear
 from kvrelay.engine.sampling.penalties import Penalties
 from kvrelay.engine.sampling.rows import SamplingRows
-from kvrelay.engine.step.batch import Batch, Ints
+from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.step.slots import Ints
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, Weight, rounded
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from kvrelay.common.errors import ModelError
@@ -16,11 +18,12 @@ from kvrelay.engine.backends.options import EngineOptions, asked_blocks
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.kv.pool import KvPool, block_nbytes_of
 from kvrelay.engine.models.decoder import DecoderModel
+from kvrelay.engine.sampling.rows import Asking
 from kvrelay.engine.sampling.sampled import UnderWay
 from kvrelay.engine.sampling.sampler import sample
-from kvrelay.engine.step.batch import build_batch
-from kvrelay.engine.step.interface import StepRow
-from kvrelay.engine.step.sequence import Sequence
+from kvrelay.engine.step.batch import Batch, build_batch
+from kvrelay.engine.step.plan import PlanRow, SlotJoin, StepPlan, TableDelta
+from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.weights.checkpoint import ModelWeights
 from kvrelay.engine.weights.kv_scales import unit_kv_scales
 from kvrelay.engine.weights.rounding import Rounding
@@ -124,22 +127,22 @@ def run_largest_step(
         num_tokens = max(1, min(num_tokens, asked * options.block_size))
     max_len = min(num_tokens, options.max_model_len or num_tokens, config.max_position_embeddings)
     sampling = SamplingParams(max_tokens=1, top_p=0.9, typical_p=0.9, num_logprobs=0)
-    rows, num_blocks = [], 0
+    prompts, num_blocks = [], 0
     for start in range(0, num_tokens, max_len):
         length = min(max_len, num_tokens - start)
-        blocks = list(range(num_blocks, num_blocks + -(-length // options.block_size)))
+        blocks = range(num_blocks, num_blocks + -(-length // options.block_size))
         num_blocks += len(blocks)
-        sequence = Sequence(f"largest {start}", 1, [0] * length, length, sampling, 0.0, block_table=blocks)
-        rows.append(StepRow(sequence, length))
+        prompts.append((length, tuple(blocks)))
     pool = KvPool(config, num_blocks, options.block_size, kv_dtype, device)
     kv_scales = unit_kv_scales(config) if kv_dtype == torch.float8_e4m3fn else None
     ops = cuda_ops(config, pool, max_len, options, kv_scales)
     # The model empties the list of layers that it is given, and multiplies with the very same matrices.
     model = DecoderModel(config, replace(weights, layers=list(weights.layers)), ops)
-    batch = build_batch(rows, options.block_size)
+    slots, batch = _made_up(prompts, sampling, options.block_size)
     hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
     num_sampled = min(options.max_num_seqs, num_tokens)
-    sample(model.logits(hidden[:num_sampled]), [rows[0].sequence] * num_sampled, ops, {}).read()
+    asking = Asking.of(slots, np.zeros(num_sampled, dtype=np.int64), np.ones(num_sampled, dtype=np.int64))
+    sample(model.logits(hidden[:num_sampled]), asking, None, ops, {}).read()
     return pool.tensor.nbytes
 
 
@@ -149,12 +152,10 @@ def compile_steps(model: DecoderModel, ops: CudaOps, pool: KvPool, options: Engi
 
     Compiled when a step first has so many, it would stall all streams. Over the very pool: by its shape kernels are chosen.
     """
-    sampling = SamplingParams(max_tokens=1)
-    spare = [pool.num_blocks]
-    prompt = Sequence("prompt", 1, [0, 0], 2, sampling, 0.0, block_table=spare)
+    spare = (pool.num_blocks,)
     for num_single in decode_batch_sizes(options.max_num_seqs):
-        singles = [Sequence(str(index), 1, [0], 1, sampling, 0.0, block_table=spare) for index in range(num_single)]
-        batch = build_batch([*(StepRow(one, 1) for one in singles), StepRow(prompt, 2)], options.block_size)
+        rows = [(1, spare)] * num_single + [(2, spare)]
+        _, batch = _made_up(rows, SamplingParams(max_tokens=1), options.block_size)
         hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
         model.logits(hidden[-1:])
 
@@ -164,10 +165,28 @@ def compile_sampling(logits: torch.Tensor, ops: CudaOps) -> None:
     """Sample from ``logits`` ``[1, vocab]`` with penalties, with and without a token under way, which are kernels of their own:
     compiled when a stream first asks for them, they would stall all."""
     sampling = SamplingParams(max_tokens=2, repetition_penalty=1.1, top_p=0.9)
-    sequence = Sequence("compile", 1, [0, 0], 1, sampling, 0.0)
+    slots, _ = _made_up([(2, (0,))], sampling, 16)
+    slots.sequences[0].num_prompt_tokens = 1
+    asking = Asking.of(slots, np.zeros(1, dtype=np.int64), np.full(1, 2))
     token_ids = torch.zeros(1, dtype=torch.int64, device=logits.device)
-    for under_way in (None, UnderWay([1], token_ids)):
-        sample(logits, [sequence], ops, {}, under_way).read()
+    for under_way in (None, UnderWay(np.ones(1, dtype=np.int32), token_ids)):
+        sample(logits, asking, None, ops, {}, under_way).read()
+
+
+def _made_up(
+    prompts: Seq[tuple[int, tuple[int, ...]]], sampling: SamplingParams, block_size: int
+) -> tuple[Slots, Batch]:
+    """A step over prompts of zeros, (length, blocks) each, those of one token first."""
+    slots = Slots(len(prompts), max(len(blocks) for _, blocks in prompts))
+    plan = StepPlan(
+        rows=tuple(PlanRow(slot, 0, length) for slot, (length, _) in enumerate(prompts)),
+        joins=tuple(
+            SlotJoin(slot, "made up", (0,) * length, length, sampling) for slot, (length, _) in enumerate(prompts)
+        ),
+        tables=tuple(TableDelta(slot, 0, blocks) for slot, (_, blocks) in enumerate(prompts)),
+    )
+    slots.apply(plan)
+    return slots, build_batch(plan, slots, block_size)
 
 
 @torch.inference_mode()

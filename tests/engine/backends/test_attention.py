@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvrelay.engine.backends.cpu.attention import AttentionPlan, AttentionScratch
-from kvrelay.engine.step.batch import build_batch
 from kvrelay.engine.step.interface import StepRow
 from tests.engine.conftest import sequence
+from tests.engine.led import batch_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -49,13 +49,13 @@ def compare(
         of = sequence([0] * (start + count), [free.pop() for _ in range(-(-(start + count) // block_size))])
         of.num_computed_tokens = start
         steps.append(StepRow(of, count))
-    batch = build_batch(steps, block_size)
+    batch = batch_of(steps, block_size)
     query = torch.randn(len(batch.positions), heads[0], head_dim, generator=generator).to(dtype)
     out = torch.full_like(query, torch.nan)
     AttentionPlan(batch, pool, heads[0], window, AttentionScratch(dtype)).run(query, layer, out)
-    for index, row in enumerate(batch.rows):
+    for index, table in enumerate(batch.block_tables):
         tokens = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
-        context = pool[row.sequence.block_table, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        context = pool[table, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
         keys, values = context[:, :, : int(batch.seq_lens[index])]
         expected = dense(query[tokens], keys, values, window)
         torch.testing.assert_close(out[tokens].double(), expected, atol=TOLERANCE[dtype], rtol=0)
@@ -118,7 +118,7 @@ def test_a_long_prompt_does_not_pad_the_others() -> None:
         of = sequence([0] * (start + count), [0] * 40)
         of.num_computed_tokens = start
         steps.append(StepRow(of, count))
-    batch = build_batch(steps, 16)
+    batch = batch_of(steps, 16)
     plan = AttentionPlan(batch, torch.zeros(1, 1, 2, 2, 16, 16), 2, None, AttentionScratch(torch.float32))
     scores = sum(group.tile * group.chunk * len(piece.tiles) for group in plan._groups for piece in group.pieces)
     assert scores < 2 * (600 * 600 / 2 + 40 * 64)

@@ -22,8 +22,9 @@ from kvrelay.engine.backends.cpu.ops import CpuOps
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.config.rope import RopeConfig
-from kvrelay.engine.step.batch import Batch, build_batch
+from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.interface import StepRow
+from tests.engine import led
 from tests.engine.backends.test_attention import RAGGED, dense
 from tests.engine.conftest import sequence
 
@@ -82,7 +83,7 @@ def batch_of(rows: list[tuple[int, int]], block_size: int) -> tuple[Batch, int]:
         of = sequence([0] * (start + count), [free.pop() for _ in range(-(-(start + count) // block_size))])
         of.num_computed_tokens = start
         steps.append(StepRow(of, count))
-    return build_batch(steps, block_size), num_blocks
+    return led.batch_of(steps, block_size), num_blocks
 
 
 @pytest.mark.parametrize("rows", [1, 3, 200])
@@ -173,13 +174,13 @@ def test_attention_against_the_dense_reference(
     batch, num_blocks = batch_of(rows, 16)
     pool = bf16(num_blocks, 2, 2, heads[1], 16, head_dim)
     # What lies behind a sequence's end must not be read: it may be NaN.
-    for row in batch.rows:
-        pool[row.sequence.block_table[-1], :, :, :, (row.sequence.num_tokens - 1) % 16 + 1 :] = float("nan")
+    for table, seq_len in zip(batch.block_tables, batch.seq_lens.tolist(), strict=True):
+        pool[table[(seq_len - 1) // 16], :, :, :, (seq_len - 1) % 16 + 1 :] = float("nan")
     query = bf16(len(batch.positions), heads[0], head_dim, seed=5)
     found = NativeCpuOps(config_of(heads, head_dim, window=window), pool, 1024, kernels).begin_step(batch)
     found = found.attention(query, 1)
-    for index, row in enumerate(batch.rows):
-        context = pool[row.sequence.block_table, 1].permute(1, 2, 0, 3, 4).flatten(2, 3)
+    for index, table in enumerate(batch.block_tables):
+        context = pool[table, 1].permute(1, 2, 0, 3, 4).flatten(2, 3)
         keys, values = context[:, :, : int(batch.seq_lens[index])]
         tokens = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
         expected = dense(query[tokens], keys, values, window)
@@ -211,8 +212,9 @@ def test_a_token_is_attended_to_in_one_way(
         row.sequence.num_computed_tokens = start
         far = sequence([0] * 90, far_table)
         far.num_computed_tokens = 89
-        batch = build_batch([row, StepRow(sequence([0] * 7, begins), 7), StepRow(far, 1)], block_size)
-        place = next(index for index, other in enumerate(batch.rows) if other.sequence is row.sequence)
+        batch = led.batch_of([row, StepRow(sequence([0] * 7, begins), 7), StepRow(far, 1)], block_size)
+        # Rows of a single token come first, and it is before the others otherwise.
+        place = int(end - start > 1)
         tokens = slice(int(batch.query_start_loc[place]), int(batch.query_start_loc[place + 1]))
         packed = bf16(len(batch.positions), heads[0], head_dim, seed=6)
         packed[tokens] = query[start:end]

@@ -34,6 +34,7 @@ from kvrelay.engine.backends.cuda import ops as ops_cuda
 from kvrelay.engine import torch_engine
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.config.model import load_config
 from kvrelay.engine.backends.cuda.ops import CudaOps
@@ -94,22 +95,22 @@ def sequence(length, computed):
     return Sequence(str(length), 1, [0] * length, length, params(), 0.0, block_table=blocks, num_computed_tokens=computed)
 
 
-num_mixed = 0
+num_mixed, leader = 0, Leader(engine)
 for _ in range(120):
     rows = []
     for _ in range(random.choice((0, 1, random.randrange(MAX_NUM_SEQS + 1)))):
         length = random.choice((1, 16, random.randrange(1, 200)))
         rows.append(StepRow(sequence(length, length - 1), 1))
     num_single = len(rows)
-    for _ in range(random.randrange(5) if rows else random.randrange(1, 5)):
+    for _ in range(min(MAX_NUM_SEQS - len(rows), random.randrange(5)) if rows else random.randrange(1, 5)):
         length = random.choice((16, random.randrange(2, 200)))
         count = random.randrange(2, length + 1)
         start = random.choice((0, length - count))
         rows.append(StepRow(sequence(length, start), count))
     num_mixed += 0 < num_single < len(rows)
-    launched = engine.launch(rows)
+    launched = leader.launch(rows)
     if num_single == len(rows):  # a step ahead
-        engine.launch([StepRow(row.sequence, 1, num_ahead=1) for row in rows], launched)
+        leader.launch([StepRow(row.sequence, 1, num_ahead=1) for row in rows], launched)
 for name, found in keys.items():
     assert found == known.get(name), (name, len(known.get(name, ())), found - known.get(name, set()))
     print(name, len(found))

@@ -26,6 +26,7 @@ from kvrelay.common.sampling import SamplingParams, Watermark
 from kvrelay.engine import torch_engine
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.backends.cuda.ops import CudaOps
 from kvrelay.engine.step.sequence import Sequence
 
@@ -34,7 +35,7 @@ options = EngineOptions(Path(sys.argv[1]), "tiny", device="cpu", num_blocks=32, 
 
 def outputs():
     engine = torch_engine.TorchEngine.load(options, lambda done, total: None)
-    rows = []
+    leader, rows = Leader(engine), []
     for index, length in enumerate((1, 37, 20)):
         sampling = SamplingParams(
             max_tokens=99, seed=index, num_logprobs=199, temperature=index / 2, top_k=50, top_p=0.9, presence_penalty=0.2,
@@ -46,9 +47,10 @@ def outputs():
         rows.append(Sequence(str(index), 1, tokens, length, sampling, 0.0, block_table=blocks))
     for _ in range(3):
         step = [(row, min(25, row.num_uncomputed_tokens)) for row in rows]
-        for (row, count), token in zip(step, engine.step([StepRow(*item) for item in step])):
+        for (row, count), result in zip(step, leader.step([StepRow(*item) for item in step])):
             row.num_computed_tokens += count
-            if token is not None:
+            row.prompt_logprobs += result.prompt_logprobs
+            for token in result.tokens:
                 row.token_ids.append(token.token_id)
                 logprobs = dict(token.top_logprobs)
                 assert len(row.prompt_logprobs) == row.num_prompt_tokens - 1
@@ -90,6 +92,7 @@ from kvrelay.engine.step import uploads
 from kvrelay.engine.backends.cuda.build import compile_sampling, compile_steps, decode_graphs, run_largest_step
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.config.model import load_config
 from kvrelay.engine.backends.cuda.ops import CudaOps
@@ -167,7 +170,7 @@ def outputs(with_graphs):
         engine._graphs = decode_graphs(
             config, engine._model, engine._ops, engine._pool, 96, options, torch.float32, Recorder()
         )
-    rows = []
+    leader, rows = Leader(engine), []
     for index, length in enumerate((1, 37, 20, 5, 3)):
         # Few tokens may come, so that penalties meet them again, and in a step ahead count one that nobody knows.
         few = tuple(range(20 * index, 20 * index + 5))
@@ -182,32 +185,33 @@ def outputs(with_graphs):
         rows.append(Sequence(str(index), 1, tokens, length, sampling, 0.0, block_table=blocks))
 
     def take(step, given):
-        for row, token in zip(step, given):
+        for row, result in zip(step, given):
+            (token,) = result.tokens
             row.num_computed_tokens = len(row.token_ids)
             row.token_ids.append(token.token_id)
             if row.guide is not None:
                 row.guide.accept(token.token_id)
-        return [(row.request_id, token.token_id) for row, token in zip(step, given)]
+        return [(row.request_id, result.tokens[0].token_id) for row, result in zip(step, given)]
 
-    yield take(rows, engine.step([StepRow(row, row.num_uncomputed_tokens) for row in rows]))
-    before, launched = rows[:3], engine.launch([StepRow(row, 1) for row in rows[:3]])
+    yield take(rows, leader.step([StepRow(row, row.num_uncomputed_tokens) for row in rows]))
+    before, launched = rows[:3], leader.launch([StepRow(row, 1) for row in rows[:3]])
     for step in (rows[:3], rows, rows[1:2], rows[2:] + rows[1:2]):
         num_before = num_uploads[0]
-        behind = engine.launch([StepRow(row, 1, num_ahead=int(row in before)) for row in step], launched)
+        behind = leader.launch([StepRow(row, 1, num_ahead=int(row in before)) for row in step], launched)
         of_launches.append(num_uploads[0] - num_before)
         yield take(before, launched.wait())
         before, launched = step, behind
     yield take(before, launched.wait())
     # Four rows, and then three in the place of four: the fourth's blocks may be anybody's by then.
     engine._pool.tensor[6:12] = 7.0
-    yield take(rows[2:], engine.step([StepRow(row, 1) for row in rows[2:]]))
+    yield take(rows[2:], leader.step([StepRow(row, 1) for row in rows[2:]]))
     assert (engine._pool.tensor[6:12] == 7.0).all(), "padding wrote where its row had been"
     # Their logits lie in the same memory for all steps, and are sampled when the tokens of the step in front are known.
     step = rows[2:]
     step[1].guide = OneOf(step[1].token_ids[-1])
-    launched = engine.launch([StepRow(row, 1) for row in step])
+    launched = leader.launch([StepRow(row, 1) for row in step])
     for _ in range(2):
-        behind = engine.launch([StepRow(row, 1, num_ahead=1) for row in step], launched)
+        behind = leader.launch([StepRow(row, 1, num_ahead=1) for row in step], launched)
         assert behind.is_deferred
         yield take(step, launched.wait())
         num_before = num_uploads[0]
@@ -319,7 +323,6 @@ import torch
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.backends.cuda import linear as linear_cuda
 from kvrelay.engine import torch_engine
-from kvrelay.engine.step.batch import build_batch
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.models.decoder import DecoderModel
@@ -328,6 +331,7 @@ from kvrelay.engine.backends.cuda.ops import CudaOps
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.weights.checkpoint import load_weights, weights_digest
+from tests.engine.led import batch_of
 
 config, rounding = load_config(Path(sys.argv[1])), Rounding(sys.argv[2])
 HALF = torch.float16  # the interpreter multiplies bf16's raw bits
@@ -355,7 +359,7 @@ def logits(weights, length):
     model = DecoderModel(config, weights, ops)
     tokens = [(7 * place) % 199 for place in range(length)]
     sequence = Sequence("a", 1, tokens, length, SamplingParams(max_tokens=9), 0.0, block_table=list(range(24)))
-    batch = build_batch([StepRow(sequence, length)], 16)
+    batch = batch_of([StepRow(sequence, length)], 16)
     with torch.inference_mode():
         hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
         return model.logits(hidden).float()

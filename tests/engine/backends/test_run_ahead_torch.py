@@ -14,6 +14,7 @@ from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import VOCAB, load, sequence
+from tests.engine.led import lead, step, tokens_of
 from tests.guides import ChainState
 
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -63,7 +64,7 @@ def take(sequences: list[Sequence], counts: list[int], tokens: list[SampledToken
 def begin(engine: TorchEngine, sequences: list[Sequence]) -> list[SampledToken]:
     counts = [one.num_uncomputed_tokens for one in sequences]
     rows = [StepRow(one, count) for one, count in zip(sequences, counts, strict=True)]
-    return take(sequences, counts, engine.step(rows))
+    return take(sequences, counts, step(engine, rows))
 
 
 def test_a_row_ahead_of_no_step_is_refused(llama: tuple[Path, Any]) -> None:
@@ -71,10 +72,10 @@ def test_a_row_ahead_of_no_step_is_refused(llama: tuple[Path, Any]) -> None:
     one, other = prompts(2)
     begin(engine, [one, other])
     with pytest.raises(ValueError, match="a row of 1 tokens, 1 ahead; only one token can follow"):
-        engine.launch([StepRow(one, 1, num_ahead=1)])
-    launched = engine.launch([StepRow(other, 1)])
+        lead(engine).launch([StepRow(one, 1, num_ahead=1)])
+    launched = lead(engine).launch([StepRow(other, 1)])
     with pytest.raises(ValueError, match="only one token can follow"):
-        engine.launch([StepRow(one, 1, num_ahead=1)], behind=launched)
+        lead(engine).launch([StepRow(one, 1, num_ahead=1)], behind=launched)
     launched.wait()
 
 
@@ -84,21 +85,21 @@ def test_a_deferred_step_samples_when_its_sequences_have_their_tokens(llama: tup
     for one in (expected_of[3], given_of[3]):
         one.guide = ChainState(50)
     assert begin(plain, expected_of) == begin(ahead, given_of)
-    expected = [take(expected_of, [1] * 9, plain.step([StepRow(one, 1) for one in expected_of])) for _ in range(12)]
+    expected = [take(expected_of, [1] * 9, step(plain, [StepRow(one, 1) for one in expected_of])) for _ in range(12)]
     given = []
-    launched = ahead.launch([StepRow(one, 1) for one in given_of])
+    launched = lead(ahead).launch([StepRow(one, 1) for one in given_of])
     for _ in range(11):
-        behind = ahead.launch([StepRow(one, 1, num_ahead=1) for one in given_of], launched)
+        behind = lead(ahead).launch([StepRow(one, 1, num_ahead=1) for one in given_of], launched)
         assert behind.is_deferred
         with pytest.raises(AssertionError, match="not told to sample"):
-            ahead.launch([StepRow(one, 1, num_ahead=1) for one in given_of], behind)
+            lead(ahead).launch([StepRow(one, 1, num_ahead=1) for one in given_of], behind)
         with pytest.raises(AssertionError, match="tokens, not"):
             behind.sample()
-        given.append(take(given_of, [1] * 9, launched.wait()))
+        given.append(take(given_of, [1] * 9, tokens_of(launched.wait())))
         behind.sample()
         launched = behind
     assert not launched.is_deferred
-    given.append(take(given_of, [1] * 9, launched.wait()))
+    given.append(take(given_of, [1] * 9, tokens_of(launched.wait())))
     assert given == expected
 
 
@@ -107,8 +108,8 @@ def test_a_step_that_was_not_told_to_sample_yields_nothing(llama: tuple[Path, An
     (one,) = prompts(1)
     begin(engine, [one])
     one.guide = ChainState(50)
-    front = engine.launch([StepRow(one, 1)])
-    behind = engine.launch([StepRow(one, 1, num_ahead=1)], front)
+    front = lead(engine).launch([StepRow(one, 1)])
+    behind = lead(engine).launch([StepRow(one, 1, num_ahead=1)], front)
     with pytest.raises(AssertionError, match="not told to sample"):
         behind.wait()
     with pytest.raises(AssertionError, match="samples once"):
@@ -121,20 +122,21 @@ def test_who_has_finished_is_sampled_without_its_guide_and_its_counts(llama: tup
     guided.guide = ChainState(2)
     counted.sampling = msgspec.structs.replace(counted.sampling, frequency_penalty=0.5)
     begin(engine, [guided, counted, goes_on])
-    front = engine.launch([StepRow(one, 1) for one in (guided, counted, goes_on)])
-    behind = engine.launch([StepRow(one, 1, num_ahead=1) for one in (guided, counted, goes_on)], front)
-    take([guided, counted, goes_on], [1] * 3, front.wait())
+    front = lead(engine).launch([StepRow(one, 1) for one in (guided, counted, goes_on)])
+    behind = lead(engine).launch([StepRow(one, 1, num_ahead=1) for one in (guided, counted, goes_on)], front)
+    take([guided, counted, goes_on], [1] * 3, tokens_of(front.wait()))
     assert guided.is_over
-    assert counted.token_counts is not None
-    num_counted = int(counted.token_counts.entries[:, 1].sum())
+    counts = [one.counts for one in engine._slots.sequences if one.counts is not None]
+    num_counted = [int(one.entries[:, 1].sum()) for one in counts]
     for one in (guided, counted):
         one.set_status(SequenceStatus.RUNNING)
         one.set_status(SequenceStatus.FINISHED)
     behind.sample()
-    *_, token = behind.wait()
-    assert int(counted.token_counts.entries[:, 1].sum()) == num_counted
+    *_, token = tokens_of(behind.wait())
+    assert [int(one.entries[:, 1].sum()) for one in counts] == num_counted
+    assert len(counts) == 1
     begin(plain, [alone])
     for _ in range(2):
-        (expected,) = take([alone], [1], plain.step([StepRow(alone, 1)]))
+        (expected,) = take([alone], [1], step(plain, [StepRow(alone, 1)]))
     assert token is not None
     assert token.token_id == expected.token_id

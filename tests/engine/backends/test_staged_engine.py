@@ -16,6 +16,7 @@ from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 
+from .. import led
 from ..conftest import load, sequence, tokens
 from ..late_device import LateDevice
 
@@ -55,7 +56,7 @@ def computed(llama: tuple[Path, Any]) -> tuple[list[SampledToken], Any, list[byt
 
 
 def step(engine: TorchEngine, row: Sequence, count: int) -> list[SampledToken]:
-    found = engine.step([StepRow(row, count)])
+    found = led.step(engine, [StepRow(row, count)])
     row.num_computed_tokens += count
     assert all(found)
     return found  # type: ignore[return-value]
@@ -88,13 +89,12 @@ def test_a_step_behind_another_one_reads_blocks_that_came_meanwhile(llama: tuple
     other = sequence(tokens(2, 20), [0, 1])
     step(engine, other, 20)
     other.token_ids.append(7)
-    launched = engine.launch([StepRow(other, 1)])
+    launched = led.lead(engine).launch([StepRow(other, 1)])
     row = received(engine, blocks)
     row.token_ids.append(first.token_id)
-    behind = engine.launch([StepRow(other, 1, num_ahead=1), StepRow(row, 1)], launched)
+    behind = led.lead(engine).launch([StepRow(other, 1, num_ahead=1), StepRow(row, 1)], launched)
     launched.wait()
-    found = behind.wait()[1]
-    assert found is not None
+    (found,) = behind.wait()[1].tokens
     # A batch of two is rounded otherwise than one of one.
     assert (found.token_id, found.logprob) == (second.token_id, pytest.approx(second.logprob, abs=1e-4))
 
@@ -124,7 +124,7 @@ def test_a_failed_copy_leads_to_no_token(llama: tuple[Path, Any], staged: Any) -
     row.token_ids.append(first.token_id)
     for _ in range(3):
         with pytest.raises(RuntimeError, match="the device is broken"):
-            engine.step([StepRow(row, 1)])
+            led.step(engine, [StepRow(row, 1)])
 
 
 def test_a_copy_that_fails_while_the_step_runs_leads_to_no_token(llama: tuple[Path, Any], staged: Any) -> None:
@@ -132,6 +132,6 @@ def test_a_copy_that_fails_while_the_step_runs_leads_to_no_token(llama: tuple[Pa
     engine = staged(LateDevice(fails_at=3))
     row = received(engine, blocks)
     row.token_ids.append(first.token_id)
-    launched = engine.launch([StepRow(row, 1)])
+    launched = led.lead(engine).launch([StepRow(row, 1)])
     with pytest.raises(RuntimeError, match="the device is broken"):
         launched.wait()

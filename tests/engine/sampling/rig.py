@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -15,9 +16,14 @@ from kvrelay.engine.sampling.draw import draw_tokens
 from kvrelay.engine.sampling.logits import LogitRules
 from kvrelay.engine.sampling.penalties import Penalties, penalize
 from kvrelay.engine.sampling.processors import LogitsProcessor
-from kvrelay.engine.sampling.rows import SamplingRows
+from kvrelay.engine.sampling.rows import Asking, SamplingRows
 from kvrelay.engine.sampling.sampler import process_logits, sample
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.plan import Rules
+from kvrelay.engine.step.planner import Planner
+from kvrelay.engine.step.rules import make_rules
 from kvrelay.engine.step.sequence import Sequence
+from kvrelay.engine.step.slots import Slots
 
 FILTERS: list[dict[str, float]] = [
     {},
@@ -54,11 +60,24 @@ class PlainOps:
         return draw_tokens(logits, rows)
 
 
+def asked(sequences: list[Sequence], vocab_size: int, num_ahead: Seq[int] | None = None) -> tuple[Asking, Rules | None]:
+    """What an engine is told of them, and finds in its slots. ``num_ahead``: tokens under way of each."""
+    ahead = num_ahead or [0] * len(sequences)
+    planner, slots = Planner(len(sequences), vocab_size), Slots(len(sequences), 1)
+    # Rows that do not sample: their guides are asked below.
+    joined = planner.plan([StepRow(one, one.num_uncomputed_tokens + 1) for one in sequences])
+    slots.apply(joined)
+    positions = np.array([len(one.token_ids) + count for one, count in zip(sequences, ahead, strict=True)])
+    rules = make_rules(list(zip(sequences, ahead, strict=True)), vocab_size)
+    return Asking.of(slots, np.array([row.slot for row in joined.rows]), positions), rules
+
+
 def run(
     logits: torch.Tensor, sequences: list[Sequence], processors: Mapping[str, LogitsProcessor] | None = None
 ) -> list[SampledToken]:
     """``sample``, on a copy of ``logits``."""
-    return sample(logits.clone(), sequences, PlainOps(), processors or {}).read()
+    asking, rules = asked(sequences, logits.shape[-1])
+    return sample(logits.clone(), asking, rules, PlainOps(), processors or {}).read()
 
 
 def processed(
@@ -66,9 +85,10 @@ def processed(
 ) -> torch.Tensor:
     """The logits as the draw sees them."""
     logits = logits.clone()
-    rules = LogitRules.of(sequences, logits.shape[-1])
-    rules.mask(logits, PlainOps().upload)
-    process_logits(logits, sequences, rules, PlainOps(), processors or {})
+    asking, rules = asked(sequences, logits.shape[-1])
+    placed = LogitRules(rules or Rules())
+    placed.mask(logits, PlainOps().upload)
+    process_logits(logits, asking, placed, PlainOps(), processors or {})
     return logits
 
 

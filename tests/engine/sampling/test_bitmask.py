@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine.sampling.bitmask import apply_bitmask, num_words, unpack_on_device
+from kvrelay.engine.sampling.bitmask import apply_bitmask, unpack_on_device
+from kvrelay.engine.step.rules import num_words
 from tests.engine.sampling.rig import PlainOps
 
 

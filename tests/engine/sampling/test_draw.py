@@ -17,7 +17,7 @@ from kvrelay.engine.sampling.filters import filter_typical_rows
 from kvrelay.engine.sampling.noise import uniforms
 from kvrelay.engine.sampling.rows import SamplingRows
 from tests.engine.conftest import sequence, tokens
-from tests.engine.sampling.rig import FILTERS, kept_tokens, run
+from tests.engine.sampling.rig import FILTERS, asked, kept_tokens, run
 
 
 def copied(arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
@@ -124,7 +124,7 @@ def test_typical_rows_filtered_beforehand_draw_the_same(vocab: int) -> None:
         sequence(tokens(row, 1 + row), [], seed=row, temperature=(row % 4) / 2, **filters)
         for row, filters in enumerate(FILTERS * 4)
     ]
-    rows = SamplingRows.of(sequences)
+    rows = SamplingRows.of(asked(sequences, vocab)[0])
     filtered = logits.clone()
     left = filter_typical_rows(filtered, rows, copied)
     assert (left.typical_p[left.temperature > 0] == 1).all()

@@ -21,6 +21,7 @@ from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.sampling.sampled import UnderWay
 from kvrelay.engine.sampling.sampler import sample
 from tests.engine.conftest import VOCAB, sequence
+from tests.engine.sampling.rig import asked
 from tests.guides import TokensState
 
 
@@ -88,7 +89,8 @@ def test_a_step_ahead_is_sampled_without_waiting(dtype: torch.dtype, temperature
     token_ids = torch.empty(count, dtype=torch.int64, device="meta")
     ops = NumberlessOps()
     with OnlyUploads():
-        sampled = sample(logits, sequences, ops, {}, UnderWay([1] * count, token_ids))
+        under_way = UnderWay(np.ones(count, dtype=np.int32), token_ids)
+        sampled = sample(logits, *asked(sequences, VOCAB, [1] * count), ops, {}, under_way)
     assert sampled.tokens.shape == (count,)
     assert ops.last_tokens == [token_ids]
 
@@ -108,7 +110,7 @@ def test_a_deferred_step_is_sampled_without_waiting(dtype: torch.dtype, temperat
 
     ops = NumberlessOps()
     with OnlyUploads():
-        sampled = sample(logits, sequences, ops, {"mine": note, "other": note})
+        sampled = sample(logits, *asked(sequences, VOCAB), ops, {"mine": note, "other": note})
     assert sampled.tokens.shape == (len(sequences),)
     assert seen == [(2, [[1, 2, 3]] * 2), (1, [[1, 2, 3]])]
     # Rows that a list of Python's names would go up in a copy that waits.
@@ -127,8 +129,9 @@ def test_blocks_are_copied_without_waiting(llama: tuple[Path, Any], monkeypatch:
 def test_tokens_under_way_are_only_looked_at_for_penalties() -> None:
     ops = NumberlessOps()
     logits, token_ids = torch.empty(2, VOCAB, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
-    sample(logits, [sequence([1], []), sequence([2], [])], ops, {}, UnderWay([1, 1], token_ids))
+    plain = [sequence([1], []), sequence([2], [])]
+    sample(logits, *asked(plain, VOCAB), ops, {}, UnderWay(np.array([1, 1], dtype=np.int32), token_ids))
     assert not ops.last_tokens
     with_entries = [sequence([1], []), sequence([2], [], repetition_penalty=1.1)]
-    sample(logits, with_entries, ops, {}, UnderWay([1, 0], token_ids))
+    sample(logits, *asked(with_entries, VOCAB), ops, {}, UnderWay(np.array([1, 0], dtype=np.int32), token_ids))
     assert ops.last_tokens == [None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -11,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from kvrelay.engine.sampling.sampled import UnderWay
 from kvrelay.engine.sampling.sampler import process_logits
 from tests.engine.conftest import sequence, tokens
-from tests.engine.sampling.rig import PlainOps, processed, run
+from tests.engine.sampling.rig import PlainOps, asked, processed, run
 
 
 def test_repetition_penalty_is_hugging_faces_over_prompt_and_output() -> None:
@@ -52,14 +53,15 @@ def test_a_token_under_way_counts_as_if_it_were_known(seed: int) -> None:
             made.append(sequence(tokens_of, [], **params))
             made[-1].num_prompt_tokens = num_prompt_tokens
     # The first row's is not under way, whatever stands in its place.
-    under_way = UnderWay([0] + [1] * 6, torch.tensor(last))
+    under_way = UnderWay(np.array([0] + [1] * 6, dtype=np.int32), torch.tensor(last))
     given = logits.clone()
-    process_logits(given, ahead, None, PlainOps(), {}, under_way)
+    process_logits(given, asked(ahead, 20)[0], None, PlainOps(), {}, under_way)
     assert torch.equal(given, processed(logits, known))
     # Of a row that has no entry yet.
     fresh = sequence([5], [], presence_penalty=1.0)
     given = torch.zeros(1, 20)
-    process_logits(given, [fresh], None, PlainOps(), {}, UnderWay([1], torch.tensor([3])))
+    one = UnderWay(np.ones(1, dtype=np.int32), torch.tensor([3]))
+    process_logits(given, asked([fresh], 20)[0], None, PlainOps(), {}, one)
     assert given.nonzero().tolist() == [[0, 3]]
 
 

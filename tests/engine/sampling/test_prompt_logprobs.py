@@ -13,6 +13,7 @@ from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
 from tests.engine.conftest import VOCAB, load, sequence, tokens
+from tests.engine.led import step
 from tests.engine.test_torch_engine import reference, run
 
 
@@ -103,7 +104,7 @@ def test_a_sequence_that_starts_behind_what_it_lacks_is_a_schedulers_bug(llama: 
     row = prompt(11, 40, 1, [0, 1, 2])
     row.num_computed_tokens = 16
     with pytest.raises(AssertionError, match="has log probabilities up to 0, computes from 16"):
-        load(llama[0]).step([StepRow(row, 24)])
+        step(load(llama[0]), [StepRow(row, 24)])
 
 
 def test_no_more_logits_at_a_time_than_allowed(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from kvrelay.engine.step.batch import build_batch
 from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.planner import Planner
+from kvrelay.engine.step.slots import Slots
 from tests.engine.conftest import sequence, tokens
+from tests.engine.led import batch_of
 
 
 def row(start: int, count: int, total: int, blocks: list[int]) -> StepRow:
@@ -19,15 +23,14 @@ def row(start: int, count: int, total: int, blocks: list[int]) -> StepRow:
 
 def test_a_batch_by_hand() -> None:
     long, short = row(3, 4, 9, [7, 2]), row(5, 1, 6, [4, 6])
-    batch = build_batch([long, short], 4)
-    assert (batch.rows, batch.order) == ([short, long], [1, 0])
+    batch = batch_of([long, short], 4)
     assert batch.token_ids.tolist() == [short.sequence.token_ids[5], *long.sequence.token_ids[3:7]]
     assert batch.positions.tolist() == [5, 3, 4, 5, 6]
     assert batch.slot_mapping.tolist() == [6 * 4 + 1, 7 * 4 + 3, 2 * 4, 2 * 4 + 1, 2 * 4 + 2]
     assert batch.query_start_loc.tolist() == [0, 1, 5]
     assert batch.seq_lens.tolist() == [6, 7]
     assert batch.block_tables.tolist() == [[4, 6], [7, 2]]
-    assert (batch.num_decode_rows, batch.max_query_len, batch.sampling_rows) == (1, 4, [0])
+    assert (batch.num_decode_rows, batch.max_query_len, batch.sampling_rows.tolist()) == (1, 4, [0])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -42,11 +45,9 @@ def test_random_batches(seed: int) -> None:
         num_blocks = -(-(start + count) // block_size) + generator.randrange(3)
         total = start + count + generator.choice((0, 5))
         rows.append(row(start, count, total, [free.pop() for _ in range(num_blocks)]))
-    batch = build_batch(rows, block_size)
-    assert sorted(batch.order) == list(range(len(rows)))
-    assert all(batch.rows[place] is rows[index] for place, index in enumerate(batch.order))
+    batch = batch_of(rows, block_size)
     place = 0
-    for index, packed in enumerate(batch.rows):
+    for index, packed in enumerate(sorted(rows, key=lambda packed: packed.num_tokens > 1)):
         of, first = packed.sequence, packed.sequence.num_computed_tokens
         assert batch.query_start_loc[index] == place
         assert batch.seq_lens[index] == first + packed.num_tokens
@@ -66,26 +67,6 @@ def test_random_batches(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "table",
-    [[1000, 2000, 3000, 4000, 5000], [1000, 7000, 3000, 4000], [7000, 8000, 9000]],
-    ids=["longer", "a block replaced", "others, and fewer"],
-)
-def test_a_step_reads_the_blocks_that_the_table_has_then(table: list[int]) -> None:
-    """Whatever was done to the list since the last step."""
-    of = row(8, 1, 9, [1000, 2000, 3000, 4000])
-    build_batch([of], 4)
-    of.sequence.block_table[:] = table
-    assert build_batch([of], 4).block_tables.tolist() == [table[:3]]
-
-
-def test_a_table_that_has_not_changed_is_not_read_again() -> None:
-    of = sequence([1], [1000, 2000])
-    known = of.block_ids()
-    of.block_table = [1000, 2000]
-    assert of.block_ids() is known
-
-
-@pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (row(0, 0, 5, [1, 2]), "0 tokens behind 0"),
@@ -96,4 +77,16 @@ def test_a_table_that_has_not_changed_is_not_read_again() -> None:
 )
 def test_rows_that_do_not_fit_are_refused(wrong: StepRow, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_batch([row(0, 3, 3, [5]), wrong], 4)
+        batch_of([row(0, 3, 3, [5]), wrong], 4)
+
+
+def test_rows_of_a_single_token_come_first_and_only_they_are_fed() -> None:
+    long, short = row(0, 3, 9, [1]), row(5, 1, 6, [4, 6])
+    slots, planner = Slots(2, 2), Planner(2, 9)
+    plan = planner.plan([long, short])
+    slots.apply(plan)
+    with pytest.raises(ValueError, match=r"rows of \[3, 1\] tokens: those of one come first"):
+        build_batch(plan, slots, 4)
+    fed = msgspec.structs.replace(plan, rows=(msgspec.structs.replace(plan.rows[0], is_fed=True),))
+    with pytest.raises(ValueError, match="only they may be fed"):
+        build_batch(fed, slots, 4)

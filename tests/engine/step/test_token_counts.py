@@ -12,6 +12,7 @@ from kvrelay.engine.sampling.penalties import Penalties
 from kvrelay.engine.step.token_counts import TokenCounts
 from kvrelay.engine.step.uploads import Joined, Uploader
 from tests.engine.conftest import sequence
+from tests.engine.sampling.rig import asked
 
 
 @pytest.mark.parametrize("counts_prompt", [False, True])
@@ -55,19 +56,21 @@ def test_a_step_reads_its_new_tokens_only() -> None:
 def test_a_batch_has_the_entries_of_the_rows_that_ask() -> None:
     one, plain, other = (sequence([5, 6], [], presence_penalty=value) for value in (1.0, 0.0, 0.5))
     one.num_prompt_tokens = other.num_prompt_tokens = 1
-    penalties = Penalties.of([one, plain, other])
+    asking, _ = asked([one, plain, other], 9)
+    penalties = Penalties.of(asking)
     assert (penalties.num_entries, penalties.row_starts.tolist()) == (2, [0, 1, 1, 2])
     assert [entries.tolist() for entries in penalties.entries] == [[[6, 1]], [[6, 1]]]
-    one.token_ids.append(6)
-    assert Penalties.of([one]).entries[0].tolist() == [[6, 2]]
-    assert not Penalties.of([plain]).num_entries
+    asking.sequences[0].token_ids.append(6)
+    assert Penalties.of(asking).entries[0].tolist() == [[6, 2]]
+    assert not Penalties.of(asked([plain], 9)[0]).num_entries
 
 
 def test_an_upload_has_its_own_copy() -> None:
     """The device may not have read one step's counts when the next step's are made."""
     one, other = (sequence([5, 6], [], presence_penalty=1.0) for _ in range(2))
     one.num_prompt_tokens = other.num_prompt_tokens = 1
-    (there,) = Uploader(torch.device("cpu")).upload((Joined(Penalties.of([one, other]).entries),))
-    one.token_ids.append(6)
-    Penalties.of([one])
+    asking, _ = asked([one, other], 9)
+    (there,) = Uploader(torch.device("cpu")).upload((Joined(Penalties.of(asking).entries),))
+    asking.sequences[0].token_ids.append(6)
+    Penalties.of(asking)
     assert there.tolist() == [[6, 1], [6, 1]]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.fake.step import Share
 from kvrelay.launcher.bench.client import TIMINGS_HEADER, StreamingClient
 from kvrelay.launcher.bench.records import RequestRecord, TtftParts
 from kvrelay.launcher.bench.summary import PartsSummary, summarize
@@ -75,7 +75,7 @@ class Held:
         self.held_s = 0.0
         self._num_tokens = num_tokens
 
-    def __call__(self, rows: Sequence[StepRow]) -> None:
+    def __call__(self, rows: Sequence[Share]) -> None:
         if not self.held_s and any(row.sequence.num_output_tokens == self._num_tokens for row in rows):
             before_s = time.monotonic()
             time.sleep(self.HELD_S)  # what the step costs, not a wait for anything

@@ -1,0 +1,100 @@
+"""A worker's way to its engine: rows of sequences in, their tokens out. In between there are only plans.
+
+Of all that computes a worker's steps there is one leader: it has the sequences, their guides and their clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from kvrelay.engine.step.interface import Engine, LaunchedStep, StepRow
+from kvrelay.engine.step.plan import RowResult
+from kvrelay.engine.step.planner import Planner
+
+
+class LedStep:
+    """A step under way, of a leader's rows.
+
+    Its sampling is launched with it, unless it is *deferred*: that is a step behind another one with a row that can only be sampled
+    once the host knows the token in front (``Sequence.needs_host_to_sample``). Of such a step the logits are computed meanwhile.
+    The order of calls is then: launch it, wait for the step in front, let all sequences take the tokens of that in, ``sample``,
+    launch the next one, ``wait``.
+    """
+
+    def __init__(self, planner: Planner, order: list[int], rows: list[StepRow], launched: LaunchedStep | None) -> None:
+        """``rows``: as they were planned; ``order``: of each, which of the caller's it is. ``launched``: None without rows."""
+        self._planner = planner
+        self._order = order
+        self._launched = launched
+        sampling = [row for row in rows if row.samples]
+        self.sequences = dict.fromkeys(row.sequence for row in sampling)
+        self._num_tokens = [row.sequence.num_computed_tokens + row.num_ahead + row.num_tokens for row in sampling]
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the step still has to be told to ``sample``."""
+        return self._launched is not None and self._launched.is_deferred
+
+    def sample(self) -> None:
+        """Launch the sampling of a deferred step, once; it may wait for the device if its rows ask for that.
+
+        Every row but those of finished sequences must have all its tokens by now. Finished ones yield a token that means nothing,
+        and nobody asks their guides.
+        """
+        assert self._launched is not None, "a step of no rows samples nothing"
+        assert self._launched.is_deferred, "a step samples once"
+        inputs = self._planner.sampling_inputs(list(self.sequences), self._num_tokens)
+        try:
+            self._launched.sample(inputs)
+        except BaseException:
+            self._planner.reset()
+            raise
+
+    def wait(self) -> list[RowResult]:
+        """What ``Leader.step`` returns, once it is there: everything that the step wrote is then visible. Call it once.
+
+        Of a deferred step it raises AssertionError, when the step writes to no block any more.
+        """
+        results = [RowResult()] * len(self._order)
+        if self._launched is not None:
+            for place, result in zip(self._order, self._launched.wait(), strict=True):
+                results[place] = result
+        return results
+
+
+class Leader:
+    """The only one who gives its engine plans. Model thread only."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._planner = Planner(engine.num_slots, engine.card.vocab_size)
+
+    def step(self, rows: Seq[StepRow]) -> list[RowResult]:
+        """Compute one ragged batch: write K/V of every row's tokens into its blocks, sample where a row ends.
+
+        Sequences are not changed; the scheduler advances them afterwards. There is one result per row. Rows may mix prefill chunks
+        and decode tokens in any order. Raises ValueError on a row of no tokens, or of more than its tokens or its block table hold
+        (a scheduler's bug).
+        """
+        return self.launch(rows).wait()
+
+    def launch(self, rows: Seq[StepRow], behind: LedStep | None = None) -> LedStep:
+        """Begin a step and return before it is done. Steps run in the order of their launches; at most two are under way.
+
+        ``behind``: the step that was launched before and not waited for, and not deferred any more; rows with ``num_ahead`` get
+        their tokens from it. Until ``wait`` the blocks of all rows belong to the step, also those of sequences that meanwhile
+        turned out to have ended. Raises as ``step``.
+        """
+        order = sorted(range(len(rows)), key=lambda index: rows[index].num_tokens > 1)
+        ordered = [rows[index] for index in order]
+        if not ordered:
+            return LedStep(self._planner, [], [], None)
+        # A deferred one has no tokens to go on from, and its logits may lie where this step's will.
+        assert behind is None or not behind.is_deferred, "the step in front was not told to sample"
+        try:
+            in_front = () if behind is None else behind.sequences
+            plan = self._planner.plan(ordered, in_front, is_behind=behind is not None)
+            return LedStep(self._planner, order, ordered, self.engine.launch(plan))
+        except BaseException:
+            self._planner.reset()
+            raise

@@ -1,0 +1,188 @@
+"""From a scheduler's rows to an engine's plan: who has which slot, and what the engine knows of it already.
+
+A sequence keeps its slot until it has finished, or until a step needs the slot for another one that computes; then it joins anew,
+with all that is known of it. No tensors, no engine: :mod:`kvrelay.engine.step.leader` launches what is planned here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.plan import PlanRow, SamplingInputs, SlotJoin, StepPlan, TableDelta
+from kvrelay.engine.step.rules import has_rules, make_rules
+from kvrelay.engine.step.sequence import Sequence, SequenceStatus
+
+
+@dataclass(slots=True)
+class _Held:
+    """A slot that a sequence has, and what the engine knows of the sequence."""
+
+    slot: int
+    sampling: SamplingParams
+    needs_host: bool  # by its sampling parameters
+    num_tokens: int
+    block_table: list[int] = field(default_factory=list)
+
+    def learn(self, sequence: Sequence) -> tuple[int, ...]:
+        """The tokens that the engine does not know, which it is told now."""
+        assert self.num_tokens <= sequence.num_tokens, (
+            f"{sequence.key}: {sequence.num_tokens} tokens, and had {self.num_tokens}"
+        )
+        new_tokens = tuple(sequence.token_ids[self.num_tokens :])
+        self.num_tokens = sequence.num_tokens
+        return new_tokens
+
+
+class Planner:
+    """The memory behind a row of plans for one engine. Model thread only."""
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        """``num_slots``: the engine's, which is also the most rows that a step may have. ``vocab_size``: of guides' masks."""
+        self._num_slots = num_slots
+        self._vocab_size = vocab_size
+        self._held: dict[Sequence, _Held] = {}
+        self._free: list[int] = []
+        self._resets = True
+        self.reset()
+
+    def reset(self) -> None:
+        """What the engine knows is not certain any more: the next plan tells it everything."""
+        self._held.clear()
+        self._free = list(range(self._num_slots - 1, -1, -1))
+        self._resets = True
+
+    def plan(self, rows: Seq[StepRow], in_front: Collection[Sequence] = (), *, is_behind: bool = False) -> StepPlan:
+        """The plan of ``rows``, those of a single token first.
+
+        ``in_front``: whose tokens the step samples that still runs. ``is_behind``: there is such a step. What can only be sampled
+        once its tokens are known is left to ``sampling_inputs``. Raises ValueError if there are more rows than slots, or a row is
+        ahead of no step. After an error, ``reset``.
+        """
+        leaves = [self._give_back(one) for one in [one for one in self._held if one.status is SequenceStatus.FINISHED]]
+        joins: list[SlotJoin] = []
+        tables: list[TableDelta] = []
+        planned: list[PlanRow] = []
+        needs_host = has_any_rules = False
+        for row in rows:
+            sequence = row.sequence
+            held = self._held.get(sequence)
+            new_tokens: tuple[int, ...] = ()
+            if row.num_ahead:
+                _require_fed(row, held is not None and sequence in in_front)
+            if held is None or held.sampling is not sequence.sampling:
+                held = self._join(sequence, rows, joins)
+            elif held.num_tokens != len(sequence.token_ids):
+                new_tokens = held.learn(sequence)
+            # Two lists of the same int objects are compared fast; most tables have not changed.
+            if held.block_table != sequence.block_table:
+                tables.append(_delta(held, sequence.block_table))
+            samples = row.samples
+            if samples:
+                needs_host = needs_host or held.needs_host or sequence.guide is not None
+                has_any_rules = has_any_rules or has_rules(sequence, row.num_ahead)
+            planned.append(
+                PlanRow(
+                    held.slot,
+                    sequence.num_computed_tokens + row.num_ahead,
+                    row.num_tokens,
+                    new_tokens,
+                    row.num_ahead > 0,
+                    int(samples),
+                    None if sequence.sampling.num_prompt_logprobs is None else _prompt_positions(row),
+                )
+            )
+        sampling: SamplingInputs | None = SamplingInputs()
+        if needs_host and is_behind:
+            sampling = None
+        elif needs_host or has_any_rules:
+            asking = [(row.sequence, row.num_ahead) for row in rows if row.samples]
+            sampling = SamplingInputs(make_rules(asking, self._vocab_size))
+        resets, self._resets = self._resets, False
+        return StepPlan(tuple(planned), tuple(joins), tuple(leaves), tuple(tables), sampling, resets)
+
+    def sampling_inputs(self, sequences: Seq[Sequence], num_tokens: Seq[int]) -> SamplingInputs:
+        """What a deferred step that samples for ``sequences`` was left without; they have the tokens of the step in front by now.
+
+        ``num_tokens``: how many each must have, unless it is finished. A finished one's guide is not asked.
+        """
+        over: list[int] = []
+        new_tokens: list[tuple[int, tuple[int, ...]]] = []
+        asking: list[tuple[Sequence | None, int]] = []
+        for place, (sequence, count) in enumerate(zip(sequences, num_tokens, strict=True)):
+            if sequence.status is SequenceStatus.FINISHED:
+                over.append(place)
+                asking.append((None, 0))
+                continue
+            assert sequence.num_tokens == count, f"{sequence.key}: {sequence.num_tokens} tokens, not {count}"
+            held = self._held[sequence]
+            if held.num_tokens != count:
+                new_tokens.append((held.slot, held.learn(sequence)))
+            asking.append((sequence, 0))
+        return SamplingInputs(make_rules(asking, self._vocab_size), tuple(new_tokens), tuple(over))
+
+    def _join(self, sequence: Sequence, rows: Seq[StepRow], joins: list[SlotJoin]) -> _Held:
+        held = self._held.pop(sequence, None)
+        if held is not None:
+            slot = held.slot
+        else:
+            if not self._free:
+                self._take_back(rows)
+            slot = self._free.pop()
+        sampling = sequence.sampling
+        held = _Held(slot, sampling, sequence.needs_host_to_sample, len(sequence.token_ids))
+        self._held[sequence] = held
+        name = f"{sequence.request_id}/{sequence.attempt}" + (f"#{sequence.beam}" if sequence.beam else "")
+        if sampling.guide is not None:
+            sampling = msgspec.structs.replace(sampling, guide=None)
+        joins.append(SlotJoin(slot, name, tuple(sequence.token_ids), sequence.num_prompt_tokens, sampling))
+        return held
+
+    def _take_back(self, rows: Seq[StepRow]) -> None:
+        """Free a slot of somebody who is not in the step."""
+        in_step = {row.sequence for row in rows}
+        other = next((one for one in self._held if one not in in_step), None)
+        if other is None:
+            raise ValueError(f"a step of {len(rows)} rows; the engine has {self._num_slots} slots")
+        self._give_back(other)
+
+    def _give_back(self, sequence: Sequence) -> int:
+        slot = self._held.pop(sequence).slot
+        self._free.append(slot)
+        return slot
+
+
+def _require_fed(row: StepRow, is_fed: bool) -> None:
+    """Raise ValueError unless the row's only input token is one that the step under way samples."""
+    if row.num_ahead != 1 or row.num_tokens != 1 or not is_fed:
+        raise ValueError(
+            f"sequence {row.sequence.key}: a row of {row.num_tokens} tokens, {row.num_ahead} ahead; only one token can follow "
+            "one that the step under way samples"
+        )
+
+
+def _delta(held: _Held, block_table: list[int]) -> TableDelta:
+    known = held.block_table
+    start = min(len(known), len(block_table))
+    if known[:start] != block_table[:start]:
+        start = next(index for index in range(start) if known[index] != block_table[index])
+    known[start:] = block_table[start:]
+    return TableDelta(held.slot, start, tuple(block_table[start:]))
+
+
+def _prompt_positions(row: StepRow) -> tuple[int, int] | None:
+    """The positions of the prompt that the row's tokens predict and whose log probabilities are not there yet."""
+    sequence = row.sequence
+    first = len(sequence.prompt_logprobs) + 1
+    if first >= sequence.num_prompt_tokens:
+        return None
+    assert sequence.num_computed_tokens < first, (
+        f"{sequence.key}: has log probabilities up to {first - 1}, computes from {sequence.num_computed_tokens}"
+    )
+    stop = min(sequence.num_computed_tokens + 1 + row.num_tokens, sequence.num_prompt_tokens)
+    return (first, stop) if first < stop else None

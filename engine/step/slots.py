@@ -1,0 +1,132 @@
+"""What an engine keeps of the sequences that it computes, from step to step; plans change it by what is new.
+
+Numbers that every step needs lie in arrays over all slots, so that a step picks its rows' out of them at once. All of it is on the
+host: what lies on a device is its backend's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.step.plan import SlotJoin, StepPlan, TableDelta
+from kvrelay.engine.step.token_counts import TokenCounts
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+# What a row's sampling takes beyond the likeliest token; bits of ``Slots.asks``.
+RANDOM, LOGPROBS, PENALTIES, WATERMARK, PROCESSORS = (1 << bit for bit in range(5))
+
+_LOW32 = 2**32 - 1
+_LOW64 = 2**64 - 1
+# Smaller ones, which a client may ask for, would turn logits into infinities and the row into NaN.
+_MIN_TEMPERATURE = 1e-6
+_MIN_REPETITION_PENALTY = 1e-6
+
+
+@dataclass(slots=True, eq=False)
+class SlotSequence:
+    """Of a slot's sequence what is not a number."""
+
+    name: str
+    token_ids: list[int]  # that the host knows
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    counts: TokenCounts | None = None  # of penalties, once they were asked for
+
+    def count_tokens(self) -> TokenCounts:
+        """The counts, brought up to date. The penalties must be asked for."""
+        if self.counts is None:
+            counts_prompt = self.sampling.repetition_penalty != 1.0
+            self.counts = TokenCounts(self.token_ids, self.num_prompt_tokens, counts_prompt=counts_prompt)
+        else:
+            self.counts.update(self.token_ids)
+        return self.counts
+
+
+NOBODY = SlotSequence("nobody", [0], 1, SamplingParams(max_tokens=1, temperature=0.0))
+"""Of a slot that is free, or in the place of a sequence that has ended: greedy, and asks for nothing."""
+
+
+class Slots:
+    """All slots of an engine. Arrays are indexed by slot. Model thread only."""
+
+    def __init__(self, num_slots: int, max_blocks: int) -> None:
+        """``max_blocks``: of the longest sequence."""
+        self.sequences = [NOBODY] * num_slots
+        self.block_tables: Ints = np.zeros((num_slots, max_blocks), dtype=np.int64)  # 0 behind their ends
+        self.num_blocks: Ints = np.zeros(num_slots, dtype=np.int64)
+        self.asks = np.zeros(num_slots, dtype=np.int64)
+        self.temperature: Floats = np.zeros(num_slots, dtype=np.float32)  # 0 = greedy
+        self.top_k = np.zeros(num_slots, dtype=np.int32)  # 0 = off
+        self.top_p: Floats = np.ones(num_slots, dtype=np.float32)
+        self.min_p: Floats = np.zeros(num_slots, dtype=np.float32)
+        self.typical_p: Floats = np.ones(num_slots, dtype=np.float32)
+        self.seeds = np.zeros(num_slots, dtype=np.uint64)
+        self.choices = np.zeros(num_slots, dtype=np.uint64)
+        self.repetition: Floats = np.ones(num_slots, dtype=np.float32)
+        self.presence: Floats = np.zeros(num_slots, dtype=np.float32)
+        self.frequency: Floats = np.zeros(num_slots, dtype=np.float32)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in what a plan brings. Raises ValueError if it asks for what there is not, or a table does not fit."""
+        if plan.resets:
+            self.sequences = [NOBODY] * len(self.sequences)
+        for slot in plan.leaves:
+            self.sequences[slot] = NOBODY
+        for join in plan.joins:
+            self._join(join)
+        for delta in plan.tables:
+            self._change_table(delta)
+        for row in plan.rows:
+            if row.new_tokens:
+                self.sequences[row.slot].token_ids.extend(row.new_tokens)
+            if row.num_samples > 1 or row.adapter or row.draft_tokens:
+                raise ValueError(
+                    f"{self.sequences[row.slot].name}: {row} asks for drafts or an adapter; there are none"
+                )
+
+    def learn(self, new_tokens: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        """Take in (slot, its new tokens) each."""
+        for slot, tokens in new_tokens:
+            self.sequences[slot].token_ids.extend(tokens)
+
+    def _join(self, join: SlotJoin) -> None:
+        slot, params = join.slot, join.sampling
+        self.sequences[slot] = SlotSequence(join.name, list(join.token_ids), join.num_prompt_tokens, params)
+        self.block_tables[slot, : self.num_blocks[slot]] = 0
+        self.num_blocks[slot] = 0
+        self.asks[slot] = (
+            RANDOM * (params.temperature > 0)
+            | LOGPROBS * (params.num_top_logprobs is not None)
+            | PENALTIES * params.needs_penalties
+            | WATERMARK * (params.watermark is not None)
+            | PROCESSORS * bool(params.processors)
+        )
+        self.temperature[slot] = max(params.temperature, _MIN_TEMPERATURE) if params.temperature > 0 else 0.0
+        self.top_k[slot] = min(params.top_k, 2**31 - 1)
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.typical_p[slot] = params.typical_p
+        self.seeds[slot] = params.seed & _LOW64
+        self.choices[slot] = params.choice & _LOW32
+        self.repetition[slot] = max(params.repetition_penalty, _MIN_REPETITION_PENALTY)
+        self.presence[slot] = params.presence_penalty
+        self.frequency[slot] = params.frequency_penalty
+
+    def _change_table(self, delta: TableDelta) -> None:
+        slot, end = delta.slot, delta.start + len(delta.block_ids)
+        if delta.group or end > self.block_tables.shape[1]:
+            raise ValueError(
+                f"{self.sequences[slot].name}: a table of {end} blocks in group {delta.group}; there is one group, of tables of "
+                f"{self.block_tables.shape[1]}"
+            )
+        self.block_tables[slot, delta.start : end] = delta.block_ids
+        # What was behind would be read as somebody's keys, if only under a mask.
+        self.block_tables[slot, end : self.num_blocks[slot]] = 0
+        self.num_blocks[slot] = end

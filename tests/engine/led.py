@@ -1,0 +1,45 @@
+"""Steps of an engine by rows of sequences, as a scheduler has them: each engine of a test has one leader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from weakref import WeakKeyDictionary
+
+from kvrelay.common.sampling import SampledToken
+from kvrelay.engine.step.batch import Batch, build_batch
+from kvrelay.engine.step.interface import Engine, StepRow
+from kvrelay.engine.step.leader import Leader
+from kvrelay.engine.step.plan import RowResult
+from kvrelay.engine.step.planner import Planner
+from kvrelay.engine.step.slots import Slots
+
+_LEADERS: WeakKeyDictionary[Engine, Leader] = WeakKeyDictionary()
+
+
+def lead(engine: Engine) -> Leader:
+    """The engine's leader."""
+    if engine not in _LEADERS:
+        _LEADERS[engine] = Leader(engine)
+    return _LEADERS[engine]
+
+
+def step(engine: Engine, rows: Seq[StepRow]) -> list[SampledToken | None]:
+    """The token of each row that samples. Log probabilities of prompts are the sequences' then."""
+    results = lead(engine).step(rows)
+    for row, result in zip(rows, results, strict=True):
+        row.sequence.prompt_logprobs += result.prompt_logprobs
+    return tokens_of(results)
+
+
+def tokens_of(results: Seq[RowResult]) -> list[SampledToken | None]:
+    """One or none per row."""
+    assert all(len(result.tokens) < 2 for result in results)
+    return [result.tokens[0] if result.tokens else None for result in results]
+
+
+def batch_of(rows: Seq[StepRow], block_size: int) -> Batch:
+    """The batch that an engine would build of the rows; those of a single token come first."""
+    slots = Slots(len(rows), max((len(row.sequence.block_table) for row in rows), default=0))
+    plan = Planner(len(rows), 2**16).plan(sorted(rows, key=lambda row: row.num_tokens > 1))
+    slots.apply(plan)
+    return build_batch(plan, slots, block_size)
