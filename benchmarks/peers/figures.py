@@ -27,8 +27,8 @@ class Load:
     """
 
     concurrency: int
-    input_len: int = 128  # tokens
-    output_len: int = 64  # tokens
+    input_len: int | str = 128  # tokens, or a distribution as `kvrelay bench` reads it
+    output_len: int | str = 64
     requests: int | None = None
     duration_s: float | None = None
     burst: str | None = None

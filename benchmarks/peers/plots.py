@@ -1,4 +1,4 @@
-"""Draws the time between tokens of every side while long prompts arrive. A PNG file, drawn by matplotlib without a display.
+"""Draws the time between tokens of every side while long prompts arrive, and TTFT over that time. PNG files, without a display.
 
 What is written on a panel is of the window that ``figures.stutter`` takes its values from, so picture and table agree.
 """
@@ -18,6 +18,7 @@ from kvrelay.launcher.bench.records import RunResult
 from kvrelay.launcher.bench.summary import percentile
 from peers.figures import burst_window, gaps_of_streams
 from peers.rounds import Sample
+from peers.ways import WAYS, Point, Points
 
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito's, which the colour-blind tell apart
 _GREY = "#777777"
@@ -79,3 +80,32 @@ def _panel(axes: Axes, label: str, run: RunResult, color: str, end_s: float) -> 
 
 def _tick(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def curves_plot(points: Points, path: Path) -> Path:
+    """TTFT over the p99 gap, one panel for each load, one line for each way, one point for each budget; as ``stutter_plot``."""
+    loops = list(dict.fromkeys(case.loop for case in points))
+    figure = Figure(figsize=(4.6 * len(loops), 4.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, loop in zip(figure.subplots(1, len(loops), squeeze=False)[0], loops, strict=True):
+        for way, color in zip(WAYS, _COLORS, strict=False):
+            rounds = {
+                case.budget: [point for point in found if point is not None]
+                for case, found in points.items()
+                if (case.loop, case.way) == (loop, way)
+            }
+            line = [(budget, Point.middle(found)) for budget, found in rounds.items() if found]
+            gaps_ms, ttfts_s = [point.gap_p99_s * 1e3 for _, point in line], [point.ttft_p50_s for _, point in line]
+            axes.plot(gaps_ms, ttfts_s, marker="o", markersize=4, color=color, label=way)
+            for (budget, _), *place in zip(line, gaps_ms, ttfts_s, strict=True):
+                axes.annotate(budget, place, fontsize=7, color=color, xytext=(3, 3), textcoords="offset points")
+        axes.set_title(loop, fontsize=9.5, loc="left")
+        axes.set_xlabel("p99 gap between tokens, ms", fontsize=8)
+        axes.set_ylabel("TTFT p50, s", fontsize=8)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path

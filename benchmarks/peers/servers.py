@@ -180,10 +180,10 @@ def kvrelay(name: str, places: Places, *options: str, cores: Mapping[str, tuple[
     return ServerSide(name, places, url, places.model.name, (program,), cores or {})
 
 
-def kvrelay_split(name: str, places: Places) -> ServerSide:
+def kvrelay_split(name: str, places: Places, *options: str) -> ServerSide:
     """A prefill and a decode worker with one thread and one core each, as ``vllm_nixl`` has them; the gateway runs anywhere."""
     cores = {"prefill-worker": _CORES[:1], "decode-worker": _CORES[1:]}
-    return kvrelay(name, places, "--prefill", "1", "--decode", "1", "--threads", "1", cores=cores)
+    return kvrelay(name, places, "--prefill", "1", "--decode", "1", "--threads", "1", *options, cores=cores)
 
 
 def kvrelay_local(name: str, places: Places, *options: str) -> ServerSide:

@@ -1,0 +1,138 @@
+"""A prefill and a decode worker beside one worker that does both, on the same two cores, in closed loops.
+
+    .venv/bin/python benchmarks/split.py                                        # the four loads, 20 minutes
+    .venv/bin/python benchmarks/split.py --budgets 20,40,80,160,none --plots docs/images      # TTFT over p99 gap
+    .venv/bin/python benchmarks/split.py --load 16x400 --rounds 1 --scale 0.1                 # to try it
+
+Both ways of a load take turns, the other one paused. A budget is `--itl-budget-ms` of the decode workers, on both ways: "auto" is
+the default, "none" no bound.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import click
+from peers.figures import LOADED, Results
+from peers.plots import curves_plot
+from peers.rounds import Sample, Stage, run_figure
+from peers.servers import Places, kvrelay_local, kvrelay_split
+from peers.ways import COLOCATED, LOOPS, POOLS, WAYS, Case, Point, table
+
+from kvrelay.common.errors import KvrelayError
+from kvrelay.launcher.models import resolve_model
+
+
+def budgets_of(_context: click.Context, _option: click.Parameter, text: str) -> tuple[str, ...]:
+    """The budgets in ``text``. Raises click.BadParameter."""
+    budgets = tuple(part.strip() for part in text.split(","))
+    for budget in budgets:
+        if budget not in ("auto", "none") and not budget.isdigit():
+            raise click.BadParameter(f"{budget!r} is neither auto, none nor milliseconds")
+    return budgets
+
+
+def options_of(budget: str) -> tuple[str, ...]:
+    """Of `kvrelay local`."""
+    return () if budget == "auto" else ("--itl-budget-ms", "0" if budget == "none" else budget)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--load",
+    "names",
+    multiple=True,
+    type=click.Choice([loop.name for loop in LOOPS]),
+    help="Only this load, clients x mean prompt; may be repeated.",
+)
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Rounds of each load.")
+@click.option(
+    "--scale",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="So much of each load's requests and lengths.",
+)
+@click.option(
+    "--budgets",
+    callback=budgets_of,
+    default="auto",
+    show_default=True,
+    help="Budgets for the time between tokens: auto, none, or milliseconds.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    help="What workers compute in.",
+)
+@click.option(
+    "--plots",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Draw TTFT over the p99 gap, a point for each budget, into this folder.",
+)
+@click.option(
+    "--work-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Logs and every request of the last samples; default: a new temporary directory.",
+)
+def main(
+    names: tuple[str, ...],
+    rounds: int,
+    scale: float,
+    budgets: tuple[str, ...],
+    dtype: str,
+    plots: Path | None,
+    work_dir: Path | None,
+) -> None:
+    """Measure two pools of workers beside one on this machine."""
+    work = work_dir or Path(tempfile.mkdtemp(prefix="kvrelay-split-"))
+    work.mkdir(parents=True, exist_ok=True)
+    places = Places(resolve_model("demo"), None, work.resolve(), work.resolve(), dtype)
+    loops = [loop for loop in LOOPS if not names or loop.name in names]
+    started_s = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started_s:5.0f} s] {text}", flush=True)
+
+    say(f"logs in {work}")
+    signal.signal(signal.SIGTERM, _interrupt)  # everything that was started is stopped on the way out
+    cases = [Case(loop.name, budget, way) for loop in loops for budget in budgets for way in WAYS]
+    points: dict[Case, list[Point | None]] = {case: [] for case in cases}
+    for budget in budgets:
+        makers = {
+            POOLS: partial(kvrelay_split, f"split-{budget}", places, *options_of(budget)),
+            COLOCATED: partial(kvrelay_local, f"colocated-{budget}", places, *options_of(budget)),
+        }
+        with Stage(makers, say) as stage:
+            for loop in loops:
+
+                def keep(sample: Sample, results: Results, name: str = loop.name, budget: str = budget) -> None:
+                    run = results.get(LOADED)
+                    points[Case(name, budget, sample.side)].append(None if run is None else Point.of(run))
+
+                figure = loop.scaled(scale).figure
+                say(f"budget {budget}: {figure.title}")
+                run_figure(figure, stage, rounds, WAYS, say, keep)
+    print(f"\n{table(points)}\n", flush=True)
+    if plots is not None:
+        say(str(curves_plot(points, plots / "ttft-over-gap.png")))
+    say("done")
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KvrelayError as error:
+        sys.exit(f"error: {error}")
