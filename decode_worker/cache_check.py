@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.engine.kv.block_manager import BlockManager
-from kvrelay.wire.messages import Failed, FailureCode, Submit
+from kvrelay.wire.messages import FailureCode, Submit
+from kvrelay.worker.submit import Refusal
 
 
-def cache_miss(submit: Submit, blocks: BlockManager, chain: HashChain) -> Failed | None:
+def cache_miss(submit: Submit, blocks: BlockManager, chain: HashChain) -> Refusal | None:
     """Why the request should not be computed here; None if it may be. ``chain``: of its blocks.
 
     A yes is no promise: what is cached now may be evicted while the request waits for its place.
@@ -24,9 +25,6 @@ def cache_miss(submit: Submit, blocks: BlockManager, chain: HashChain) -> Failed
     num_uncached = num_tokens - blocks.num_cached_prefix(hashes) * blocks.block_size
     if num_uncached <= most:
         return None
-    return Failed(
-        request_id=submit.request_id,
-        attempt=submit.attempt,
-        code=FailureCode.NOT_CACHED,
-        detail=f"{num_uncached} of {num_tokens} tokens are not cached here; the limit is {most}",
+    return Refusal(
+        FailureCode.NOT_CACHED, f"{num_uncached} of {num_tokens} tokens are not cached here; the limit is {most}"
     )

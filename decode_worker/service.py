@@ -40,13 +40,12 @@ from kvrelay.wire.messages import (
     Tokens,
     Verified,
     Welcome,
-    WorkerState,
 )
-from kvrelay.worker.beam_check import invalid_first_token, unfit_beams
+from kvrelay.worker.beam_check import invalid_first_token
 from kvrelay.worker.entries import Phase
 from kvrelay.worker.model_worker import Add, Report
 from kvrelay.worker.service import Ports, Service
-from kvrelay.worker.submit import deadline_of, guide_failed, invalid_submit, is_late, submit_refusal
+from kvrelay.worker.submit import Refusal, deadline_of, guide_failed
 from kvrelay.worker.suspects import Key
 
 
@@ -119,11 +118,12 @@ class DecodeService(Service[DecodeEntry, Progress]):
 
     # -- local prefill ---------------------------------------------------------------------------------------------
 
-    def refusal(self, submit: Submit, chain: HashChain) -> Failed | None:
-        """See Service."""
-        is_known = (submit.request_id, submit.attempt) in self.entries
-        refusal = submit_refusal(submit, self.identity, self.status(), is_known=is_known)
-        return refusal or cache_miss(submit, self.blocks, chain)
+    def refusal(self, request: Submit | Offer, chain: HashChain) -> Refusal | None:
+        """See Service. What came for what is cached here must find it."""
+        refusal = super().refusal(request, chain)
+        if refusal is None and isinstance(request, Submit):
+            return cache_miss(request, self.blocks, chain)
+        return refusal
 
     def entry_of(self, submit: Submit | Offer, gateway_id: str, sequence: Sequence) -> DecodeEntry:
         """See Service."""
@@ -137,32 +137,21 @@ class DecodeService(Service[DecodeEntry, Progress]):
     # -- grant, verify, join ---------------------------------------------------------------------------------------
 
     def _on_offer(self, peer_id: str, offer: Offer) -> Grant | Refuse:
-        answer = self._offer_refusal(offer) or self._leases.offer(peer_id, offer)
+        chain = self.chain_of(offer)
+        if (why := self.refusal(offer, chain)) is not None:
+            return Refuse(
+                request_id=offer.request_id,
+                attempt=offer.attempt,
+                code=why.code,
+                detail=why.detail,
+                retry_after_s=why.retry_after_s,
+            )
+        answer = self._leases.offer(peer_id, offer)
         if isinstance(answer, Grant):
-            entry = self.entry_of(offer, offer.gateway_id, self.sequence_of(offer, self.chain_of(offer)))
+            entry = self.entry_of(offer, offer.gateway_id, self.sequence_of(offer, chain))
             entry.phase, entry.lease_id, entry.hand_off_holds = Phase.LEASED, answer.lease_id, True
             self.take(entry)  # its guide compiles while the blocks travel
         return answer
-
-    def _offer_refusal(self, offer: Offer) -> Refuse | None:
-        key, card = (offer.request_id, offer.attempt), self.identity.card
-
-        def refuse(code: FailureCode, detail: str, retry_after_s: float | None = None) -> Refuse:
-            return Refuse(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
-
-        if self.state is WorkerState.DRAINING:
-            return refuse(FailureCode.DRAINING, f"decode worker {self.identity.worker_id} is shutting down")
-        if key in self.entries:
-            return refuse(FailureCode.INVALID, f"attempt {key[1]} of request {key[0]} is already here")
-        # The prefill worker has checked it against its own limits. A step that breaks on one sequence ends all in the batch.
-        invalid = invalid_submit(offer, card) or unfit_beams(offer, card, self.identity.max_running)
-        if invalid is not None:
-            return refuse(FailureCode.INVALID, invalid)
-        if is_late(offer):
-            return refuse(FailureCode.DEADLINE, f"came with {offer.timeout_s} s left: nobody waits for it any more")
-        if (num_waiting := self.status().num_waiting) >= self.identity.max_waiting:
-            return refuse(FailureCode.QUEUE_FULL, f"{num_waiting} sequences wait already", retry_after_s=1.0)
-        return None
 
     def _on_commit(self, peer_id: str, commit: Commit) -> None:
         entry = next((entry for entry in self.entries.values() if entry.lease_id == commit.lease_id), None)
@@ -173,7 +162,15 @@ class DecodeService(Service[DecodeEntry, Progress]):
         self._leases.commit(peer_id, commit)
 
     def on_lease_verified(self, lease: VerifiedLease) -> None:
-        """Every block proved right. The lease table no longer touches the blocks; they become the sequence's."""
+        """Every block proved right. On any thread."""
+        self.ports.on_loop(self._on_verified, lease)
+
+    def on_lease_rejected(self, lease_id: int, peer_id: str, key: Key, code: FailureCode, detail: str) -> None:
+        """A lease ended without a sequence; its blocks are back. On any thread."""
+        self.ports.on_loop(self._on_rejected, lease_id, peer_id, key, code, detail)
+
+    def _on_verified(self, lease: VerifiedLease) -> None:
+        """The lease table no longer touches the blocks; they become the sequence's."""
         offer, commit = lease.offer, lease.commit
         entry = self.entries[(offer.request_id, offer.attempt)]
         entry.hand_off_holds = False
@@ -198,8 +195,8 @@ class DecodeService(Service[DecodeEntry, Progress]):
         sequence.chain, sequence.num_computed_tokens = lease.chain, len(offer.token_ids)
         self.queue_if_ready(entry)
 
-    def on_lease_rejected(self, lease_id: int, peer_id: str, key: Key, code: FailureCode, detail: str) -> None:
-        """A lease ended without a sequence; its blocks are back. The prefill worker tells the gateway."""
+    def _on_rejected(self, lease_id: int, peer_id: str, key: Key, code: FailureCode, detail: str) -> None:
+        """The prefill worker tells the gateway."""
         reject = Reject(lease_id=lease_id, epoch=self.identity.epoch, code=code, detail=detail)
         self.ports.send(Role.PREFILL, peer_id, reject)
         self.ports.loop.wake()  # a sequence may have waited for these blocks

@@ -14,11 +14,10 @@ from kvrelay.decode_worker.welcome import DataPorts
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.interface import Engine
 from kvrelay.wire.control.ticker import every
-from kvrelay.wire.leases.lease import LeaseSettings, VerifiedLease, whole_block
+from kvrelay.wire.leases.lease import LeaseSettings, whole_block
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.lines.shared.receiver import SharedReceiver
-from kvrelay.wire.messages import FailureCode, Role
-from kvrelay.worker.on_loop import OnLoop
+from kvrelay.wire.messages import Role
 from kvrelay.worker.setup import Setup
 from kvrelay.worker.worker import Worker
 
@@ -41,22 +40,6 @@ class LeasedBlocks:
 
     def publish(self, lease_key: str, index: int, block_hash: bytes) -> None:
         self._blocks.publish(lease_owner(lease_key), index, block_hash)
-
-
-class _LeaseEvents:
-    """Brings what the lease table says from whichever thread to the service."""
-
-    def __init__(self, service: DecodeService, on_loop: OnLoop) -> None:
-        self._service = service
-        self._on_loop = on_loop
-
-    def on_lease_verified(self, lease: VerifiedLease) -> None:
-        self._on_loop.call(self._service.on_lease_verified, lease)
-
-    def on_lease_rejected(
-        self, lease_id: int, peer_id: str, key: tuple[str, int], code: FailureCode, detail: str
-    ) -> None:
-        self._on_loop.call(self._service.on_lease_rejected, lease_id, peer_id, key, code, detail)
 
 
 class DecodeWorker(Worker[DecodeService]):
@@ -85,7 +68,7 @@ class DecodeWorker(Worker[DecodeService]):
             ),
             LeasedBlocks(blocks),
             engine.store,
-            _LeaseEvents(service, self._on_loop),
+            service,
             self._wire_metrics,
             network.clock,
         )

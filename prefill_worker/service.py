@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.sequence import Sequence
@@ -19,7 +18,6 @@ from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.prefill_worker.scheduler import Computed
 from kvrelay.prefill_worker.speed import Speed
 from kvrelay.wire.messages import (
-    Failed,
     FailureCode,
     HandedOver,
     Message,
@@ -35,7 +33,7 @@ from kvrelay.wire.transfers import DecodeLink, TransferTable
 from kvrelay.worker.entries import Phase
 from kvrelay.worker.model_worker import Report
 from kvrelay.worker.service import Ports, Service
-from kvrelay.worker.submit import WorkerIdentity, deadline_of, guide_failed, submit_refusal
+from kvrelay.worker.submit import WorkerIdentity, deadline_of, guide_failed
 from kvrelay.worker.suspects import Key
 
 _SEND_TIMEOUT_S = 5.0  # for what ZeroMQ has of an entry that nobody wants any more to leave this process
@@ -80,11 +78,6 @@ class PrefillService(Service[PrefillEntry, Computed]):
         return self.clock() - min(arrivals) if arrivals else 0.0
 
     # -- the way in ------------------------------------------------------------------------------------------------
-
-    def refusal(self, submit: Submit, chain: HashChain) -> Failed | None:
-        """See Service."""
-        is_known = (submit.request_id, submit.attempt) in self.entries
-        return submit_refusal(submit, self.identity, self.status(), is_known=is_known, needs_decode=True)
 
     def entry_of(self, submit: Submit, gateway_id: str, sequence: Sequence) -> PrefillEntry:
         """See Service. Connects to the decode worker while the prompt waits."""

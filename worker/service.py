@@ -17,12 +17,12 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kvrelay.common.block_hash import HashChain
-from kvrelay.engine.guides.guidance import GuideCompiler, GuideRefusal, GuideResult, NoGuides
+from kvrelay.engine.guides.guidance import GuideCompiler, GuideRefusal, GuideResult
 from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.messages import (
@@ -44,7 +44,7 @@ from kvrelay.wire.messages import (
 from kvrelay.worker.entries import Entry, Outcome, Phase
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.model_worker import Add, Command, Remove, Report
-from kvrelay.worker.submit import WorkerIdentity, guide_failed
+from kvrelay.worker.submit import Refusal, WorkerIdentity, guide_failed, refusal_of
 from kvrelay.worker.suspects import Key
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ class Ports:
 
     send: Callable[[Role, str, Message], bool]
     loop: ModelLoop[Command]
-    guides: GuideCompiler = field(default_factory=NoGuides)  # answers on the asyncio loop
+    on_loop: Callable[..., None]  # makes another thread's call on the asyncio loop: the function, then its arguments
+    guides: GuideCompiler
 
 
 class Service(ABC, Generic[E, P]):
@@ -81,10 +82,6 @@ class Service(ABC, Generic[E, P]):
     # -- what a role does ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def refusal(self, submit: Submit, chain: HashChain) -> Failed | None:
-        """Why the worker does not take the request now, or ever; None if it does. ``chain``: of its blocks."""
-
-    @abstractmethod
     def entry_of(self, submit: Submit, gateway_id: str, sequence: Sequence) -> E:
         """The entry of a request that is taken in."""
 
@@ -95,6 +92,11 @@ class Service(ABC, Generic[E, P]):
     @abstractmethod
     def on_closing(self, entry: E, was_in: Phase) -> None:
         """The outcome is decided. Make the hand-off let go of the blocks, if it holds them."""
+
+    def refusal(self, request: Submit | Offer, chain: HashChain) -> Refusal | None:
+        """Why the worker does not take the request now, or ever; None if it does. ``chain``: of its blocks."""
+        is_known, decodes = (request.request_id, request.attempt) in self.entries, self.role is Role.DECODE
+        return refusal_of(request, self.identity, self.status(), is_known=is_known, decodes=decodes)
 
     def add(self, entry: E) -> Add:
         """What the model thread is to take in, once the guide is there. Raises ValueError if the guide does not allow it."""
@@ -151,7 +153,8 @@ class Service(ABC, Generic[E, P]):
         chain = self.chain_of(submit)
         refusal = self.refusal(submit, chain)
         if refusal is not None:
-            self.ports.send(Role.GATEWAY, gateway_id, refusal)
+            key = submit.request_id, submit.attempt
+            self.ports.send(Role.GATEWAY, gateway_id, failed(key, refusal.code, refusal.detail, refusal.retry_after_s))
             return
         entry = self.entry_of(submit, gateway_id, self.sequence_of(submit, chain))
         self.take(entry)
@@ -190,7 +193,7 @@ class Service(ABC, Generic[E, P]):
         sequence = entry.sequence
         if sequence.sampling.guide is not None:
             output = sequence.token_ids[sequence.num_prompt_tokens :]
-            self.ports.guides.start(sequence.sampling, output, partial(self._on_guide, entry))
+            self.ports.guides.start(sequence.sampling, output, partial(self.ports.on_loop, self._on_guide, entry))
 
     def _on_guide(self, entry: E, result: GuideResult) -> None:
         if entry.phase not in {Phase.LEASED, Phase.COMPILING}:
@@ -271,9 +274,7 @@ class Service(ABC, Generic[E, P]):
 
     def fail(self, entry: E, code: FailureCode, detail: str, retry_after_s: float | None = None) -> None:
         """End the entry with an error."""
-        request_id, attempt = entry.key
-        failed = Failed(request_id=request_id, attempt=attempt, code=code, detail=detail, retry_after_s=retry_after_s)
-        self.close(entry, failed)
+        self.close(entry, failed(entry.key, code, detail, retry_after_s))
 
     def close(self, entry: E, outcome: Outcome | None) -> None:
         """Decide how the entry ends, unless that is decided. None: its gateway knows, or hears it from another worker."""
@@ -306,6 +307,11 @@ class Service(ABC, Generic[E, P]):
         """Give the sequence's blocks back; another may have waited for them."""
         self.blocks.release(sequence_owner(entry.key), entry.sequence.retention)
         self.ports.loop.wake()
+
+
+def failed(key: Key, code: FailureCode, detail: str, retry_after_s: float | None = None) -> Failed:
+    """The end of an attempt by an error."""
+    return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, retry_after_s=retry_after_s)
 
 
 def _cancelled(key: Key) -> Cancelled:

@@ -23,31 +23,35 @@ class WorkerIdentity:
     max_running: int = 0  # sequences that compute at a time; 0: not told
 
 
-def submit_refusal(
-    submit: Submit, identity: WorkerIdentity, status: Status, *, is_known: bool, needs_decode: bool = False
-) -> Failed | None:
-    """Why the worker does not take the request now, or ever; None if it does."""
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a worker does not take a request now, or ever."""
 
-    def failed(code: FailureCode, detail: str, retry_after_s: float | None = None) -> Failed:
-        return Failed(
-            request_id=submit.request_id, attempt=submit.attempt, code=code, detail=detail, retry_after_s=retry_after_s
-        )
+    code: FailureCode
+    detail: str
+    retry_after_s: float | None = None
 
-    invalid = invalid_submit(submit, identity.card)
-    if invalid is None and not needs_decode:
-        invalid = unfit_beams(submit, identity.card, identity.max_running)
-    if needs_decode and submit.decode is None:
+
+def refusal_of(
+    request: Submit | Offer, identity: WorkerIdentity, status: Status, *, is_known: bool, decodes: bool
+) -> Refusal | None:
+    """Why the worker does not take the request; None if it does. ``decodes``: whether it would generate the output."""
+    # A prefill worker's own checks are not enough for an offer: a step that breaks on one sequence ends all in the batch.
+    invalid = invalid_submit(request, identity.card)
+    if invalid is None and decodes:
+        invalid = unfit_beams(request, identity.card, identity.max_running)
+    if not decodes and isinstance(request, Submit) and request.decode is None:
         invalid = "a prefill worker needs a decode worker to hand over to"
     if is_known:
-        invalid = f"attempt {submit.attempt} of request {submit.request_id} is already here"
+        invalid = f"attempt {request.attempt} of request {request.request_id} is already here"
     if invalid is not None:
-        return failed(FailureCode.INVALID, invalid)
-    if is_late(submit):
-        return failed(FailureCode.DEADLINE, f"came with {submit.timeout_s} s left: nobody waits for it any more")
+        return Refusal(FailureCode.INVALID, invalid)
+    if is_late(request):
+        return Refusal(FailureCode.DEADLINE, f"came with {request.timeout_s} s left: nobody waits for it any more")
     if status.state is WorkerState.DRAINING:
-        return failed(FailureCode.DRAINING, f"worker {identity.worker_id} is shutting down")
+        return Refusal(FailureCode.DRAINING, f"worker {identity.worker_id} is shutting down")
     if status.num_waiting >= identity.max_waiting:
-        return failed(FailureCode.QUEUE_FULL, f"{status.num_waiting} requests wait already", retry_after_s=1.0)
+        return Refusal(FailureCode.QUEUE_FULL, f"{status.num_waiting} requests wait already", retry_after_s=1.0)
     return None
 
 

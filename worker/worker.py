@@ -19,7 +19,7 @@ from kvrelay.wire.security.authentication import PeerGate
 from kvrelay.worker.health import ledger_json, not_live, not_ready
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import ModelWorker, Scheduler
-from kvrelay.worker.on_loop import GuidesOnLoop, OnLoop
+from kvrelay.worker.on_loop import OnLoop
 from kvrelay.worker.service import Ports, Service
 from kvrelay.worker.setup import Setup
 
@@ -52,8 +52,8 @@ class Worker(ABC, Generic[S]):
         self._server = ControlServer(
             setup.address, service, setup.link_settings, metrics=self._wire_metrics, network=network, gate=self._gate
         )
-        self._guides = GuidesOnLoop(setup.guides, self._on_loop)
-        self._ports = Ports(self._server.send, self._loop, self._guides)
+        self._guides = setup.guides
+        self._ports = Ports(self._server.send, self._loop, self._on_loop.call, self._guides)
         self._tickers: list[asyncio.Task[None]] = []
 
     # -- what a role adds ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ What LoopSocket, the model loop and a lease's events would catch and log in a wo
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
@@ -18,6 +19,7 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.welcome import DataPorts
 from kvrelay.decode_worker.worker import LeasedBlocks
 from kvrelay.engine.fake.engine import FakeEngine, fake_card, token_digests
+from kvrelay.engine.guides.guidance import NoGuides
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.leader import Leader
 from kvrelay.prefill_worker.links import DecodeLinks
@@ -104,6 +106,13 @@ class _Rig:
     def clock(self) -> float:
         return self.now_s
 
+    def ports(self) -> Ports:
+        return Ports(self.server.send, cast("Any", self), self.call, NoGuides())
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """As OnLoop."""
+        function(*args)
+
     def post(self, command: Any) -> None:
         """As ModelLoop."""
         self.commands.append(command)
@@ -157,7 +166,7 @@ class DecodeRig(_Rig):
             self.clock,
         )
         self.server = _Server(self.service, self.network)
-        self.service.attach(Ports(self.server.send, cast("Any", self)), self.leases, DataPorts("tcp://nowhere:1"))
+        self.service.attach(self.ports(), self.leases, DataPorts("tcp://nowhere:1"), lambda: None)
 
     def land(self, lease_id: int, offer: Offer, index: int, block: bytes) -> None:
         """An honest block arrives."""
@@ -209,7 +218,7 @@ class PrefillRig(_Rig):
             self.engine.store, self.service, TransferSettings(), WireMetrics(CollectorRegistry()), self.clock
         )
         self.server = _Server(self.service, self.network)
-        self.service.attach(Ports(self.server.send, cast("Any", self)), cast("DecodeLinks", self), transfers)
+        self.service.attach(self.ports(), cast("DecodeLinks", self), transfers)
 
     def link_to(self, address: str) -> DecodeLink | None:
         """As DecodeLinks; no link but these two ever comes up."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 from prometheus_client import CollectorRegistry
@@ -40,7 +41,7 @@ class ServiceRig(Generic[S]):
         metrics = EngineMetrics(CollectorRegistry(), blocks, num_running=lambda: 0, num_waiting=lambda: 0)
         self.model = ModelWorker(Leader(self.engine), scheduler, metrics, self.reports.append, self.clock)
         self.service = service(WorkerIdentity("worker", EPOCH, card, 512), blocks, self.clock)
-        self.ports = Ports(self._send, cast("ModelLoop[Command]", self), self.guides)
+        self.ports = Ports(self._send, cast("ModelLoop[Command]", self), self.call, self.guides)
 
     def clock(self) -> float:
         return self.now_s
@@ -50,6 +51,10 @@ class ServiceRig(Generic[S]):
             return False
         self.sent.append((peer_id, message))
         return True
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """As OnLoop."""
+        function(*args)
 
     def post(self, command: Command) -> None:
         """As ModelLoop."""

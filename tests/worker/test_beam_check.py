@@ -10,9 +10,9 @@ import pytest
 
 from kvrelay.common.sampling import BeamSearch, FinishReason, Guide, GuideKind, SampledToken, SamplingParams, Watermark
 from kvrelay.engine.fake.engine import fake_card
-from kvrelay.wire.messages import Beam, Failed, FailureCode, Status, Submit, TokenDelta, Tokens, WorkerState
+from kvrelay.wire.messages import Beam, FailureCode, Status, Submit, TokenDelta, Tokens, WorkerState
 from kvrelay.worker.beam_check import _EXCLUDED, invalid_beams, invalid_first_token, unfit_beams
-from kvrelay.worker.submit import WorkerIdentity, invalid_submit, submit_refusal
+from kvrelay.worker.submit import WorkerIdentity, invalid_submit, refusal_of
 
 CARD = fake_card(num_blocks=64, block_size=4, max_model_len=200, vocab_size=1000)
 
@@ -133,8 +133,8 @@ def test_only_the_worker_that_would_search_minds_its_room(is_prefill: bool) -> N
         state=WorkerState.READY, num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=64, num_blocks=64
     )
     request = submit(BeamSearch(width=8))
-    refusal = submit_refusal(request, identity, status, is_known=False, needs_decode=is_prefill)
-    assert isinstance(refusal, Failed)
+    refusal = refusal_of(request, identity, status, is_known=False, decodes=not is_prefill)
+    assert refusal is not None
     assert refusal.code is FailureCode.INVALID
     assert ("--max-num-seqs" in refusal.detail) is not is_prefill
 
