@@ -37,21 +37,16 @@ def not_live(loop: Ticking) -> list[str]:
 
 def not_ready(loop: Ticking, blocks: BlockManager) -> list[str]:
     """Reasons to send no traffic."""
-    ledger = blocks.ledger()
-    unbalanced = [] if ledger.balances else [f"the ledger does not balance: {ledger}"]
+    ledgers = [blocks.ledger(group) for group in range(blocks.num_groups)]
+    unbalanced = [f"the ledger does not balance: {ledger}" for ledger in ledgers if not ledger.balances]
     return loop_reasons(loop, _READY_TICK_S) + unbalanced
 
 
 def ledger_json(blocks: BlockManager) -> dict[str, object]:
     """The ledger for /debug/kv."""
-    ledger, retained = blocks.ledger(), blocks.retained()
+    retained = blocks.retained()
     return {
-        "num_blocks": ledger.num_blocks,
-        "free": ledger.num_free,
-        "cached": ledger.num_cached,
-        "leased": ledger.num_leased,
-        "running": ledger.num_running,
-        "balances": ledger.balances,
+        "groups": [_group_json(blocks, group) for group in range(blocks.num_groups)],
         "retained": {  # some of the cached ones
             "blocks": len(retained),
             "at_most": blocks.max_retained,
@@ -61,7 +56,20 @@ def ledger_json(blocks: BlockManager) -> dict[str, object]:
             },
         },
         "owners": {f"{owner.kind.value} {owner.key}": count for owner, count in blocks.owners().items()},
-        "blocks": {place: ranges(block_ids) for place, block_ids in blocks.places().items()},
+    }
+
+
+def _group_json(blocks: BlockManager, group: int) -> dict[str, object]:
+    """One group of layers: how many of its blocks are where, and which."""
+    ledger = blocks.ledger(group)
+    return {
+        "num_blocks": ledger.num_blocks,
+        "free": ledger.num_free,
+        "cached": ledger.num_cached,
+        "leased": ledger.num_leased,
+        "running": ledger.num_running,
+        "balances": ledger.balances,
+        "blocks": {place: ranges(block_ids) for place, block_ids in blocks.places(group).items()},
     }
 
 

@@ -8,7 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvrelay.common.retention import Retention
-from kvrelay.engine.kv.block_manager import BlockManager, Ledger, Owner, OwnerKind
+from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.engine.kv.group_blocks import Ledger
 from kvrelay.worker.health import ledger_json, not_live, not_ready, ranges
 from kvrelay.worker.metrics import EngineMetrics
 
@@ -57,7 +58,7 @@ def test_a_dead_loop_is_neither(blocks: BlockManager) -> None:
 
 
 def test_a_ledger_that_does_not_balance_is_not_ready(blocks: BlockManager) -> None:
-    blocks._free.pop()  # a block is lost
+    blocks._groups[0].free.pop()  # a block is lost
     (reason,) = not_ready(ticked(0), blocks)
     assert reason.startswith("the ledger does not balance: Ledger(num_blocks=10, num_free=3,")
     with pytest.raises(AssertionError, match="lost: "):
@@ -65,8 +66,8 @@ def test_a_ledger_that_does_not_balance_is_not_ready(blocks: BlockManager) -> No
 
 
 def test_every_block_has_a_place(blocks: BlockManager) -> None:
-    places = ledger_json(blocks)["blocks"]
-    assert isinstance(places, dict)
+    (group,) = ledger_json(blocks)["groups"]
+    places = group["blocks"]
     assert set(places) == {"free", "cached", "sequence a/1", "sequence b/1", "lease 7"}
     seen = {number for text in places.values() for number in _numbers(text)}
     assert seen == set(range(10))
@@ -86,17 +87,25 @@ def test_ranges_are_short() -> None:
 
 def test_the_ledger_as_json(blocks: BlockManager) -> None:
     ledger = ledger_json(blocks)
-    del ledger["blocks"]
+    del ledger["groups"][0]["blocks"]
     assert ledger == {
-        "num_blocks": 10,
-        "free": 4,
-        "cached": 1,
-        "leased": 2,
-        "running": 3,
-        "balances": True,
+        "groups": [{"num_blocks": 10, "free": 4, "cached": 1, "leased": 2, "running": 3, "balances": True}],
         "retained": {"blocks": 0, "at_most": 5, "by_priority": {}},
         "owners": {"sequence a/1": 2, "sequence b/1": 2, "lease 7": 2},
     }
+
+
+def test_each_group_has_its_ledger() -> None:
+    blocks = BlockManager(4, 4, lambda: 0.0, further_groups=(3,))
+    owner = Owner(OwnerKind.SEQUENCE, "a/1")
+    blocks.allocate(owner, 2)
+    blocks.drop(owner, 1, 1)
+    full, window = ledger_json(blocks)["groups"]
+    assert (full["running"], full["free"], full["blocks"]["sequence a/1"]) == (2, 2, "0-1")
+    assert (window["running"], window["free"], window["blocks"]["sequence a/1"]) == (1, 2, "1")
+    blocks._groups[1].free.pop()
+    (reason,) = not_ready(ticked(0), blocks)
+    assert reason.startswith("the ledger does not balance: Ledger(num_blocks=3, num_free=1,")
 
 
 def test_what_is_retained_is_shown(blocks: BlockManager) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.retention import DEFAULT_PRIORITY, Retention
-from kvrelay.engine.kv.block_manager import BlockManager, Ledger, Owner, OwnerKind, sequence_owner
+from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
+from kvrelay.engine.kv.group_blocks import Ledger
 
 NUM_BLOCKS = 7
 MAX_RETAINED = 2
@@ -94,11 +96,13 @@ class Model:
 class AgainstModel:
     """Each act is done to both, with what ``chance`` gives."""
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(self, chance: random.Random, further_groups: Sequence[int] = ()) -> None:
         self.chance = chance
         self.model = Model()
         share = (MAX_RETAINED + 0.5) / NUM_BLOCKS
-        self.blocks = BlockManager(NUM_BLOCKS, 1, lambda: self.model.now_s, max_retained_share=share)
+        self.blocks = BlockManager(
+            NUM_BLOCKS, 1, lambda: self.model.now_s, further_groups=further_groups, max_retained_share=share
+        )
         self.chains: dict[Owner, list[bytes]] = {}
         self.known: set[bytes] = set()
         self.count = 0
@@ -219,7 +223,8 @@ class AgainstModel:
 
     def agrees(self) -> None:
         self.blocks.check_integrity()
-        assert self.blocks.ledger() == self.model.ledger()
+        for group in range(self.blocks.num_groups):
+            assert self.blocks.ledger(group) == self.model.ledger()
         assert self.blocks.num_allocatable == len(self.model.free) + len(self.model.cached)
         assert self.blocks.retained() == self.model.retained()
         assert self.blocks.owners() == {owner: len(blocks) for owner, blocks in self.model.owned.items()}
@@ -229,9 +234,11 @@ class AgainstModel:
             assert self.blocks.num_cached_prefix([block_hash]) == (block_hash in self.model.published)
 
 
+@pytest.mark.parametrize("further_groups", [(), (NUM_BLOCKS,)], ids=["one group", "two groups"])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_books_are_those_of_the_model(seed: int) -> None:
-    both = AgainstModel(random.Random(seed))
+def test_the_books_are_those_of_the_model(seed: int, further_groups: Sequence[int]) -> None:
+    """A second group that drops nothing has the same books."""
+    both = AgainstModel(random.Random(seed), further_groups)
     acts = (
         both.extend, both.fork, both.hand_on, both.make_writable, both.misuse_changes_nothing,
         *(both.publish, both.publish, both.publish, both.release, both.release, both.release, both.time_passes),
