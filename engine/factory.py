@@ -41,7 +41,6 @@ def load_engine(
     if fake.is_fake:
         return _fake_engine(directory, model, kv, fake)
     from kvrelay.engine.backends.options import EngineOptions, device_of  # noqa: PLC0415 - torch takes seconds to import
-    from kvrelay.engine.torch_engine import TorchEngine  # noqa: PLC0415
 
     options = EngineOptions(
         model_dir=directory,
@@ -65,7 +64,22 @@ def load_engine(
         run_ahead=model.run_ahead,
         processors=load_processors(model.logits_processors),
     )
+    if _needs_transformers(model.backend, directory):
+        from kvrelay.engine.transformers_engine import load_transformers_engine  # noqa: PLC0415 - transformers, too
+
+        return load_transformers_engine(options, progress)
+    from kvrelay.engine.torch_engine import TorchEngine  # noqa: PLC0415
+
     return TorchEngine.load(options, progress)
+
+
+def _needs_transformers(backend: str, directory: Path) -> bool:
+    """Whether the model in ``directory`` runs through transformers: if that is asked for, or it has no path of its own here."""
+    if backend != "auto":
+        return backend == "transformers"
+    from kvrelay.engine.config.model import SUPPORTED_ARCHITECTURES, architecture_of  # noqa: PLC0415 - imports torch
+
+    return architecture_of(directory) not in SUPPORTED_ARCHITECTURES
 
 
 def load_guides(model: ModelSettings, fake: FakeSettings, vocab_size: int) -> GuideCompiler:

@@ -38,6 +38,12 @@ class ModelSettings:
         "GPUs of compute capability 8.9 or later; the same on all workers, with the same scales",
         choices=("auto", "fp8"),
     )
+    backend: str = setting(
+        "auto",
+        "whose forward pass computes: ours, which the Llama family has, or that of transformers over our attention and pool; auto "
+        "takes ours where there is one; the same on all workers",
+        choices=("auto", "native", "transformers"),
+    )
     weight_format: str = setting(
         "full",
         "weights as --dtype has them, or the layers' rounded to 8 bits: fewer bytes per step of few streams, on a GPU half "

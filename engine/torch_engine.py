@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,15 +24,15 @@ from kvrelay.engine.backends.options import (
     num_blocks_of,
     rounding_of,
 )
-from kvrelay.engine.config.model import load_config
+from kvrelay.engine.config.model import ModelShape, load_config
 from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.pool import KvPool, block_nbytes_of
 from kvrelay.engine.models.decoder import DecoderModel
-from kvrelay.engine.models.ops import Ops, StepGraphs
+from kvrelay.engine.models.ops import StepGraphs
 from kvrelay.engine.sampling.prompt_logprobs import prompt_logprobs
 from kvrelay.engine.sampling.rows import Asking
 from kvrelay.engine.sampling.sampled import Sampled, UnderWay
-from kvrelay.engine.sampling.sampler import sample
+from kvrelay.engine.sampling.sampler import SamplerOps, sample
 from kvrelay.engine.step.batch import Batch, build_batch
 from kvrelay.engine.step.interface import BlockStore, DeviceFailedError, LaunchedStep
 from kvrelay.engine.step.plan import SamplingInputs, StepPlan
@@ -41,14 +42,31 @@ from kvrelay.engine.weights.checkpoint import checkpoint_files, load_weights, we
 from kvrelay.engine.weights.kv_scales import kv_scales_digest, load_kv_scales
 
 
+class Model(Protocol):
+    """A forward pass over paged K/V, and operations that make its steps (:mod:`kvrelay.engine.models.ops`)."""
+
+    def forward(self, token_ids: torch.Tensor, step: Any) -> torch.Tensor:
+        """Hidden states ``[num_tokens, hidden]``; K/V of all tokens are in the pool afterwards. ``step``: the operations' own."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[n, hidden]`` -> ``[n, vocab]``"""
+
+
+class StepOps(SamplerOps, Protocol):
+    """The sampler's operations, and steps for a model."""
+
+    def begin_step(self, batch: Batch) -> Any:
+        """What the model's ``forward`` takes."""
+
+
 class TorchEngine:
     """Implements :class:`kvrelay.engine.step.interface.Engine`."""
 
     def __init__(
         self,
         card: ModelCard,
-        model: DecoderModel,
-        ops: Ops,
+        model: Model,
+        ops: StepOps,
         pool: KvPool,
         options: EngineOptions,
         graphs: StepGraphs | None,
@@ -90,39 +108,11 @@ class TorchEngine:
             # Also where the pool's size is given: kernels are compiled, and what does not fit is found, at the start.
             memory = measure_memory(config, weights, kv_dtype, device, options)
         num_blocks = num_blocks_of(options, block_nbytes, memory)
-        max_model_len = min(
-            config.max_position_embeddings,
-            options.max_model_len or config.max_position_embeddings,
-            num_blocks * options.block_size,
-        )
-        try:
-            num_spare, staging = 0, None
-            if device.type == "cuda":
-                num_spare, staging = NUM_SPARE_BLOCKS, StagingPlan(CudaCopies(device), options.staging_bytes)
-            pool = KvPool(
-                config, num_blocks, options.block_size, kv_dtype, device, num_spare=num_spare, staging=staging
-            )
-        except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
-            raise ModelError(
-                f"a KV pool of {num_blocks} blocks of {block_nbytes / 2**20:.2f} MiB does not fit the memory ({error}): "
-                "lower --num-blocks or --kv-memory-mb"
-            ) from error
+        max_model_len = max_model_len_of(options, config, num_blocks)
+        pool = make_pool(options, config, num_blocks, kv_dtype, device)
         digest = weights_digest(options.model_dir) + ("" if rounding is None else f"-{rounding.value}")
-        card = ModelCard(
-            layout=config.layout(
-                options.model_id,
-                digest,
-                str(kv_dtype).removeprefix("torch."),
-                options.block_size,
-                kv_scales="" if kv_scales is None else kv_scales_digest(kv_scales),
-            ),
-            vocab_size=config.vocab_size,
-            max_model_len=max_model_len,
-            num_blocks=num_blocks,
-            block_nbytes=block_nbytes,
-            device_type=device.type,
-            processors=tuple(options.processors),
-        )
+        scales = "" if kv_scales is None else kv_scales_digest(kv_scales)
+        card = card_of(options, config, pool, digest, max_model_len, scales)
         if device.type == "cpu":
             ops = cpu_ops(options, config, pool.tensor, max_model_len, has_int8_weights=rounding is not None)
             return cls(card, DecoderModel(config, weights, ops), ops, pool, options, None)
@@ -242,3 +232,47 @@ class TorchEngine:
         if len(batch.sampling_rows) == len(token_ids):
             return hidden, self._model.logits(hidden)
         return hidden, self._model.logits(hidden[self._last_tokens(batch)])
+
+
+def max_model_len_of(options: EngineOptions, shape: ModelShape, num_blocks: int) -> int:
+    """Tokens of the longest sequence: the model's own limit, the operator's, and what the pool holds."""
+    longest = shape.max_position_embeddings
+    return min(longest, options.max_model_len or longest, num_blocks * options.block_size)
+
+
+def make_pool(
+    options: EngineOptions, shape: ModelShape, num_blocks: int, kv_dtype: torch.dtype, device: torch.device
+) -> KvPool:
+    """The pool, with what a GPU needs beside its blocks. Raises ModelError if it does not fit the memory."""
+    try:
+        num_spare, staging = 0, None
+        if device.type == "cuda":
+            num_spare, staging = NUM_SPARE_BLOCKS, StagingPlan(CudaCopies(device), options.staging_bytes)
+        return KvPool(shape, num_blocks, options.block_size, kv_dtype, device, num_spare=num_spare, staging=staging)
+    except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
+        block_nbytes = block_nbytes_of(shape, options.block_size, kv_dtype)
+        raise ModelError(
+            f"a KV pool of {num_blocks} blocks of {block_nbytes / 2**20:.2f} MiB does not fit the memory ({error}): "
+            "lower --num-blocks or --kv-memory-mb"
+        ) from error
+
+
+def card_of(
+    options: EngineOptions,
+    shape: ModelShape,
+    pool: KvPool,
+    weights_digest: str,
+    max_model_len: int,
+    kv_scales: str = "",
+) -> ModelCard:
+    """What the engine tells of itself. ``kv_scales``: their digest, see KvLayout."""
+    kv_dtype = str(pool.tensor.dtype).removeprefix("torch.")
+    return ModelCard(
+        layout=shape.layout(options.model_id, weights_digest, kv_dtype, options.block_size, kv_scales=kv_scales),
+        vocab_size=shape.vocab_size,
+        max_model_len=max_model_len,
+        num_blocks=pool.num_blocks,
+        block_nbytes=pool.block_nbytes,
+        device_type=pool.tensor.device.type,
+        processors=tuple(options.processors),
+    )

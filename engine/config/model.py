@@ -20,33 +20,21 @@ SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCa
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Sizes and switches of one model. Lengths are in elements, positions in tokens."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What pool, attention and sampler must know of a model. Positions are in tokens."""
 
     architecture: str
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
+    num_layers: int  # with K/V of their own
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
     max_position_embeddings: int
-    has_tied_embeddings: bool
-    has_qkv_bias: bool
-    has_o_bias: bool
-    has_mlp_bias: bool
-    has_qk_norm: bool
     sliding_windows: tuple[int | None, ...]  # per layer; None attends to everything before it
-    rope: RopeConfig
+    has_plain_scores: bool = True  # attention has neither a softcap nor sinks
     dtype: str
-
-    @property
-    def q_size(self) -> int:
-        """Elements of all query heads of a token."""
-        return self.num_q_heads * self.head_dim
+    rope_text: str  # equal exactly for equal rotations
 
     @property
     def kv_size(self) -> int:
@@ -65,13 +53,46 @@ class ModelConfig:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=block_size,
-            rope=self.rope.canonical,
+            rope=self.rope_text,
             kv_scales=kv_scales,
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig(ModelShape):
+    """Sizes and switches of a model of the Llama family. Lengths are in elements."""
+
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    has_tied_embeddings: bool
+    has_qkv_bias: bool
+    has_o_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    rope: RopeConfig
+
+    @property
+    def q_size(self) -> int:
+        """Elements of all query heads of a token."""
+        return self.num_q_heads * self.head_dim
+
+
+def architecture_of(directory: Path) -> str:
+    """The class of transformers that a checkpoint names. Raises ModelError on a missing or broken ``config.json``."""
+    return _architecture(_read_config(directory))
+
+
 def load_config(directory: Path) -> ModelConfig:
     """Read ``config.json``. Raises ModelError on a missing or broken file, or a model that is not supported."""
+    return parse_config(_read_config(directory), str(directory))
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    return str((config.get("architectures") or ["none"])[0])
+
+
+def _read_config(directory: Path) -> Mapping[str, Any]:
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -81,12 +102,12 @@ def load_config(directory: Path) -> ModelConfig:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} is not a JSON object")
-    return parse_config(config, str(directory))
+    return config
 
 
 def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
     """The settings in a config dictionary; ``directory`` is named in errors."""
-    architecture = str((config.get("architectures") or ["none"])[0])
+    architecture = _architecture(config)
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise ModelError(
             f"{directory}: architecture {architecture} is not supported; supported are "
@@ -120,6 +141,7 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
     if head_dim % 2:
         raise ModelError(f"{directory}: head_dim is {head_dim}; it must be even")
     attention_bias = bool(config.get("attention_bias", False))
+    rope = RopeConfig.parse(config, directory)
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     return ModelConfig(
         architecture=architecture,
@@ -138,7 +160,8 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
         has_mlp_bias=bool(config.get("mlp_bias", False)),
         has_qk_norm=architecture == "Qwen3ForCausalLM",
         sliding_windows=_sliding_windows(config, architecture, num_layers),
-        rope=RopeConfig.parse(config, directory),
+        rope=rope,
+        rope_text=rope.canonical,
         dtype=_dtype(config, directory),
     )
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.config.model import ModelShape
 from kvrelay.engine.kv.copies import Copied, StagingPlan
 from kvrelay.engine.kv.staging import StagedRead, Staging
 from kvrelay.engine.step.uploads import Uploader
@@ -24,7 +24,7 @@ from kvrelay.engine.step.uploads import Uploader
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python has no name for it
 
 
-def block_nbytes_of(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+def block_nbytes_of(config: ModelShape, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block: all layers, K and V."""
     return 2 * config.num_layers * config.kv_size * block_size * dtype.itemsize
 
@@ -38,7 +38,7 @@ class KvPool:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelShape,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,

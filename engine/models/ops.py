@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,6 +14,32 @@ from kvrelay.engine.weights.rounding import Weight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """``[n, in]`` -> ``[n, out]``"""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer's attention scores differ from ``query @ key / sqrt(head_dim)``."""
+
+    scale: float | None = None  # instead of 1 / sqrt(head_dim)
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    sinks: torch.Tensor | None = None  # [num_q_heads]; each the score of one more key, which has no value
+
+
+PLAIN = Scores()
+
+
+class PagedStep(Protocol):
+    """One step's tokens, and their keys and values in the pool."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """``[num_tokens]`` int64, on the device."""
+
+    def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        """Write the step's keys and values, both ``[num_tokens, num_kv_heads, head_dim]``, into the pool."""
+
+    def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
+        """Causal attention over the pool, ``[num_tokens, num_q_heads, head_dim]``, within the layer's window."""
 
 
 class StepContext(Protocol):
@@ -41,6 +68,16 @@ class StepGraphs(Protocol):
         """
 
 
+class PagedOps(SamplerOps, Protocol):
+    """A device's operations for models that bring their own layers, the sampler's among them."""
+
+    def begin_step(self, batch: Batch) -> PagedStep:
+        """Prepare one step's indices on the device."""
+
+    def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        """The product with ``weight`` ``[out, in]``, plus ``bias`` ``[out]``, in whatever layout is fastest here."""
+
+
 class Ops(SamplerOps, Protocol):
     """A device's operations, the sampler's among them."""
 
@@ -48,7 +85,7 @@ class Ops(SamplerOps, Protocol):
         """Prepare one step's indices on the device."""
 
     def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """The product with ``weight`` ``[out, in]``, plus ``bias`` ``[out]``, in whatever layout is fastest here."""
+        """See PagedOps."""
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Root-mean-square norm over the last dimension, computed in fp32."""

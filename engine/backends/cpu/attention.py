@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from kvrelay.engine.models.ops import PLAIN, Scores
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.slots import Ints
 
@@ -91,7 +92,10 @@ class AttentionPlan:
         num_q_heads: int,
         sliding_window: int | None,
         scratch: AttentionScratch,
+        *,
+        has_plain_scores: bool = True,
     ) -> None:
+        """``has_plain_scores``: ``run`` is given no ``Scores`` with a softcap or sinks."""
         # pool: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
         _, self._num_layers, _, self._num_kv_heads, self._block_size, self._head_dim = pool.shape
         self._flat_pool = pool.view(-1, self._block_size * self._head_dim)
@@ -101,7 +105,8 @@ class AttentionPlan:
         split, end = batch.num_decode_rows, len(batch.rows)
         self._groups = []
         self._lone_query: _LoneQuery | None = None
-        if split == 1 and end == 1 and (sliding_window is None or batch.seq_lens[0] <= sliding_window):
+        sees_all = sliding_window is None or batch.seq_lens[0] <= sliding_window
+        if has_plain_scores and split == 1 and end == 1 and sees_all:
             self._lone_query = self._plan_lone_query(batch)
         elif split > 0:
             self._groups.append(self._plan(batch, 0, split, 1))
@@ -215,16 +220,16 @@ class AttentionPlan:
         scores = self._num_kv_heads * self._group_size * tile * chunk
         return max(1, min(_MAX_PIECE_ITEMS, _PIECE_KV_BYTES // kv_bytes, _PIECE_SCORES // scores))
 
-    def run(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
+    def run(self, query: torch.Tensor, layer: int, out: torch.Tensor, scores: Scores = PLAIN) -> None:
         """Attend with ``query`` ``[num_tokens, num_q_heads, head_dim]``, K/V of all positions already in the pool.
 
         Writes every row of ``out``, of the same shape. Scores are rounded to the model's dtype once, as ``bmm`` gives
         them; softmax and the combination of items run in fp32.
         """
         if self._lone_query is not None:
-            self._run_lone_query(self._lone_query, query, layer, out)
+            self._run_lone_query(self._lone_query, query, layer, out, scores)
         for group in self._groups:
-            self._run_group(group, query, layer, out)
+            self._run_group(group, query, layer, out, scores)
 
     def _plan_lone_query(self, batch: Batch) -> _LoneQuery:
         seq_len = int(batch.seq_lens[0])
@@ -233,30 +238,35 @@ class AttentionPlan:
         rows = block_ids[None, :] * rows_per_block + np.arange(2 * self._num_kv_heads)[:, None]
         return _LoneQuery(torch.from_numpy(rows.reshape(-1)), seq_len)
 
-    def _run_lone_query(self, lone: _LoneQuery, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
+    def _run_lone_query(
+        self, lone: _LoneQuery, query: torch.Tensor, layer: int, out: torch.Tensor, scores: Scores
+    ) -> None:
         heads, head_dim = self._num_kv_heads, self._head_dim
         gathered = self._scratch.rows(len(lone.pool_rows), self._flat_pool.shape[1])
         torch.index_select(self._flat_pool, 0, lone.pool_rows + layer * 2 * heads, out=gathered)
         kv = gathered.view(2, 1, heads, -1, head_dim)[:, :, :, : lone.seq_len]
         # The query heads of one KV head are the rows of one matrix.
-        attended = F.scaled_dot_product_attention(query.view(1, heads, self._group_size, head_dim), kv[0], kv[1])
+        rows = query.reshape(1, heads, self._group_size, head_dim)
+        attended = F.scaled_dot_product_attention(rows, kv[0], kv[1], scale=scores.scale)
         out.copy_(attended.view_as(out))
 
-    def _run_group(self, group: _Group, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
+    def _run_group(self, group: _Group, query: torch.Tensor, layer: int, out: torch.Tensor, scores: Scores) -> None:
         heads, per_head, head_dim = self._num_kv_heads, self._group_size, self._head_dim
         num_tiles, tile = group.num_tiles, group.tile
         lanes = query[group.tokens] if group.queries is None else query.index_select(0, group.queries)
         # Query heads of one KV head are rows of one matrix: [num_tiles, kv_heads, group * tile, head_dim]
         tiles = lanes.view(num_tiles, tile, heads, per_head, head_dim).permute(0, 2, 3, 1, 4)
         tiles = tiles.reshape(num_tiles, heads, per_head * tile, head_dim)
-        if group.is_split:
+        if group.is_split or scores.sinks is not None:
             sums = _OnlineSums(tiles.shape)
+            if scores.sinks is not None:
+                sums.add_sinks(scores.sinks.view(1, heads, per_head).repeat_interleave(tile, dim=-1))
             for piece in group.pieces:
-                partial, lse = self._attend(group, piece, tiles, layer)
+                partial, lse = self._attend(group, piece, tiles, layer, scores)
                 sums.add(piece, partial, lse)
             result = sums.result(query.dtype)
         else:
-            partials = [self._attend(group, piece, tiles, layer)[0] for piece in group.pieces]
+            partials = [self._attend(group, piece, tiles, layer, scores)[0] for piece in group.pieces]
             result = partials[0] if len(partials) == 1 else torch.cat(partials)
         # [num_tiles, kv_heads, group, tile, head_dim] -> [num_tiles * tile, q_heads, head_dim]
         result = result.view(num_tiles, heads, per_head, tile, head_dim).permute(0, 3, 1, 2, 4)
@@ -264,9 +274,9 @@ class AttentionPlan:
         out[group.tokens] = result if group.lanes is None else result.index_select(0, group.lanes)
 
     def _attend(
-        self, group: _Group, piece: _Piece, tiles: torch.Tensor, layer: int
+        self, group: _Group, piece: _Piece, tiles: torch.Tensor, layer: int, options: Scores
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # -> ([n, kv_heads, group * tile, head_dim], [n, kv_heads, group * tile] fp32 if the group is split)
+        # -> ([n, kv_heads, group * tile, head_dim], [n, kv_heads, group * tile] fp32 if results are summed up)
         heads, head_dim, num_items = self._num_kv_heads, self._head_dim, len(piece.tiles)
         rows = piece.pool_rows + layer * 2 * heads
         gathered = self._scratch.rows(len(rows), self._flat_pool.shape[1])
@@ -278,12 +288,15 @@ class AttentionPlan:
         items = items.reshape(num_items * heads, -1, head_dim)
         num_rows = items.shape[1]
         scores = items.new_empty((num_items * heads, num_rows, group.chunk))
-        scores = scores.baddbmm_(items, keys.mT, beta=0, alpha=head_dim**-0.5).float()
+        scale = head_dim**-0.5 if options.scale is None else options.scale
+        scores = scores.baddbmm_(items, keys.mT, beta=0, alpha=scale).float()
+        if options.softcap is not None:
+            scores = scores.div_(options.softcap).tanh_().mul_(options.softcap)
         by_lane = scores.view(num_items, heads, self._group_size, group.tile, group.chunk)
         by_lane[piece.num_unmasked :] += piece.mask
         weights = torch.softmax(scores, dim=-1)
         partial = torch.bmm(weights.to(values.dtype), values).view(num_items, heads, num_rows, head_dim)
-        if not group.is_split:
+        if not group.is_split and options.sinks is None:
             return partial, None
         # The likeliest key's weight is exp(0) / sum, so the log-sum-exp costs two maxima and no second exp.
         lse = scores.amax(dim=-1) - weights.amax(dim=-1).log_()
@@ -298,6 +311,11 @@ class _OnlineSums:
         self._sums = torch.zeros(shape)
         self._weights = torch.zeros(shape[:-1])
         self._highest = torch.full(shape[:-1], torch.finfo(torch.float32).min)
+
+    def add_sinks(self, sinks: torch.Tensor) -> None:
+        """Before all pieces: a key without a value for every row. ``sinks`` ``[1, kv_heads, rows]`` are its scores."""
+        self._highest = sinks.float().expand_as(self._highest).clone()
+        self._weights.fill_(1.0)
 
     def add(self, piece: _Piece, partial: torch.Tensor, lse: torch.Tensor | None) -> None:
         """Take one piece in."""

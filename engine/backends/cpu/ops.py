@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from kvrelay.engine.backends.cpu.attention import AttentionPlan, AttentionScratch
 from kvrelay.engine.backends.cpu.linear import Int8Linear, PackedLinear, PlainLinear, has_packed_linear
-from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
-from kvrelay.engine.models.ops import Linear
+from kvrelay.engine.models.ops import PLAIN, Linear, Scores
 from kvrelay.engine.sampling.draw import draw_tokens
 from kvrelay.engine.sampling.penalties import Penalties, penalize
 from kvrelay.engine.sampling.rows import SamplingRows
@@ -22,31 +22,58 @@ from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, Weight, rounded
 
 
-class CpuStep:
-    """Implements StepContext for one batch."""
+class CpuPagedStep:
+    """Implements PagedStep for one batch."""
 
     def __init__(
         self,
         batch: Batch,
-        config: ModelConfig,
+        shape: ModelShape,
         pool: torch.Tensor,
-        tables: tuple[torch.Tensor, torch.Tensor],
         scratch: AttentionScratch,
     ) -> None:
         _, _, _, num_kv_heads, block_size, head_dim = pool.shape
-        self._windows = config.sliding_windows
+        self._windows = shape.sliding_windows
         self._plans = {
-            window: AttentionPlan(batch, pool, config.num_q_heads, window, scratch)
-            for window in set(config.sliding_windows)
+            window: AttentionPlan(
+                batch, pool, shape.num_q_heads, window, scratch, has_plain_scores=shape.has_plain_scores
+            )
+            for window in set(shape.sliding_windows)
         }
-        positions = torch.from_numpy(batch.positions)
-        self._cos, self._sin = (table[positions][:, None, :] for table in tables)  # [num_tokens, 1, head_dim]
+        self.positions = torch.from_numpy(batch.positions)
         self._flat_pool = pool.view(-1, head_dim)
         self._rows_per_layer = 2 * num_kv_heads * block_size
         blocks, offsets = np.divmod(batch.slot_mapping, block_size)
         first = blocks * (pool.shape[1] * self._rows_per_layer) + offsets
         rows = first[:, None] + np.arange(2 * num_kv_heads) * block_size
         self._new_rows = torch.from_numpy(rows.reshape(-1))  # of the flat pool, layer 0
+
+    def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        """See PagedStep."""
+        # A broken sequence's NaN would outlive it: attention reads a block's unwritten tail under a mask, and 0 * NaN is NaN.
+        kv = torch.cat((key, value), dim=1).nan_to_num_(0.0, 0.0, 0.0)
+        self._flat_pool.index_copy_(0, self._new_rows + layer * self._rows_per_layer, kv.view(-1, kv.shape[-1]))
+
+    def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
+        """See PagedStep."""
+        out = query.new_empty(query.shape)
+        self._plans[self._windows[layer]].run(query, layer, out, scores)
+        return out
+
+
+class CpuStep(CpuPagedStep):
+    """Implements StepContext for one batch."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        shape: ModelShape,
+        pool: torch.Tensor,
+        scratch: AttentionScratch,
+        tables: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        super().__init__(batch, shape, pool, scratch)
+        self._cos, self._sin = (table[self.positions][:, None, :] for table in tables)  # [num_tokens, 1, head_dim]
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
         """See StepContext."""
@@ -55,28 +82,17 @@ class CpuStep:
         swapped = heads.roll(heads.shape[-1] // 2, -1)
         heads = (heads * self._cos).add_(swapped.mul_(self._sin))
         query, key = heads.split_with_sizes((query.shape[1], key.shape[1]), dim=1)
-        # A broken sequence's NaN would outlive it: attention reads a block's unwritten tail under a mask, and 0 * NaN is NaN.
-        kv = torch.cat((key, value), dim=1).nan_to_num_(0.0, 0.0, 0.0)
-        self._flat_pool.index_copy_(0, self._new_rows + layer * self._rows_per_layer, kv.view(-1, kv.shape[-1]))
+        self.kv_write(key, value, layer)
         return query
 
-    def attention(self, query: torch.Tensor, layer: int) -> torch.Tensor:
-        """See StepContext."""
-        out = query.new_empty(query.shape)
-        self._plans[self._windows[layer]].run(query, layer, out)
-        return out
 
+class CpuPagedOps:
+    """Implements PagedOps: for models that rotate and normalise by themselves."""
 
-class CpuOps:
-    """Implements Ops. Cosines are kept in the model's dtype, as the reference implementations have them."""
-
-    def __init__(
-        self, config: ModelConfig, pool: torch.Tensor, max_model_len: int, *, has_int8_weights: bool = False
-    ) -> None:
+    def __init__(self, shape: ModelShape, pool: torch.Tensor, *, has_int8_weights: bool = False) -> None:
         """``has_int8_weights`` needs a CPU that :func:`has_packed_linear` in bf16, and a bf16 ``pool``."""
-        self._config = config
+        self._shape = shape
         self._pool = pool
-        self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
         self._scratch = AttentionScratch(pool.dtype)
         self._packs = has_packed_linear(pool.dtype)
         self._has_int8_weights = has_int8_weights
@@ -93,9 +109,37 @@ class CpuOps:
         """See Ops. They are there already."""
         return [torch.from_numpy(array) for array in arrays]
 
+    def begin_step(self, batch: Batch) -> CpuPagedStep:
+        """See PagedOps."""
+        return CpuPagedStep(batch, self._shape, self._pool, self._scratch)
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """See SamplerOps. Of fp32: torch has no fast one for less."""
+        return logits.float().argmax(dim=-1)
+
+    def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
+        """See SamplerOps."""
+        penalize(logits, penalties, last_tokens)
+
+    def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """See SamplerOps."""
+        return draw_tokens(logits, rows)
+
+
+class CpuOps(CpuPagedOps):
+    """Implements Ops. Cosines are kept in the model's dtype, as the reference implementations have them."""
+
+    def __init__(
+        self, config: ModelConfig, pool: torch.Tensor, max_model_len: int, *, has_int8_weights: bool = False
+    ) -> None:
+        """``has_int8_weights``: see CpuPagedOps."""
+        super().__init__(config, pool, has_int8_weights=has_int8_weights)
+        self._config = config
+        self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
+
     def begin_step(self, batch: Batch) -> CpuStep:
         """See Ops."""
-        return CpuStep(batch, self._config, self._pool, self._tables, self._scratch)
+        return CpuStep(batch, self._config, self._pool, self._scratch, self._tables)
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See Ops."""
@@ -112,18 +156,6 @@ class CpuOps:
         """See Ops."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
-
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """See SamplerOps. Of fp32: torch has no fast one for less."""
-        return logits.float().argmax(dim=-1)
-
-    def penalize(self, logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor | None) -> None:
-        """See SamplerOps."""
-        penalize(logits, penalties, last_tokens)
-
-    def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """See SamplerOps."""
-        return draw_tokens(logits, rows)
 
 
 def cos_sin_rows(config: ModelConfig, max_model_len: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvrelay.engine.backends.cpu.attention import AttentionPlan, AttentionScratch
+from kvrelay.engine.models.ops import PLAIN, Scores
 from kvrelay.engine.step.interface import StepRow
 from tests.engine.conftest import sequence
 from tests.engine.led import batch_of
@@ -15,17 +16,24 @@ from tests.engine.led import batch_of
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def dense(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None) -> torch.Tensor:
+def dense(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, options: Scores = PLAIN
+) -> torch.Tensor:
     """query ``[n, q_heads, d]`` are the last of ``[kv_heads, len, d]`` positions."""
     num_queries, num_q_heads, head_dim = query.shape
     group = num_q_heads // keys.shape[0]
     keys, values = (tensor.double().repeat_interleave(group, dim=0) for tensor in (keys, values))
-    scores = query.double().transpose(0, 1) @ keys.mT * head_dim**-0.5
+    scores = query.double().transpose(0, 1) @ keys.mT * (head_dim**-0.5 if options.scale is None else options.scale)
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     position = torch.arange(keys.shape[1] - num_queries, keys.shape[1])[:, None] - torch.arange(keys.shape[1])[None, :]
     hidden = position < 0
     if window is not None:
         hidden |= position >= window
-    return (torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1) @ values).transpose(0, 1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if options.sinks is not None:
+        scores = torch.cat((scores, options.sinks.double()[:, None, None].expand(-1, num_queries, 1)), dim=-1)
+    return (torch.softmax(scores, dim=-1)[..., : keys.shape[1]] @ values).transpose(0, 1)
 
 
 def compare(
@@ -36,6 +44,7 @@ def compare(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     layer: int = 1,
+    options: Scores = PLAIN,
 ) -> None:
     """``rows`` are (computed tokens, tokens of this step)."""
     head_dim = 16
@@ -52,12 +61,14 @@ def compare(
     batch = batch_of(steps, block_size)
     query = torch.randn(len(batch.positions), heads[0], head_dim, generator=generator).to(dtype)
     out = torch.full_like(query, torch.nan)
-    AttentionPlan(batch, pool, heads[0], window, AttentionScratch(dtype)).run(query, layer, out)
+    is_plain = options.softcap is None and options.sinks is None
+    plan = AttentionPlan(batch, pool, heads[0], window, AttentionScratch(dtype), has_plain_scores=is_plain)
+    plan.run(query, layer, out, options)
     for index, table in enumerate(batch.block_tables):
         tokens = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
         context = pool[table, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
         keys, values = context[:, :, : int(batch.seq_lens[index])]
-        expected = dense(query[tokens], keys, values, window)
+        expected = dense(query[tokens], keys, values, window, options)
         torch.testing.assert_close(out[tokens].double(), expected, atol=TOLERANCE[dtype], rtol=0)
 
 
@@ -68,6 +79,17 @@ RAGGED = [(0, 1), (300, 1), (0, 200), (700, 65), (15, 1), (16, 1), (255, 1), (25
 @pytest.mark.parametrize("window", [None, 1, 20, 300])
 def test_ragged_batches(window: int | None, dtype: torch.dtype) -> None:
     compare(RAGGED, window=window, dtype=dtype)
+
+
+@pytest.mark.parametrize("rows", [RAGGED, [(40, 1)], [(0, 5)]], ids=["ragged", "one token", "one prompt"])
+@pytest.mark.parametrize(
+    "options",
+    [Scores(scale=0.9), Scores(softcap=2.0), Scores(sinks=torch.linspace(-4, 3, 6)), Scores(0.7, 1.5, torch.ones(6))],
+    ids=["scale", "softcap", "sinks", "all"],
+)
+@pytest.mark.parametrize("window", [None, 20])
+def test_scores_of_other_models(window: int | None, options: Scores, rows: list[tuple[int, int]]) -> None:
+    compare(rows, window=window, options=options)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (9, 3), (8, 2), (8, 1), (14, 2)])

@@ -69,6 +69,7 @@ def config_of(heads: tuple[int, int], head_dim: int, num_layers: int = 2, window
         has_qk_norm=False,
         sliding_windows=(window,) * num_layers,
         rope=RopeConfig.parse({}, "here"),
+        rope_text="",
         dtype="bfloat16",
     )
 

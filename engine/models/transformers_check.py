@@ -1,0 +1,114 @@
+"""A self-check at load: a model over paged K/V beside itself with transformers' own attention.
+
+Two sequences, cut into chunks and batched, against one plain forward pass of each. It is short, so that it costs little beside
+loading; windows that are longer than the sequences are made short for it where the model's configuration allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from kvrelay.common.errors import ModelError
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.engine.config.model import ModelShape
+from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models.ops import PagedOps
+from kvrelay.engine.models.transformers_gate import probe_layers
+from kvrelay.engine.models.transformers_model import TransformersModel
+from kvrelay.engine.step.batch import build_batch
+from kvrelay.engine.step.plan import PlanRow, SlotJoin, StepPlan, TableDelta
+from kvrelay.engine.step.slots import Slots
+
+_BLOCK_SIZE = 4
+_CHUNK = 13  # tokens of a step and sequence
+_LENGTHS = (31, 18)
+_WINDOW = 8  # in place of longer ones
+# Relative distance of logits, by the number format. Another mask, scale or position is off by 0.1 and more.
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}
+
+MakeOps = Callable[[ModelShape, torch.Tensor], PagedOps]
+
+
+@torch.inference_mode()
+def check_model(model: TransformersModel, make_ops: MakeOps, dtype: torch.dtype) -> None:
+    """Raises ModelError if logits are not those of transformers.
+
+    ``make_ops``: operations over a pool ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
+    """
+    try:
+        _compare(model, make_ops, dtype)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{model.shape.architecture} does not run over paged K/V ({type(error).__name__}: {error}): it is not served"
+        ) from error
+
+
+def _compare(model: TransformersModel, make_ops: MakeOps, dtype: torch.dtype) -> None:
+    with _short_windows(model) as shape:
+        generator = torch.Generator().manual_seed(1)
+        prompts = [torch.randint(shape.vocab_size, (count,), generator=generator).tolist() for count in _LENGTHS]
+        ours = _paged_logits(model, shape, prompts, make_ops, dtype)
+        with model.plain_attention():
+            for token_ids, logits in zip(prompts, ours, strict=True):
+                inputs = {"input_ids": torch.tensor([token_ids]), "position_ids": torch.arange(len(token_ids))[None]}
+                expected = model.model(**inputs, use_cache=False).logits[0].float()
+                distance = float((logits.float() - expected).norm() / expected.norm())
+                if not distance <= _TOLERANCES[dtype]:
+                    raise ModelError(
+                        f"{shape.architecture} over paged K/V is not what transformers computes: logits differ by "
+                        f"{distance:.2g} of their size, more than {_TOLERANCES[dtype]:g}; it is not served"
+                    )
+
+
+@contextmanager
+def _short_windows(model: TransformersModel) -> Iterator[ModelShape]:
+    """The model with windows that sequences of the check are longer than, and its shape then."""
+    config = model.model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if not any(model.shape.sliding_windows) or window is None or window <= _WINDOW:
+        yield model.shape
+        return
+    config.sliding_window = _WINDOW
+    try:
+        layers = probe_layers(model.model)
+        model.use_our_attention()
+        yield replace(model.shape, sliding_windows=tuple(layer.window for layer in layers))
+    finally:
+        config.sliding_window = window
+
+
+def _paged_logits(
+    model: TransformersModel, shape: ModelShape, prompts: list[list[int]], make_ops: MakeOps, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Of each prompt, ``[its length, vocab]``."""
+    num_blocks = [-(-len(token_ids) // _BLOCK_SIZE) for token_ids in prompts]
+    pool = KvPool(shape, sum(num_blocks), _BLOCK_SIZE, dtype, torch.device("cpu"))
+    ops = make_ops(shape, pool.tensor)
+    blocks = iter(torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(2)).tolist())
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    slots = Slots(len(prompts), max(num_blocks))
+    slots.apply(
+        StepPlan(
+            rows=(),
+            joins=tuple(SlotJoin(slot, "check", tuple(ids), len(ids), params) for slot, ids in enumerate(prompts)),
+            tables=tuple(
+                TableDelta(slot, 0, tuple(next(blocks) for _ in range(count))) for slot, count in enumerate(num_blocks)
+            ),
+        )
+    )
+    hidden: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for start in range(0, max(map(len, prompts)), _CHUNK):
+        rows = [
+            PlanRow(slot, start, min(_CHUNK, len(ids) - start)) for slot, ids in enumerate(prompts) if start < len(ids)
+        ]
+        batch = build_batch(StepPlan(rows=tuple(rows)), slots, _BLOCK_SIZE)
+        states = model.forward(torch.from_numpy(batch.token_ids), ops.begin_step(batch))
+        for index, row in enumerate(rows):
+            hidden[row.slot].append(states[batch.query_start_loc[index] : batch.query_start_loc[index + 1]])
+    return [model.logits(torch.cat(parts)) for parts in hidden]

@@ -1,0 +1,155 @@
+"""What a model of transformers asks of attention, found out at load: which layers, shapes, windows, scores.
+
+``set_attn_implementation`` takes models that ignore it without a word, so nothing is believed: one forward pass of a few tokens
+with marks in place of masks shows what each layer is really handed. What we could not compute is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from kvrelay.common.errors import ModelError
+
+_PROBE = "kvrelay_probe"
+_NUM_TOKENS = 24
+_SCORES = {"scaling", "sliding_window", "softcap", "s_aux"}
+# What an attention function may ignore: it is about caches, outputs and training.
+_IGNORED = {
+    "dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "cache_position",
+    "layer_idx", "output_router_logits", "head_mask", "logits_to_keep", "is_causal", "position_embeddings",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One layer, as its first call showed it."""
+
+    module: nn.Module
+    window: int | None  # tokens that a token sees, itself included; None: all before it
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int  # the larger one of keys' and values'
+    has_plain_scores: bool
+
+
+class _Mark:
+    """Stands for a mask on its way from the function that makes masks to the layers they are for."""
+
+    ndim = 4
+    shape = (1, 1, 1, 1)
+
+    def __init__(self, keeps: Callable[..., Any], local_size: int | None) -> None:
+        self.keeps = keeps
+        self.local_size = local_size
+
+    def to(self, *_: Any, **__: Any) -> _Mark:
+        """A mask is moved to a device, or to a type."""
+        return self
+
+
+def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
+    """The attention layers of ``model``, in their order. It is left with another attention implementation.
+
+    Raises ModelError if a layer is called twice or wants something that we do not compute.
+    """
+    name = type(model).__name__
+    if model._is_stateful:  # what generate asks, too: such a model has more to keep than K/V
+        raise ModelError(f"{name} keeps a recurrent state beside K/V: such models are not served yet")
+    seen: list[AttentionLayer] = []
+
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        **arguments: Any,
+    ) -> tuple[torch.Tensor, None]:
+        seen.append(_layer_of(name, module, query, key, value, attention_mask, arguments))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register(_PROBE, attend)
+    AttentionMaskInterface.register(
+        _PROBE, lambda *_, mask_function, local_size=None, **__: _Mark(mask_function, local_size)
+    )
+    model.set_attn_implementation(_PROBE)
+    ids = torch.arange(_NUM_TOKENS)[None] % model.config.get_text_config().vocab_size
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids, position_ids=torch.arange(_NUM_TOKENS)[None], use_cache=False)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{name} does not run with attention of ours ({type(error).__name__}: {error}): it is not served"
+        ) from error
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if not seen:
+        raise ModelError(
+            f"{name} computes attention in its own way, without transformers' interface for it: it is not served"
+        )
+    if len(seen) != num_layers or len({id(layer.module) for layer in seen}) != num_layers:
+        raise ModelError(
+            f"{name} has {num_layers} layers and calls attention {len(seen)} times, in {len({id(one.module) for one in seen})} "
+            "modules: layers with a state, or with K/V of others, are not served yet"
+        )
+    most = max(layer.num_kv_heads for layer in seen)
+    heads = sorted({(layer.num_q_heads, layer.num_kv_heads) for layer in seen})
+    if len({num_q_heads for num_q_heads, _ in heads}) != 1 or any(most % num_kv_heads for _, num_kv_heads in heads):
+        raise ModelError(f"{name} has layers of different numbers of (query, K/V) heads: {heads}; not served yet")
+    return seen
+
+
+def _layer_of(
+    name: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    arguments: dict[str, Any],
+) -> AttentionLayer:
+    given = {argument for argument, value in arguments.items() if value is not None}
+    if unknown := given - _SCORES - _IGNORED:
+        raise ModelError(f"{name} hands attention {', '.join(sorted(unknown))}, which we do not know: it is not served")
+    causal = arguments.get("is_causal")
+    if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
+        raise ModelError(f"{name} attends in both directions: it is not served")
+    if query.shape[0] != 1 or query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
+        raise ModelError(f"{name} hands attention queries {tuple(query.shape)} for keys {tuple(key.shape)}: not served")
+    return AttentionLayer(
+        module=module,
+        window=_window_of(name, mask),
+        num_q_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=max(key.shape[3], value.shape[3]),
+        has_plain_scores="softcap" not in given and "s_aux" not in given,
+    )
+
+
+def _window_of(name: str, mask: Any) -> int | None:
+    """None for plain causal attention. Raises ModelError on a mask that is neither that nor a sliding window."""
+    if mask is None:
+        return None
+    if not isinstance(mask, _Mark):
+        raise ModelError(f"{name} makes its own attention masks, which we would ignore: it is not served")
+    window = mask.local_size
+    last = 2 * (window or 0) + _NUM_TOKENS
+    # Around both edges of the window; a mask function is asked by positions alone.
+    queries = torch.arange(max(0, last - 8), last)[:, None] if window else torch.arange(_NUM_TOKENS)[:, None]
+    edges = [torch.arange(max(0, edge - 8), edge + 8) for edge in (8, last - (window or 0), last)]
+    keys = torch.cat(edges)[None] if window else torch.arange(_NUM_TOKENS)[None]
+    zero = torch.tensor(0)
+    kept = torch.as_tensor(mask.keeps(zero, zero, queries, keys)).expand(queries.shape[0], keys.shape[1])
+    causal = keys <= queries
+    if bool((kept == causal).all()):
+        return None
+    if window is not None and bool((kept == (causal & (keys > queries - window))).all()):
+        return window
+    raise ModelError(f"{name} has attention masks of a kind that we do not compute (chunks, or others): not served yet")

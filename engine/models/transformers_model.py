@@ -1,0 +1,241 @@
+"""Any causal language model of transformers over our paged K/V: its layers, our attention, pool and products.
+
+The model runs one step's tokens as a single row ``[1, num_tokens]`` of ragged sequences. Its attention layers call ``_attend``,
+which writes K/V into the pool and attends over the pool; no mask is made, as attention itself keeps sequences, causality and
+windows apart. Where keys, values or layers have heads of unequal size, all lie in the pool as large as the largest, filled with
+zeros; a layer of fewer K/V heads than others has them there several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.model import ModelShape
+from kvrelay.engine.models.ops import Linear, PagedOps, PagedStep, Scores
+from kvrelay.engine.models.transformers_gate import AttentionLayer, probe_layers
+
+_OURS = "kvrelay"
+_PLAIN = "eager"
+_LEAKING_ROPES = ("dynamic", "longrope")  # their factor follows the longest sequence of a batch
+_ROUTERS = ("Router", "Gate")
+_BOUND = "kvrelay_bound"  # an attention module's attribute
+
+
+@dataclass(slots=True)
+class _Running:
+    """The step that the model runs at the moment."""
+
+    step: PagedStep | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """What an attention module of a model is to us."""
+
+    running: _Running
+    index: int  # among the layers of the pool
+    num_kv_heads: int  # of the pool
+    head_dim: int  # of the pool
+
+
+class TransformersModel:
+    """Runs one step's tokens through a model of transformers. Made by :func:`load_model`, then :meth:`bind`."""
+
+    def __init__(self, model: PreTrainedModel, layers: list[AttentionLayer], shape: ModelShape) -> None:
+        self.model = model
+        self.shape = shape
+        self._running = _Running()
+        self._decoder: nn.Module = getattr(model, model.base_model_prefix)
+        self._head, self._given = _head_of(model)
+        for index, layer in enumerate(layers):
+            setattr(layer.module, _BOUND, _Bound(self._running, index, shape.num_kv_heads, shape.head_dim))
+
+    def bind(self, ops: PagedOps) -> None:
+        """From now on products run in the form that ``ops`` multiplies fastest with; each weight is taken over, one by one."""
+        tied = self.model.get_input_embeddings().weight
+        for parent in list(self.model.modules()):
+            if any(word in type(parent).__name__ for word in _ROUTERS):
+                continue  # small, and they multiply with their weights by themselves
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear and child.weight is not tied:
+                    bias = None if child.bias is None else child.bias.detach()
+                    product = ops.make_linear(child.weight.detach(), bias)
+                    setattr(parent, name, _Product(product, child.weight.detach()))
+        self._head, self._given = _head_of(self.model)
+
+    def use_our_attention(self) -> None:
+        """Attention goes through the pool from now on."""
+        self.model.set_attn_implementation(_OURS)
+
+    @contextmanager
+    def plain_attention(self) -> Iterator[None]:
+        """Between enter and exit attention is transformers' own, without the pool."""
+        self.model.set_attn_implementation(_PLAIN)
+        try:
+            yield
+        finally:
+            self.use_our_attention()
+
+    def forward(self, token_ids: torch.Tensor, step: PagedStep) -> torch.Tensor:
+        """Hidden states behind the last norm. ``token_ids`` ``[num_tokens]`` -> ``[num_tokens, hidden]``.
+
+        Side effect: K/V of every token are written into the pool.
+        """
+        self._running.step = step
+        try:
+            output = self._decoder(input_ids=token_ids[None], position_ids=step.positions[None], use_cache=False)
+        finally:
+            self._running.step = None
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[n, hidden]`` -> ``[n, vocab]``, with the model's own scales and caps of logits."""
+        self._given.hidden = hidden[None]
+        logits: torch.Tensor = self._head(
+            input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.int64), use_cache=False
+        ).logits
+        return logits[0]
+
+
+class _Product(nn.Module):
+    """A product in a layer's place."""
+
+    def __init__(self, linear: Linear, weight: torch.Tensor) -> None:
+        super().__init__()
+        self._linear = linear
+        self.register_buffer("weight", weight.new_empty(0), persistent=False)  # some models ask for its type
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[..., in]`` -> ``[..., out]``"""
+        flat = self._linear(hidden.reshape(-1, hidden.shape[-1]))
+        return flat.view(*hidden.shape[:-1], flat.shape[-1])
+
+
+@dataclass
+class _Decoded(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers has no types
+    """What any decoder returns, all but the hidden states None."""
+
+    cross_attentions: tuple[torch.Tensor, ...] | None = None
+    shared_kv_states: tuple[torch.Tensor, ...] | None = None
+
+
+class _Given(nn.Module):
+    """In the decoder's place: hidden states that were computed already."""
+
+    hidden: torch.Tensor
+
+    @property
+    def decoder(self) -> _Given:
+        """Of models whose head reaches through their base model (OPT)."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> _Decoded:
+        """As a decoder returns them."""
+        return _Decoded(last_hidden_state=self.hidden)
+
+
+def _head_of(model: PreTrainedModel) -> tuple[PreTrainedModel, _Given]:
+    """The model with its own weights behind the decoder, and none of the decoder: what it makes of hidden states."""
+    given = _Given()
+    with torch.device("meta"):
+        head = type(model)(model.config).eval()
+    for name, child in model.named_children():
+        setattr(head, name, given if name == model.base_model_prefix else child)
+    return head, given
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of transformers' interface: q ``[1, heads, num_tokens, head_dim]`` -> ``[1, num_tokens, heads, head_dim]``."""
+    bound: _Bound = getattr(module, _BOUND)
+    step = bound.running.step
+    assert step is not None, f"attention of layer {bound.index} outside a step"
+    assert attention_mask is None, f"layer {bound.index} has a mask"
+    value_dim = value.shape[3]
+    scores = Scores(query.shape[3] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    copies = bound.num_kv_heads // key.shape[1]
+    step.kv_write(_rows(key, bound.head_dim, copies), _rows(value, bound.head_dim, copies), bound.index)
+    return step.attention(_rows(query, bound.head_dim), bound.index, scores)[None, :, :, :value_dim], None
+
+
+def _rows(heads: torch.Tensor, head_dim: int, copies: int = 1) -> torch.Tensor:
+    """``[1, heads, num_tokens, size]`` -> ``[num_tokens, heads * copies, head_dim]``, contiguous, zeros behind ``size``."""
+    rows = heads[0].transpose(0, 1)
+    if copies > 1:
+        rows = rows.repeat_interleave(copies, dim=1)
+    return functional.pad(rows, (0, head_dim - rows.shape[2])) if rows.shape[2] < head_dim else rows.contiguous()
+
+
+def load_model(directory: Path, dtype: torch.dtype) -> TransformersModel:
+    """Load the checkpoint in ``directory`` and find out what it asks of attention. No code of the checkpoint's is run.
+
+    Raises ModelError on what we do not serve, naming it.
+    """
+    AttentionInterface.register(_OURS, _attend)
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            str(directory), dtype=dtype, attn_implementation=_PLAIN, local_files_only=True, trust_remote_code=False,
+            use_safetensors=True, output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{directory} cannot be loaded by transformers: {reason}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, info[kind])):
+            raise ModelError(
+                f"{directory}: {len(names)} tensors are {kind.split('_')[0]} for {type(model).__name__}, {names[0]} the first: the "
+                "checkpoint is not complete, or of another model"
+            )
+    model.eval()
+    layers = probe_layers(model)
+    made = TransformersModel(model, layers, _shape_of(model, layers, dtype))
+    made.use_our_attention()
+    return made
+
+
+def _shape_of(model: PreTrainedModel, layers: list[AttentionLayer], dtype: torch.dtype) -> ModelShape:
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    longest = int(config.max_position_embeddings)
+    per_kind = rope.values() if rope and all(isinstance(one, dict) for one in rope.values()) else [rope]
+    for one in per_kind:
+        if one.get("rope_type") in _LEAKING_ROPES:
+            # Up to there the factor is the same for all sequences; beyond, one sequence would change another's.
+            longest = min(longest, int(one.get("original_max_position_embeddings") or longest))
+    first = layers[0]
+    return ModelShape(
+        architecture=type(model).__name__,
+        vocab_size=int(config.vocab_size),
+        num_layers=len(layers),
+        num_q_heads=first.num_q_heads,
+        num_kv_heads=max(layer.num_kv_heads for layer in layers),
+        head_dim=max(layer.head_dim for layer in layers),
+        max_position_embeddings=longest,
+        sliding_windows=tuple(layer.window for layer in layers),
+        has_plain_scores=all(layer.has_plain_scores for layer in layers),
+        dtype=str(dtype).removeprefix("torch."),
+        rope_text=f"as transformers' {type(model).__name__}",
+    )
