@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from kvrelay.engine.step.interface import Engine, LaunchedStep, StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.planner import Planner
+from kvrelay.engine.step.sequence import Sequence
 
 
 class LedStep:
@@ -21,14 +22,17 @@ class LedStep:
     launch the next one, ``wait``.
     """
 
-    def __init__(self, planner: Planner, order: list[int], rows: list[StepRow], launched: LaunchedStep | None) -> None:
-        """``rows``: as they were planned; ``order``: of each, which of the caller's it is. ``launched``: None without rows."""
+    def __init__(
+        self, planner: Planner, order: Seq[int], samples: dict[Sequence, int], launched: LaunchedStep | None
+    ) -> None:
+        """``order``: of each planned row, which of the caller's it is. ``launched``: None without rows.
+
+        ``samples``: whose tokens the step samples, in order, and behind how many tokens of each.
+        """
         self._planner = planner
         self._order = order
         self._launched = launched
-        sampling = [row for row in rows if row.samples]
-        self.sequences = dict.fromkeys(row.sequence for row in sampling)
-        self._num_tokens = [row.sequence.num_computed_tokens + row.num_ahead + row.num_tokens for row in sampling]
+        self.samples = samples
 
     @property
     def is_deferred(self) -> bool:
@@ -43,7 +47,7 @@ class LedStep:
         """
         assert self._launched is not None, "a step of no rows samples nothing"
         assert self._launched.is_deferred, "a step samples once"
-        inputs = self._planner.sampling_inputs(list(self.sequences), self._num_tokens)
+        inputs = self._planner.sampling_inputs(self.samples)
         try:
             self._launched.sample(inputs)
         except BaseException:
@@ -88,13 +92,17 @@ class Leader:
         order = sorted(range(len(rows)), key=lambda index: rows[index].num_tokens > 1)
         ordered = [rows[index] for index in order]
         if not ordered:
-            return LedStep(self._planner, [], [], None)
+            return LedStep(self._planner, (), {}, None)
         # A deferred one has no tokens to go on from, and its logits may lie where this step's will.
         assert behind is None or not behind.is_deferred, "the step in front was not told to sample"
         try:
-            in_front = () if behind is None else behind.sequences
-            plan = self._planner.plan(ordered, in_front, is_behind=behind is not None)
-            return LedStep(self._planner, order, ordered, self.engine.launch(plan))
+            plan = self._planner.plan(ordered, None if behind is None else behind.samples)
+            samples = {
+                row.sequence: planned.start + planned.num_tokens
+                for row, planned in zip(ordered, plan.rows, strict=True)
+                if planned.num_samples
+            }
+            return LedStep(self._planner, order, samples, self.engine.launch(plan))
         except BaseException:
             self._planner.reset()
             raise

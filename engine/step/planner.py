@@ -6,7 +6,7 @@ with all that is known of it. No tensors, no engine: :mod:`kvrelay.engine.step.l
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ import msgspec
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import PlanRow, SamplingInputs, SlotJoin, StepPlan, TableDelta
-from kvrelay.engine.step.rules import has_rules, make_rules
+from kvrelay.engine.step.rules import has_rules, make_rules, may_have_rules
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 
 
@@ -25,7 +25,8 @@ class _Held:
 
     slot: int
     sampling: SamplingParams
-    needs_host: bool  # by its sampling parameters
+    needs_host: bool  # by its sampling parameters …
+    is_ruled: bool  # … and whether they set or forbid tokens, perhaps for a while only
     num_tokens: int
     block_table: list[int] = field(default_factory=list)
 
@@ -57,24 +58,24 @@ class Planner:
         self._free = list(range(self._num_slots - 1, -1, -1))
         self._resets = True
 
-    def plan(self, rows: Seq[StepRow], in_front: Collection[Sequence] = (), *, is_behind: bool = False) -> StepPlan:
+    def plan(self, rows: Seq[StepRow], in_front: Collection[Sequence] | None = None) -> StepPlan:
         """The plan of ``rows``, those of a single token first.
 
-        ``in_front``: whose tokens the step samples that still runs. ``is_behind``: there is such a step. What can only be sampled
-        once its tokens are known is left to ``sampling_inputs``. Raises ValueError if there are more rows than slots, or a row is
-        ahead of no step. After an error, ``reset``.
+        ``in_front``: whose tokens the step samples that still runs; None: no step runs. What can only be sampled once those are
+        known is left to ``sampling_inputs``. Raises ValueError if there are more rows than slots, or a row is ahead of no step.
+        After an error, ``reset``.
         """
         leaves = [self._give_back(one) for one in [one for one in self._held if one.status is SequenceStatus.FINISHED]]
         joins: list[SlotJoin] = []
         tables: list[TableDelta] = []
         planned: list[PlanRow] = []
-        needs_host = has_any_rules = False
+        needs_host = is_ruled = False
         for row in rows:
-            sequence = row.sequence
+            sequence, num_tokens, num_ahead = row.sequence, row.num_tokens, row.num_ahead
             held = self._held.get(sequence)
             new_tokens: tuple[int, ...] = ()
-            if row.num_ahead:
-                _require_fed(row, held is not None and sequence in in_front)
+            if num_ahead:
+                _require_fed(row, held is not None and in_front is not None and sequence in in_front)
             if held is None or held.sampling is not sequence.sampling:
                 held = self._join(sequence, rows, joins)
             elif held.num_tokens != len(sequence.token_ids):
@@ -82,39 +83,41 @@ class Planner:
             # Two lists of the same int objects are compared fast; most tables have not changed.
             if held.block_table != sequence.block_table:
                 tables.append(_delta(held, sequence.block_table))
-            samples = row.samples
+            # As StepRow.samples; one call less for each row counts here.
+            samples = num_tokens == len(sequence.token_ids) - sequence.num_computed_tokens
             if samples:
                 needs_host = needs_host or held.needs_host or sequence.guide is not None
-                has_any_rules = has_any_rules or has_rules(sequence, row.num_ahead)
+                is_ruled = is_ruled or (held.is_ruled and has_rules(sequence, num_ahead))
             planned.append(
                 PlanRow(
                     held.slot,
-                    sequence.num_computed_tokens + row.num_ahead,
-                    row.num_tokens,
+                    sequence.num_computed_tokens + num_ahead,
+                    num_tokens,
                     new_tokens,
-                    row.num_ahead > 0,
+                    num_ahead > 0,
                     int(samples),
-                    None if sequence.sampling.num_prompt_logprobs is None else _prompt_positions(row),
+                    None if held.sampling.num_prompt_logprobs is None else _prompt_positions(row),
                 )
             )
         sampling: SamplingInputs | None = SamplingInputs()
-        if needs_host and is_behind:
+        if needs_host and in_front is not None:
             sampling = None
-        elif needs_host or has_any_rules:
+        elif needs_host or is_ruled:
             asking = [(row.sequence, row.num_ahead) for row in rows if row.samples]
             sampling = SamplingInputs(make_rules(asking, self._vocab_size))
         resets, self._resets = self._resets, False
         return StepPlan(tuple(planned), tuple(joins), tuple(leaves), tuple(tables), sampling, resets)
 
-    def sampling_inputs(self, sequences: Seq[Sequence], num_tokens: Seq[int]) -> SamplingInputs:
-        """What a deferred step that samples for ``sequences`` was left without; they have the tokens of the step in front by now.
+    def sampling_inputs(self, samples: Mapping[Sequence, int]) -> SamplingInputs:
+        """What a deferred step was left without that samples for these sequences, in order.
 
-        ``num_tokens``: how many each must have, unless it is finished. A finished one's guide is not asked.
+        They have the tokens of the step in front by now: so many in all, unless they are finished. A finished one's guide is not
+        asked.
         """
         over: list[int] = []
         new_tokens: list[tuple[int, tuple[int, ...]]] = []
         asking: list[tuple[Sequence | None, int]] = []
-        for place, (sequence, count) in enumerate(zip(sequences, num_tokens, strict=True)):
+        for place, (sequence, count) in enumerate(samples.items()):
             if sequence.status is SequenceStatus.FINISHED:
                 over.append(place)
                 asking.append((None, 0))
@@ -135,7 +138,8 @@ class Planner:
                 self._take_back(rows)
             slot = self._free.pop()
         sampling = sequence.sampling
-        held = _Held(slot, sampling, sequence.needs_host_to_sample, len(sequence.token_ids))
+        is_ruled = may_have_rules(sampling)
+        held = _Held(slot, sampling, sequence.needs_host_to_sample, is_ruled, len(sequence.token_ids))
         self._held[sequence] = held
         name = f"{sequence.request_id}/{sequence.attempt}" + (f"#{sequence.beam}" if sequence.beam else "")
         if sampling.guide is not None:

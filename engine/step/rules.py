@@ -13,8 +13,14 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
+from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.step.plan import Rules
 from kvrelay.engine.step.sequence import GuideState, Sequence
+
+
+def may_have_rules(params: SamplingParams) -> bool:
+    """Whether anything is ever set or forbidden by the parameters."""
+    return bool(params.logit_bias or params.allowed_token_ids or params.bad_words or params.min_tokens)
 
 
 def has_rules(sequence: Sequence, num_ahead: int = 0) -> bool:

@@ -34,7 +34,7 @@ def test_what_is_known_is_not_told_again() -> None:
     second = planner.plan([computed(one, 4)])
     assert (second.resets, second.joins, second.tables, second.leaves) == (False, (), (), ())
     assert [(row.start, row.num_tokens, row.new_tokens) for row in second.rows] == [(3, 1, (4,))]
-    ahead = planner.plan([StepRow(one, 1, num_ahead=1)], [one], is_behind=True)
+    ahead = planner.plan([StepRow(one, 1, num_ahead=1)], [one])
     assert [(row.start, row.new_tokens, row.is_fed) for row in ahead.rows] == [(4, (), True)]
 
 
@@ -85,7 +85,7 @@ def test_after_a_reset_everything_is_told_again() -> None:
     assert (plan.resets, [join.token_ids for join in plan.joins], len(plan.tables)) == (True, [(1, 2, 3)], 1)
     planner.reset()
     with pytest.raises(ValueError, match="only one token can follow"):  # what it sampled is not known to be there
-        planner.plan([StepRow(one, 1, num_ahead=1)], [one], is_behind=True)
+        planner.plan([StepRow(one, 1, num_ahead=1)], [one])
 
 
 def test_guides_stay_here_and_other_parameters_join_anew() -> None:
