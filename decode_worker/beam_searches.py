@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.beam_group import BeamGroup, num_common
 from kvrelay.decode_worker.progress import Progress
-from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
+from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
-from kvrelay.worker.model_worker import BlockCopy, Schedule
+from kvrelay.worker.scheduler import BlockCopy, Schedule, owner_of
 from kvrelay.worker.suspects import Key
 
 
@@ -101,8 +101,7 @@ class BeamSearches:
     def _share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """The child goes on behind ``num_tokens`` tokens, whose K/V it reads in the parent's blocks."""
         num_blocks = self._blocks.num_blocks_for(num_tokens)
-        owners = sequence_owner(parent.key, parent.beam), sequence_owner(child.key, child.beam)
-        child.block_table = self._blocks.fork(*owners, num_blocks)
+        child.block_table = self._blocks.fork(owner_of(parent), owner_of(child), num_blocks)
         child.num_computed_tokens = num_tokens
 
     def unshare(self, sequence: Sequence, plan: Schedule) -> bool:
@@ -111,7 +110,7 @@ class BeamSearches:
         if sequence.sampling.beam_search is None or num_written == 0:
             return True
         shared = sequence.block_table[index]
-        own = self._blocks.make_writable(sequence_owner(sequence.key, sequence.beam), index)
+        own = self._blocks.make_writable(owner_of(sequence), index)
         if own is None:
             return False
         if own != shared:

@@ -31,7 +31,7 @@ class Progress:
             key=sequence.key,
             token=token,
             finish_reason=sequence.finish_reason,
-            num_cached_tokens=sequence.num_cached_tokens,
+            num_cached_tokens=min(sequence.num_cached_tokens, sequence.num_prompt_tokens),
             beams=beams,
             failure=sequence.failure,
             prompt_logprobs=None if sequence.sampling.num_prompt_logprobs is None else sequence.prompt_logprobs,

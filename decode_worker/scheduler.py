@@ -24,32 +24,29 @@ from kvrelay.decode_worker.line import look_at, overtaking
 from kvrelay.decode_worker.progress import Progress
 from kvrelay.decode_worker.run_ahead import sequences_that_go_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.engine.kv.block_manager import BlockManager, Owner, sequence_owner
+from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
-from kvrelay.worker.model_worker import Schedule
+from kvrelay.worker.scheduler import Schedule, Scheduler, among, arrival, owner_of
 from kvrelay.worker.step_cost import MixedSteps
 from kvrelay.worker.suspects import Key
 
 
-class DecodeScheduler:
-    """Waiting and running sequences of one worker, both in order of arrival."""
+class DecodeScheduler(Scheduler[Progress]):
+    """A decode worker's scheduler."""
 
     def __init__(
         self, settings: DecodeSchedulerSettings, blocks: BlockManager, max_model_len: int, device_type: str = "cpu"
     ) -> None:
         """``device_type``: what computes, "cpu" or "cuda"."""
+        super().__init__(blocks, max_model_len)
         self._settings = settings
-        self._blocks = blocks
-        self._max_model_len = max_model_len
         self._searches = BeamSearches(blocks, max_model_len)
         itl_budget_s = None if settings.itl_budget_ms is None else settings.itl_budget_ms / 1000
         self._steps = MixedSteps(itl_budget_s, settings.max_batched_tokens, device_type)
         # Whose prompt found no blocks, among how many, and the first of its hashes that was not cached.
         self._found_none: tuple[Sequence, int, list[bytes]] | None = None
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
         # What prompts would get now, beside those that generate; 0: nothing is left of the budget. None: not known yet.
         self.prompt_tokens_per_s: float | None = None
 
@@ -79,30 +76,17 @@ class DecodeScheduler:
         num_prompt_tokens = sum(row.num_tokens for row in rows if row.num_tokens > 1)
         self._steps.observe(num_prompt_tokens, sum(1 for row in rows if row.num_tokens == 1), step_s)
 
-    def on_failed(self, rows: Seq[StepRow], group: frozenset[Key] | None) -> list[Key]:
-        """A step of ``rows`` failed before its tokens came: who was in it computes again. Returns who may have broken it.
-
-        No rows: it could not even be scheduled, for ``group``.
-        """
-        suspects = [row.sequence for row in rows if row.sequence.status is not SequenceStatus.FINISHED]
-        if not rows:
-            suspects = self._among(group, self.running + self.waiting[:1])
+    def on_failed(self, rows: Seq[StepRow], group: frozenset[Key] | None) -> list[Sequence]:
+        """See Scheduler. A search begins anew: whether a block that its beams shared has been copied is not known."""
+        suspects = super().on_failed(rows, group)
         for sequence in suspects:
-            # Whether a block that beams shared has been copied is not known.
             if sequence.sampling.beam_search is not None and sequence.status is SequenceStatus.RUNNING:
                 self._preempt(sequence, Schedule(rows=[]))
-        return [sequence.key for sequence in suspects]
+        return suspects
 
     def check_integrity(self) -> None:
-        """Assert that places, statuses and the block manager's books agree: after every test, and after a failure."""
-        self._blocks.check_integrity()
-        for place, status in ((self.waiting, SequenceStatus.WAITING), (self.running, SequenceStatus.RUNNING)):
-            for sequence in place:
-                assert sequence.status is status, f"{sequence.key} is {sequence.status.name} among the {status.name}"
-                owned = self._blocks.owned_blocks(_owner(sequence))
-                assert sequence.block_table == owned, f"{sequence.key} computes in {sequence.block_table}, owns {owned}"
-        keys = [(sequence.key, sequence.beam) for sequence in self.waiting + self.running]
-        assert len(set(keys)) == len(keys), f"a sequence is here twice: {sorted(keys)}"
+        """See Scheduler."""
+        super().check_integrity()
         self._searches.check_integrity(self.waiting + self.running)
         assert (found := self._blocks.set_aside) == self._num_awaited, (
             f"{found} blocks set aside, not {self._num_awaited}"
@@ -113,17 +97,15 @@ class DecodeScheduler:
         plan = Schedule(rows=[])
         self._found_none = None
         budget = self._settings.max_batched_tokens
-        running = self._among(group, self.running)
+        running = among(group, self.running)
         # Tokens that clients wait for come first: nobody's prompt may delay a sequence that generates, nor one that was
         # handed over complete.
         budget = self._continue_running(plan, budget, [one for one in running if one.num_uncomputed_tokens == 1])
-        budget = self._admit_complete(plan, budget, self._among(group, self.waiting))
+        budget = self._admit_complete(plan, budget, among(group, self.waiting))
         budget = min(budget, self._steps.prompt_tokens(len(plan.rows)))
         budget = self._let_overtake(plan, budget, group)
         in_step = {row.sequence for row in plan.rows}
-        prompts = [
-            one for one in self._among(group, self.running) if one not in in_step and one.num_uncomputed_tokens > 1
-        ]
+        prompts = [one for one in among(group, self.running) if one not in in_step and one.num_uncomputed_tokens > 1]
         budget = self._continue_running(plan, budget, prompts)
         if not plan.preempted:
             self._admit_prompts(plan, budget, group)
@@ -133,7 +115,7 @@ class DecodeScheduler:
         """A row for the prompt that overtakes others, if one does; returns what is left of the budget."""
         prompts = [one for one in self.running if one.num_uncomputed_tokens > 1]
         prompts += [one for one in self.waiting if not one.block_table]
-        prompts = sorted(self._among(group, prompts), key=_arrival)
+        prompts = sorted(among(group, prompts), key=arrival)
         turn = overtaking([one.num_uncomputed_tokens for one in prompts], budget)
         if turn is None:
             return budget
@@ -232,10 +214,10 @@ class DecodeScheduler:
     ) -> None:
         """Let prompts begin in order while there is budget for them, and as far as ``last`` without."""
         while budget > 0 or (last is not None and last.status is SequenceStatus.WAITING):
-            line = look_at(self._among(group, self.waiting), self._num_free_places())
+            line = look_at(among(group, self.waiting), self._num_free_places())
             if line.prompt is None or not line.has_places:
                 return
-            if self._allocate(line.prompt):
+            if self._find_blocks(line.prompt):
                 budget -= self._admit(line.prompt, plan, budget)
                 continue
             # Verified sequences that wait for a place in the batch hold blocks too. If they are all that stands
@@ -243,9 +225,6 @@ class DecodeScheduler:
             if self.running or (victim := self._youngest_holder()) is None:
                 return
             self._preempt(victim, plan)
-
-    def _among(self, group: frozenset[Key] | None, sequences: list[Sequence]) -> list[Sequence]:
-        return sequences if group is None else [one for one in sequences if one.key in group]
 
     def _may_find_blocks(self, sequence: Sequence) -> bool:
         """Whether there may be blocks for a prompt: not if there were none when it last looked, and neither have become more
@@ -276,25 +255,14 @@ class DecodeScheduler:
             plan.rows.append(StepRow(sequence, num_tokens))
         return num_tokens
 
-    def _run(self, sequence: Sequence) -> None:
-        sequence.set_status(SequenceStatus.RUNNING)
-        bisect.insort(self.running, sequence, key=_arrival)
-
-    def _allocate(self, sequence: Sequence) -> bool:
-        block_size = self._blocks.block_size
-        hashes = sequence.block_hashes(sequence.num_cacheable_tokens // block_size)
-        num_blocks = self._blocks.num_blocks_for(sequence.num_tokens)
+    def _find_blocks(self, sequence: Sequence) -> bool:
         # Else the next one that needs a block would take it from this one, which would have been computed for nothing.
-        allocation = self._blocks.allocate(_owner(sequence), num_blocks, hashes, spare=self._blocks.num_next)
-        if allocation is None:
+        found = self._allocate(sequence, spare=self._blocks.num_next)
+        if not found:
+            hashes = self._reusable_hashes(sequence)
             missing = hashes[self._blocks.num_cached_prefix(hashes) :][:1]
             self._found_none = (sequence, self._num_left_over, missing)
-            return False
-        sequence.block_table = allocation.block_ids
-        sequence.num_computed_tokens = allocation.num_cached * block_size
-        if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-        return True
+        return found
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Schedule) -> bool:
         """Give a running sequence the blocks that it writes to until it has ``num_tokens``; False if it gave way itself."""
@@ -309,7 +277,7 @@ class DecodeScheduler:
     def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
         num_missing = self._blocks.num_blocks_for(num_tokens) - len(sequence.block_table)
         if num_missing > 0:
-            fresh = self._blocks.extend(_owner(sequence), num_missing)
+            fresh = self._blocks.extend(owner_of(sequence), num_missing)
             if fresh is None:
                 return False
             sequence.block_table.extend(fresh)
@@ -317,7 +285,7 @@ class DecodeScheduler:
 
     def _youngest_holder(self) -> Sequence | None:
         holders = self.running + [sequence for sequence in self.waiting if sequence.block_table]
-        return max(holders, key=_arrival, default=None)
+        return max(holders, key=arrival, default=None)
 
     def _preempt(self, victim: Sequence, plan: Schedule) -> None:
         """Take the blocks of a sequence, or of all of its search; it waits to be computed again."""
@@ -337,25 +305,15 @@ class DecodeScheduler:
         # compute into blocks that it no longer owns.
         plan.rows[:] = [row for row in plan.rows if row.sequence is not sequence]
         plan.copies[:] = [copy for copy in plan.copies if copy.sequence is not sequence]
-        self._blocks.release(_owner(sequence), sequence.retention)
+        self._blocks.release(owner_of(sequence), sequence.retention)
         sequence.block_table = []
         sequence.num_computed_tokens = 0
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             sequence.set_status(SequenceStatus.WAITING)
 
-    def _advance(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many more tokens are computed; publish the blocks that are full by that."""
-        num_full_before = sequence.num_computed_tokens // self._blocks.block_size
-        sequence.num_computed_tokens += num_tokens
-        num_full = sequence.num_computed_tokens // self._blocks.block_size
-        if num_full > num_full_before:
-            hashes = sequence.block_hashes(num_full)
-            for index in range(num_full_before, num_full):
-                self._blocks.publish(_owner(sequence), index, hashes[index])
-
     def _queue(self, sequence: Sequence) -> None:
-        bisect.insort(self.waiting, sequence, key=_arrival)
+        bisect.insort(self.waiting, sequence, key=arrival)
         self._blocks.set_aside = self._num_awaited
 
     @property
@@ -375,13 +333,5 @@ class DecodeScheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        self._blocks.release(_owner(sequence), sequence.retention)
+        self._blocks.release(owner_of(sequence), sequence.retention)
         sequence.block_table = []
-
-
-def _owner(sequence: Sequence) -> Owner:
-    return sequence_owner(sequence.key, sequence.beam)
-
-
-def _arrival(sequence: Sequence) -> float:
-    return sequence.arrival_s

@@ -8,10 +8,9 @@ If it cannot be sampled without them, it is told to sample once step N is postpr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sized
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import SampledToken
@@ -20,10 +19,10 @@ from kvrelay.engine.step.leader import Leader, LedStep
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.worker.metrics import EngineMetrics
+from kvrelay.worker.scheduler import Schedule, Scheduler
 from kvrelay.worker.suspects import Key, Suspects
 
 P = TypeVar("P")
-P_co = TypeVar("P_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,76 +41,6 @@ class Remove:
 
 
 Command = Add | Remove
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """What ``sequence`` found in a block that it shared, copied into the one that it writes to instead."""
-
-    sequence: Sequence
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One step's rows, and what must be copied before; ``admitted`` start with it, ``preempted`` lost their blocks.
-
-    Of a beam search the leader is admitted or preempted. One that was handed over is admitted without a row.
-    """
-
-    rows: list[StepRow]
-    copies: list[BlockCopy] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-
-
-class Scheduler(Protocol[P_co]):
-    """What a role brings: which tokens are computed next, and what a step brought each request. Model thread only."""
-
-    @property
-    def waiting(self) -> Sized:
-        """Who waits for room."""
-
-    @property
-    def running(self) -> Sized:
-        """Who has a place and blocks."""
-
-    def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
-        """See Add."""
-
-    def remove(self, key: Key) -> Sequence | None:
-        """Take a sequence out, wherever it is. None if it is not here, or no longer."""
-
-    def drop(self, sequence: Sequence) -> None:
-        """Give up a sequence that ``add`` could not take in."""
-
-    def schedule(self, now_s: float, group: frozenset[Key] | None = None) -> Schedule:
-        """Choose the next step, at ``now_s`` on the clock of the sequences' ``arrival_s``. Nothing: there is no room.
-
-        ``group``: who alone may be in it; None: everybody.
-        """
-
-    def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
-        """The step behind one that still runs, with no tokens of that known. None if there is none to launch before they are."""
-
-    def observe(self, rows: Seq[StepRow], step_s: float) -> None:
-        """The step of ``rows`` took so long: what later ones may take follows from it."""
-
-    def postprocess(self, rows: Seq[StepRow], results: Seq[RowResult], behind: Seq[StepRow] = ()) -> Seq[P_co]:
-        """Advance the sequences by what was computed. ``behind``: the step that runs already."""
-
-    def abandon(self, rows: Seq[StepRow]) -> None:
-        """A step that ran ahead is over and yields nothing."""
-
-    def on_failed(self, rows: Seq[StepRow], group: frozenset[Key] | None) -> list[Key]:
-        """A step of ``rows`` failed before its tokens came: who was in it computes again. Returns who may have broken it.
-
-        No rows: it could not even be scheduled, for ``group``.
-        """
-
-    def check_integrity(self) -> None:
-        """Assert that places, statuses and the block manager's books agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +139,7 @@ class ModelWorker(Generic[P]):
         for sequence in plan.admitted:
             if sequence.num_preemptions == 0:
                 self._metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
-                self._metrics.cached_tokens.inc(sequence.num_cached_tokens)
+                self._metrics.cached_tokens.inc(min(sequence.num_cached_tokens, sequence.num_prompt_tokens))
         if plan.admitted:  # told before they compute, so that the offer of a prompt travels meanwhile
             self._emit(Report(started=tuple(sequence.key for sequence in plan.admitted)))
         if plan.copies:
@@ -262,7 +191,8 @@ class ModelWorker(Generic[P]):
         self._launched.clear()
         ended = tuple(dict.fromkeys(self._taking_in))  # the beams of a search share a key
         if not ended:
-            culprit = self._suspects.blame(self._scheduler.on_failed(rows, self._suspects.group))
+            suspects = self._scheduler.on_failed(rows, self._suspects.group)
+            culprit = self._suspects.blame(sequence.key for sequence in suspects)
             ended = () if culprit is None else (culprit,)
         self._taking_in = ()
         for key in ended:

@@ -18,8 +18,9 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.security.authentication import PeerGate
 from kvrelay.worker.health import ledger_json, not_live, not_ready
 from kvrelay.worker.metrics import EngineMetrics
-from kvrelay.worker.model_worker import ModelWorker, Scheduler
+from kvrelay.worker.model_worker import ModelWorker
 from kvrelay.worker.on_loop import OnLoop
+from kvrelay.worker.scheduler import Scheduler
 from kvrelay.worker.service import Ports, Service
 from kvrelay.worker.setup import Setup
 

@@ -71,7 +71,7 @@ class Sequence:
     arrival_s: float  # monotonic clock of this process
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the sequence was first admitted
+    num_cached_tokens: int = 0  # found in the prefix cache when the sequence was first admitted
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     failure: str | None = None  # why it cannot go on, of its own fault: its guide does not allow the token that came

@@ -14,7 +14,8 @@ from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.messages import Cancelled, Failed, FailureCode, Message, Role, Submit, TokenDelta, Tokens
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.metrics import EngineMetrics
-from kvrelay.worker.model_worker import Command, ModelWorker, Report, Scheduler
+from kvrelay.worker.model_worker import Command, ModelWorker, Report
+from kvrelay.worker.scheduler import Scheduler
 from kvrelay.worker.service import Ports, Service
 from kvrelay.worker.submit import WorkerIdentity
 from tests.guides import PlayedGuides

@@ -215,3 +215,16 @@ def test_an_entry_goes_no_way_that_its_table_does_not_have(rig: ServiceRig[Any])
     entry: Entry = rig.service.entries[("a", 1)]
     with pytest.raises(ValueError, match="no transition QUEUED -> HANDING_OVER"):
         entry.advance(Phase.HANDING_OVER)
+
+
+def test_no_more_of_a_prompt_is_told_to_be_cached_than_it_has(rig: ServiceRig[Any]) -> None:
+    """An attempt that replays a lost one finds output in the cache, too."""
+    plain = rig.submit("a")
+    output = expected_output(PROMPT, 30, fake_card().vocab_size)
+    for name in ("a", "b"):
+        request = msgspec.structs.replace(plain, request_id=name, token_ids=[*PROMPT, *output])
+        sampling = msgspec.structs.replace(plain.sampling, max_tokens=40)
+        rig.ask(msgspec.structs.replace(request, sampling=sampling))
+        rig.settle()
+    told = [rig.deltas(name)[0].num_cached_tokens for name in ("a", "b")]
+    assert told == [0, len(PROMPT)]

@@ -1,0 +1,155 @@
+"""What the schedulers of both roles share: two places in order of arrival, and books that must agree with the block manager's.
+
+Which tokens are computed next is each role's own. Runs on the model thread alone. Knows no sockets and no clock.
+"""
+
+from __future__ import annotations
+
+import bisect
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kvrelay.common.sampling import SampledToken
+from kvrelay.engine.kv.block_manager import BlockManager, Owner, sequence_owner
+from kvrelay.engine.step.interface import StepRow
+from kvrelay.engine.step.plan import RowResult
+from kvrelay.engine.step.sequence import Sequence, SequenceStatus
+from kvrelay.worker.suspects import Key
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """What ``sequence`` found in a block that it shared, copied into the one that it writes to instead."""
+
+    sequence: Sequence
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step's rows, and what must be copied before; ``admitted`` start with it, ``preempted`` lost their blocks.
+
+    Of a beam search the leader is admitted or preempted. One that was handed over is admitted without a row.
+    """
+
+    rows: list[StepRow]
+    copies: list[BlockCopy] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler(ABC, Generic[P]):
+    """Waiting and running sequences of one worker, both in order of arrival. A step brings a request ``P``."""
+
+    def __init__(self, blocks: BlockManager, max_model_len: int) -> None:
+        self._blocks = blocks
+        self._max_model_len = max_model_len
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+
+    @abstractmethod
+    def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
+        """Queue a sequence. ``first``: of a beam search that was handed over, what the prefill worker sampled."""
+
+    @abstractmethod
+    def remove(self, key: Key) -> Sequence | None:
+        """Take a sequence out, wherever it is. None if it is not (or no longer) here."""
+
+    def drop(self, sequence: Sequence) -> None:
+        """Give up a sequence that ``add`` could not take in."""
+
+    @abstractmethod
+    def schedule(self, now_s: float, group: frozenset[Key] | None = None) -> Schedule:
+        """Choose the next step, at ``now_s`` on the clock of the sequences' ``arrival_s``. No rows: nothing waits, or no room.
+
+        ``group``: who alone may be in it; None: everybody.
+        """
+
+    def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
+        """The step behind one that still runs, with no tokens of that known. None if there is none to launch before they are."""
+        return None
+
+    @abstractmethod
+    def observe(self, rows: Seq[StepRow], step_s: float) -> None:
+        """The step of ``rows`` took so long: what later ones may take follows from it."""
+
+    @abstractmethod
+    def postprocess(self, rows: Seq[StepRow], results: Seq[RowResult], behind: Seq[StepRow] = ()) -> list[P]:
+        """Advance the sequences by what was computed. ``behind``: the step that runs already."""
+
+    def abandon(self, rows: Seq[StepRow]) -> None:
+        """A step that ran ahead is over and yields nothing."""
+
+    def on_failed(self, rows: Seq[StepRow], group: frozenset[Key] | None) -> list[Sequence]:
+        """A step of ``rows`` failed before its tokens came: who was in it computes again. Returns who may have broken it.
+
+        No rows: it could not even be scheduled, for ``group``.
+        """
+        if not rows:
+            return among(group, self.running + self.waiting[:1])
+        return [row.sequence for row in rows if row.sequence.status is not SequenceStatus.FINISHED]
+
+    def check_integrity(self) -> None:
+        """Assert that places, statuses and the block manager's books agree: after every test, and after a failure."""
+        self._blocks.check_integrity()
+        for place, status in ((self.waiting, SequenceStatus.WAITING), (self.running, SequenceStatus.RUNNING)):
+            for sequence in place:
+                assert sequence.status is status, f"{sequence.key} is {sequence.status.name} among the {status.name}"
+                owned = self._blocks.owned_blocks(owner_of(sequence))
+                assert sequence.block_table == owned, f"{sequence.key} computes in {sequence.block_table}, owns {owned}"
+        keys = [(sequence.key, sequence.beam) for sequence in self.waiting + self.running]
+        assert len(set(keys)) == len(keys), f"a sequence is here twice: {sorted(keys)}"
+
+    # -- for roles -------------------------------------------------------------------------------------------------
+
+    def _run(self, sequence: Sequence) -> None:
+        """It has blocks, and a place from now on."""
+        sequence.set_status(SequenceStatus.RUNNING)
+        bisect.insort(self.running, sequence, key=arrival)
+
+    def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Of the leading blocks that may be found in the prefix cache."""
+        return sequence.block_hashes(sequence.num_cacheable_tokens // self._blocks.block_size)
+
+    def _allocate(self, sequence: Sequence, spare: int = 0) -> bool:
+        """Give a sequence blocks for all its tokens, behind what of it is cached; False if there are none, beside ``spare``."""
+        num_blocks = self._blocks.num_blocks_for(sequence.num_tokens)
+        hashes = self._reusable_hashes(sequence)
+        allocation = self._blocks.allocate(owner_of(sequence), num_blocks, hashes, spare=spare)
+        if allocation is None:
+            return False
+        sequence.block_table = allocation.block_ids
+        sequence.num_computed_tokens = allocation.num_cached * self._blocks.block_size
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        return True
+
+    def _advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many more tokens are computed; publish the blocks that are full by that."""
+        num_full_before = sequence.num_computed_tokens // self._blocks.block_size
+        sequence.num_computed_tokens += num_tokens
+        num_full = sequence.num_computed_tokens // self._blocks.block_size
+        if num_full > num_full_before:
+            hashes = sequence.block_hashes(num_full)
+            for index in range(num_full_before, num_full):
+                self._blocks.publish(owner_of(sequence), index, hashes[index])
+
+
+def among(group: frozenset[Key] | None, sequences: list[Sequence]) -> list[Sequence]:
+    """Those of a group; None: all."""
+    return sequences if group is None else [one for one in sequences if one.key in group]
+
+
+def owner_of(sequence: Sequence) -> Owner:
+    """Who holds its blocks."""
+    return sequence_owner(sequence.key, sequence.beam)
+
+
+def arrival(sequence: Sequence) -> float:
+    """What places are in the order of."""
+    return sequence.arrival_s
