@@ -10,14 +10,12 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from kvrelay.common.model_card import ModelCard
 from kvrelay.wire.control.client import ControlClient
 from kvrelay.wire.lines.block_sender import BlockSender
-from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.lines.shared.sender import SharedTarget
 from kvrelay.wire.messages import (
     FailureCode,
@@ -33,11 +31,9 @@ from kvrelay.wire.messages import (
     Welcome,
 )
 from kvrelay.wire.metrics import WireMetrics
-from kvrelay.wire.network import Network
 from kvrelay.wire.security.authentication import ClientProof
-from kvrelay.wire.security.keys import WireKeys
-from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import DecodeLink
+from kvrelay.worker.setup import Setup
 
 logger = logging.getLogger(__name__)
 
@@ -59,19 +55,6 @@ class LinkHandler(Protocol):
         """A message from the decode worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkIdentity:
-    """Who this worker is to decode workers."""
-
-    peer_id: str  # unique for every start of the process
-    card: ModelCard
-    settings: LinkSettings
-    seals_kv: bool = False
-    keys: WireKeys | None = None
-    shared_memory: SharedPlace | None = None  # where to look for decode workers on this host; None: nowhere
-    data_sockets: int = 1  # connections for the KV blocks of one decode worker, at most
-
-
 class _Peer:
     """One decode worker's address. Implements :class:`kvrelay.wire.control.client.ClientHandler`."""
 
@@ -79,10 +62,10 @@ class _Peer:
         self,
         address: str,
         number: int,
-        identity: LinkIdentity,
+        card: ModelCard,
+        setup: Setup,
         handler: LinkHandler,
         metrics: WireMetrics,
-        network: Network,
         on_mute: Callable[[], object],
     ) -> None:
         """``on_mute``: called, on any thread, when the link has become mute."""
@@ -94,17 +77,19 @@ class _Peer:
         self._told = ""  # the last problem that was logged
         self._handler = handler
         self._metrics = metrics
-        self._network = network
-        self._identity = identity
+        self._card = card
+        self._setup = setup
         self._on_mute = on_mute
         self._sender: BlockSender | None = None
         hello = Hello(
-            role=Role.PREFILL, peer_id=identity.peer_id, layout=identity.card.layout, seals_kv=identity.seals_kv
+            role=Role.PREFILL,
+            peer_id=f"{setup.worker_id}-{setup.epoch}",  # another one for every start of the process
+            layout=card.layout,
+            seals_kv=setup.seal_kv,
         )
-        proof = None if identity.keys is None else ClientProof(identity.keys, Role.DECODE)
-        self.client = ControlClient(
-            address, hello, self, identity.settings, metrics=metrics, network=network, proof=proof
-        )
+        proof = None if setup.keys is None else ClientProof(setup.keys, Role.DECODE)
+        settings = setup.link_settings.between_workers()
+        self.client = ControlClient(address, hello, self, settings, metrics=metrics, network=setup.network, proof=proof)
 
     @property
     def is_mute(self) -> bool:
@@ -118,22 +103,22 @@ class _Peer:
         if welcome.data_address is None:
             self._refuse(FailureCode.INVALID, f"{self.address} is a {welcome.role} worker: it takes no KV blocks")
             return
-        self._sender = self._network.block_sender(
+        self._sender = self._setup.network.block_sender(
             data_address(self.address, welcome.data_address),
             metrics=self._metrics,
-            context=self._network.context,
+            context=self._setup.network.context,
             token=welcome.data_token,
             shared=SharedTarget(
                 welcome.shared_memory,
-                self._identity.shared_memory,
-                self._identity.card.block_nbytes,
+                self._setup.shared_memory,
+                self._card.block_nbytes,
                 welcome.data_token,
             ),
-            num_sockets=self._identity.data_sockets,
+            num_sockets=self._setup.data_sockets,
             first_thread=self._number,
             on_end=self._on_mute,
         )
-        self.link = DecodeLink(self.client, self._sender, self._identity.seals_kv)
+        self.link = DecodeLink(self.client, self._sender, self._setup.seal_kv)
         self._told = ""
         logger.info("connected to decode worker %s at %s", welcome.worker_id, self.address)
         self._handler.on_link_up(self.address, self.link)
@@ -185,17 +170,12 @@ class _Peer:
 class DecodeLinks:
     """All links of a prefill worker, by control address. Lives on the asyncio loop."""
 
-    def __init__(
-        self,
-        identity: LinkIdentity,
-        handler: LinkHandler,
-        metrics: WireMetrics,
-        network: Network,
-    ) -> None:
-        self._identity = identity
+    def __init__(self, card: ModelCard, setup: Setup, handler: LinkHandler, metrics: WireMetrics) -> None:
+        self._card = card
+        self._setup = setup
         self._handler = handler
         self._metrics = metrics
-        self._network = network
+        self._clock = setup.network.clock
         self._peers: dict[str, _Peer] = {}
         self._numbers = itertools.count()
         self._stopping: set[asyncio.Task[None]] = set()
@@ -209,10 +189,10 @@ class DecodeLinks:
         if peer is None:
             number = next(self._numbers)
             sweep_now = partial(asyncio.get_running_loop().call_soon_threadsafe, self.sweep)
-            peer = _Peer(address, number, self._identity, self._handler, self._metrics, self._network, sweep_now)
+            peer = _Peer(address, number, self._card, self._setup, self._handler, self._metrics, sweep_now)
             self._peers[address] = peer
             peer.client.start()
-        peer.asked_s = self._network.clock()
+        peer.asked_s = self._clock()
         if peer.unfit is not None:  # it is connected and will not say Welcome again: nothing else would follow
             asyncio.get_running_loop().call_soon(self._handler.on_link_down, address, None, *peer.unfit)
         return peer.link
@@ -230,7 +210,7 @@ class DecodeLinks:
         for address, peer in list(self._peers.items()):
             if peer.is_mute:
                 self.reset(address, _MUTE)
-            elif peer.link is None and self._network.clock() - peer.asked_s > _FORGET_S:
+            elif peer.link is None and self._clock() - peer.asked_s > _FORGET_S:
                 logger.info("forgetting decode worker %s: down, and no longer asked for", address)
                 del self._peers[address]
                 self._stop_behind(peer)

@@ -7,7 +7,7 @@ import asyncio
 from prometheus_client import CollectorRegistry, Gauge
 
 from kvrelay.engine.step.interface import Engine
-from kvrelay.prefill_worker.links import DecodeLinks, LinkIdentity
+from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.service import PrefillService
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
@@ -36,16 +36,7 @@ class PrefillWorker(Worker[PrefillService]):
         scheduler = PrefillScheduler(settings, blocks, card.max_model_len, card.device_type)
         service = PrefillService(setup.identity(card, settings), blocks, network.clock)
         super().__init__(engine, scheduler, service, setup, frozenset({Role.GATEWAY}))
-        identity = LinkIdentity(
-            f"{setup.worker_id}-{setup.epoch}",
-            card,
-            setup.link_settings.between_workers(),
-            seals_kv=setup.seal_kv,
-            keys=setup.keys,
-            shared_memory=setup.shared_memory,
-            data_sockets=setup.data_sockets,
-        )
-        self._links = DecodeLinks(identity, service, self._wire_metrics, network)
+        self._links = DecodeLinks(card, setup, service, self._wire_metrics)
         transfers = TransferTable(
             engine.store, service, transfer_settings or TransferSettings(), self._wire_metrics, network.clock
         )

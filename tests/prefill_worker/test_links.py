@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.engine.fake.engine import fake_card
 from kvrelay.prefill_worker import links
-from kvrelay.prefill_worker.links import DecodeLinks, LinkIdentity, data_address
+from kvrelay.prefill_worker.links import DecodeLinks, data_address
 from kvrelay.wire.blocks.frames import BlockHeader
 from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.messages import (
@@ -32,6 +32,7 @@ from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import DecodeLink
+from kvrelay.worker.setup import Setup
 from tests.reliability.fleet import Cable
 
 
@@ -83,8 +84,9 @@ class Silent:
 
 async def test_a_worker_that_is_gone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     network = Network.open()
-    identity = LinkIdentity("p", fake_card(), LinkSettings(hello_timeout_s=0.05, ping_interval_s=0.05))
-    made = DecodeLinks(identity, Silent(), WireMetrics(CollectorRegistry()), network)
+    settings = LinkSettings(hello_timeout_s=0.05, peer_timeout_s=0.05)
+    setup = Setup("p", 1, "unused", CollectorRegistry(), network, link_settings=settings)
+    made = DecodeLinks(fake_card(), setup, Silent(), WireMetrics(setup.registry))
     assert made.link_to("tcp://127.0.0.1:1") is None
     made.sweep()
     assert len(made._peers) == 1
@@ -155,7 +157,8 @@ async def decode_port() -> AsyncIterator[tuple[DecodePort, ControlServer, str, D
     port, heard = DecodePort(), Heard()
     server = ControlServer("tcp://127.0.0.1:*", port, settings, metrics=metrics, network=network)
     address = await server.start()
-    made = DecodeLinks(LinkIdentity("p", fake_card(), settings), heard, metrics, network)
+    setup = Setup("p", 1, "unused", CollectorRegistry(), network)
+    made = DecodeLinks(fake_card(), setup, heard, metrics)
     try:
         yield port, server, address, made, heard
     finally:
