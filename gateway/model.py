@@ -31,7 +31,7 @@ TakeNumbered = Callable[[int, TextDelta], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What of a model's directory a gateway reads. Raises nothing once it is there."""
+    """What a gateway reads of a model's directory."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
