@@ -149,7 +149,9 @@ def main(model: str, rows: int, rounds: int, threads: int) -> None:
         for name, guide in guides.items():
             sampling = SamplingParams(max_tokens=1, guide=guide)
             print(f"| {name} | {_time_ms(compiler, sampling):.1f} ms, again: {_time_ms(compiler, sampling):.2f} ms |")
-        print(f"\n| {rows} rows, {engine.card.layout.kv_dtype} | free step | guided step | ratio | of CPU time |")
+        print(
+            f"\n| {rows} rows, {engine.card.layout.geometry.groups[0].dtype} | free step | guided step | ratio | of CPU time |"
+        )
         print("| --- | --- | --- | --- | --- |")
         compared: dict[str, Guide | None] = {"nothing, against itself": None, **guides}
         for name, guided_by in compared.items():

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvrelay.common.kv_geometry import KvGeometry
+
 # Of fields whose name does not say what to do.
 _WAYS_OUT = {
     "kv_scales": " (other K/V scales, '' if they are 1: all workers need the same checkpoint and the same kv_scales.safetensors)"
@@ -25,25 +27,35 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     model_id: str  # what the operator called the model
     weights_digest: str  # hex digest over the checkpoint's config and tensor files
-    kv_dtype: str  # "bfloat16", "float16", "float32", "float8_e4m3fn"
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int  # tokens per block
+    geometry: KvGeometry
     rope: str  # canonical JSON of the rope settings
     kv_scales: str = ""  # hex digest of an fp8 pool's scales; "": all are 1, or there are none
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.geometry.block_size
 
     def fingerprint(self) -> bytes:
         """16 bytes, equal exactly for equal layouts."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16, person=b"kvrelay-layout").digest()
 
     def differences(self, other: KvLayout) -> list[str]:
-        """The fields in which two layouts differ, as ``name: mine / theirs``; empty if the fingerprints are equal."""
+        """The facts in which two layouts differ, as ``name: mine / theirs``; empty if the fingerprints are equal."""
+        mine, theirs = self._facts(), other._facts()
         return [
-            f"{name}: {getattr(self, name)!r} / {getattr(other, name)!r}{_WAYS_OUT.get(name, '')}"
-            for name in self.__struct_fields__
-            if getattr(self, name) != getattr(other, name)
+            f"{name}: {mine.get(name)!r} / {theirs.get(name)!r}{_WAYS_OUT.get(name, '')}"
+            for name in mine | theirs
+            if mine.get(name) != theirs.get(name)
         ]
+
+    def _facts(self) -> dict[str, object]:
+        facts = msgspec.structs.asdict(self)
+        geometry: KvGeometry = facts.pop("geometry")
+        facts["block_size"] = geometry.block_size
+        for number, group in enumerate(geometry.groups):
+            facts |= {f"group {number} {name}": value for name, value in msgspec.to_builtins(group).items()}
+        return facts
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +65,13 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_model_len: int  # tokens, prompt and output together: min(model's own, --max-model-len, what the pool holds)
     num_blocks: int  # blocks in this worker's pool
-    block_nbytes: int  # bytes of one block, all layers
     device_type: str = "cpu"  # in torch's words
     processors: tuple[str, ...] = ()  # names of the operator's logits processors that requests may ask for
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block, all layers."""
+        return self.layout.geometry.block_nbytes
 
 
 class SharedLimits(msgspec.Struct, frozen=True):

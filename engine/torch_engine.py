@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from kvrelay.common.errors import ModelError
-from kvrelay.common.model_card import ModelCard
+from kvrelay.common.kv_geometry import KvGeometry
+from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.engine.backends.cpu.build import cpu_ops, why_no_cpu_kernels
 from kvrelay.engine.backends.cuda.memory import GpuMemory
 from kvrelay.engine.backends.options import (
@@ -26,7 +27,8 @@ from kvrelay.engine.backends.options import (
 )
 from kvrelay.engine.config.model import ModelShape, load_config
 from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
-from kvrelay.engine.kv.pool import KvPool, block_nbytes_of
+from kvrelay.engine.kv.geometry import geometry_of
+from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.ops import StepGraphs
 from kvrelay.engine.sampling.prompt_logprobs import prompt_logprobs
@@ -100,16 +102,16 @@ class TorchEngine:
         if kv_dtype == torch.float8_e4m3fn:
             kv_scales = load_kv_scales(checkpoint_files(options.model_dir), config)
         weights = load_weights(options.model_dir, config, dtype, device, progress, rounding)
-        block_nbytes = block_nbytes_of(config, options.block_size, kv_dtype)
+        geometry = geometry_of(config, options.block_size, kv_dtype)
         memory: GpuMemory | None = None
         if device.type == "cuda":
             from kvrelay.engine.backends.cuda.build import cuda_model, measure_memory  # noqa: PLC0415 - a CPU worker may lack Triton
 
             # Also where the pool's size is given: kernels are compiled, and what does not fit is found, at the start.
             memory = measure_memory(config, weights, kv_dtype, device, options)
-        num_blocks = num_blocks_of(options, block_nbytes, memory)
+        num_blocks = num_blocks_of(options, geometry.block_nbytes, memory)
         max_model_len = max_model_len_of(options, config, num_blocks)
-        pool = make_pool(options, config, num_blocks, kv_dtype, device)
+        pool = make_pool(options, geometry, num_blocks, device)
         digest = weights_digest(options.model_dir) + ("" if rounding is None else f"-{rounding.value}")
         scales = "" if kv_scales is None else kv_scales_digest(kv_scales)
         card = card_of(options, config, pool, digest, max_model_len, scales)
@@ -240,19 +242,16 @@ def max_model_len_of(options: EngineOptions, shape: ModelShape, num_blocks: int)
     return min(longest, options.max_model_len or longest, num_blocks * options.block_size)
 
 
-def make_pool(
-    options: EngineOptions, shape: ModelShape, num_blocks: int, kv_dtype: torch.dtype, device: torch.device
-) -> KvPool:
+def make_pool(options: EngineOptions, geometry: KvGeometry, num_blocks: int, device: torch.device) -> KvPool:
     """The pool, with what a GPU needs beside its blocks. Raises ModelError if it does not fit the memory."""
     try:
         num_spare, staging = 0, None
         if device.type == "cuda":
             num_spare, staging = NUM_SPARE_BLOCKS, StagingPlan(CudaCopies(device), options.staging_bytes)
-        return KvPool(shape, num_blocks, options.block_size, kv_dtype, device, num_spare=num_spare, staging=staging)
+        return KvPool(geometry, num_blocks, device, num_spare=num_spare, staging=staging)
     except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
-        block_nbytes = block_nbytes_of(shape, options.block_size, kv_dtype)
         raise ModelError(
-            f"a KV pool of {num_blocks} blocks of {block_nbytes / 2**20:.2f} MiB does not fit the memory ({error}): "
+            f"a KV pool of {num_blocks} blocks of {geometry.block_nbytes / 2**20:.2f} MiB does not fit the memory ({error}): "
             "lower --num-blocks or --kv-memory-mb"
         ) from error
 
@@ -266,13 +265,17 @@ def card_of(
     kv_scales: str = "",
 ) -> ModelCard:
     """What the engine tells of itself. ``kv_scales``: their digest, see KvLayout."""
-    kv_dtype = str(pool.tensor.dtype).removeprefix("torch.")
     return ModelCard(
-        layout=shape.layout(options.model_id, weights_digest, kv_dtype, options.block_size, kv_scales=kv_scales),
+        layout=KvLayout(
+            model_id=options.model_id,
+            weights_digest=weights_digest,
+            geometry=pool.geometry,
+            rope=shape.rope_text,
+            kv_scales=kv_scales,
+        ),
         vocab_size=shape.vocab_size,
         max_model_len=max_model_len,
         num_blocks=pool.num_blocks,
-        block_nbytes=pool.block_nbytes,
         device_type=pool.tensor.device.type,
         processors=tuple(options.processors),
     )

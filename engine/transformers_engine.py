@@ -11,7 +11,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps
 from kvrelay.engine.backends.options import EngineOptions, device_of, dtype_of, num_blocks_of
 from kvrelay.engine.config.model import SUPPORTED_DTYPES, ModelShape
-from kvrelay.engine.kv.pool import block_nbytes_of
+from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.models.transformers_check import check_model
 from kvrelay.engine.models.transformers_model import load_model
 from kvrelay.engine.torch_engine import TorchEngine, card_of, make_pool, max_model_len_of
@@ -41,8 +41,9 @@ def load_transformers_engine(options: EngineOptions, progress: Callable[[int, in
     model = load_model(options.model_dir, dtype)
     progress(num_bytes, num_bytes)
     shape = model.shape
-    num_blocks = num_blocks_of(options, block_nbytes_of(shape, options.block_size, dtype), None)
-    pool = make_pool(options, shape, num_blocks, dtype, device)
+    geometry = geometry_of(shape, options.block_size, dtype)
+    num_blocks = num_blocks_of(options, geometry.block_nbytes, None)
+    pool = make_pool(options, geometry, num_blocks, device)
     ops = CpuPagedOps(shape, pool.tensor)
     model.bind(ops)
     check_model(model, _ops_of, dtype)

@@ -27,6 +27,7 @@ from gpu_parts.sizes import BLOCK_SIZE
 from kvrelay.common.memory import keep_freed_memory
 from kvrelay.engine.config.model import parse_config
 from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
+from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 
 TCP, SAME_HOST = "verified", "shared"  # handoff_ways' names
@@ -127,9 +128,11 @@ def _round_sizes(context: Context) -> RoundSizes:
 
 
 def _pool(context: Context, num_blocks: int) -> KvPool:
-    config = parse_config(context.sizes.shape.config(), "the benchmark's model")
+    geometry = geometry_of(
+        parse_config(context.sizes.shape.config(), "the benchmark's model"), BLOCK_SIZE, context.dtype
+    )
     staging = StagingPlan(CudaCopies(context.device)) if context.device.type == "cuda" else None
-    return KvPool(config, num_blocks, BLOCK_SIZE, context.dtype, context.device, staging=staging)
+    return KvPool(geometry, num_blocks, context.device, staging=staging)
 
 
 def _digest(pool: KvPool, num_blocks: int) -> str:

@@ -56,7 +56,7 @@ def load_engine(
 
 def fill_pool(engine: TorchEngine, generator: torch.Generator) -> None:
     """Random keys and values in every block: nobody attends to zeros, and a device computes faster on them."""
-    store, dtype = engine.store, getattr(torch, engine.card.layout.kv_dtype)
+    store, dtype = engine.store, getattr(torch, engine.card.layout.geometry.groups[0].dtype)
     num_seeded = min(_SEEDED_BLOCKS, store.num_blocks)
     count = store.block_nbytes // dtype.itemsize
     for block_id in range(num_seeded):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.common.errors import ModelError
-from kvrelay.common.model_card import KvLayout
 from kvrelay.engine.config.rope import RopeConfig
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -40,22 +39,6 @@ class ModelShape:
     def kv_size(self) -> int:
         """Elements of all key heads of a token (as many as value heads)."""
         return self.num_kv_heads * self.head_dim
-
-    def layout(
-        self, model_id: str, weights_digest: str, kv_dtype: str, block_size: int, kv_scales: str = ""
-    ) -> KvLayout:
-        """Everything the bytes of a KV block depend on. ``kv_scales``: a digest, see :class:`KvLayout`."""
-        return KvLayout(
-            model_id=model_id,
-            weights_digest=weights_digest,
-            kv_dtype=kv_dtype,
-            num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            block_size=block_size,
-            rope=self.rope_text,
-            kv_scales=kv_scales,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

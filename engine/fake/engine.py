@@ -18,6 +18,7 @@ from itertools import pairwise
 
 import xxhash
 
+from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
 from kvrelay.common.model_card import KvLayout, ModelCard
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.fake.step import FakeSequence, FakeSlots, FakeStep, Memory, Share
@@ -72,14 +73,13 @@ def fake_card(
     processors: tuple[str, ...] = (),
 ) -> ModelCard:
     """A card for a fake engine; equal ``model_id``, ``block_size`` and ``token_nbytes`` give equal fingerprints."""
+    group = KvGroup(
+        kind=GroupKind.FULL, layers=(0,), num_kv_heads=1, key_size=token_nbytes, value_size=0, dtype="uint8"
+    )
     layout = KvLayout(
         model_id=model_id,
         weights_digest="fake",
-        kv_dtype="bytes",
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=token_nbytes,
-        block_size=block_size,
+        geometry=KvGeometry(groups=(group,), block_size=block_size),
         rope="{}",
     )
     return ModelCard(
@@ -87,7 +87,6 @@ def fake_card(
         vocab_size=vocab_size,
         max_model_len=min(max_model_len, num_blocks * block_size),
         num_blocks=num_blocks,
-        block_nbytes=block_size * token_nbytes,
         processors=processors,
     )
 
@@ -130,8 +129,9 @@ class FakeEngine:
         reads_back_once: bool = False,
         runs_ahead: bool = False,
     ) -> None:
-        if card.layout.head_dim < _DIGEST_NBYTES:
-            raise ValueError(f"{card.layout.head_dim} bytes per token; a fake engine needs at least {_DIGEST_NBYTES}")
+        self._token_nbytes = card.layout.geometry.token_nbytes
+        if self._token_nbytes < _DIGEST_NBYTES:
+            raise ValueError(f"{self._token_nbytes} bytes per token; a fake engine needs at least {_DIGEST_NBYTES}")
         self.card = card
         self.store = MemoryStore(card.num_blocks, card.block_nbytes)
         self._on_step = on_step
@@ -139,7 +139,6 @@ class FakeEngine:
         self._reads_back_once = reads_back_once
         self.runs_ahead = runs_ahead
         self.num_slots = _NUM_SLOTS
-        self._token_nbytes = card.layout.head_dim
         self._slots = FakeSlots()
         self._launched: FakeStep | None = None  # the last one
 

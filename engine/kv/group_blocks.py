@@ -1,4 +1,4 @@
-"""The physical blocks of one group of layers, and which logical block each is a part of.
+"""The physical blocks of one group of layers (:mod:`kvrelay.common.kv_geometry`), and which logical block each is a part of.
 
 A logical block has a part in every group, until all who hold it need that part no more. Owners drop leading blocks only, as those
 fall out of a window. Not thread-safe: the block manager's lock is around it.

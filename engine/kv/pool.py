@@ -1,4 +1,4 @@
-"""The paged KV pool: one tensor, block by block contiguous, readable and writable as bytes.
+"""The paged KV pool of a model with one group of layers: one tensor, block by block contiguous, readable and writable as bytes.
 
 ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``; index 2 is 0 for keys, 1 for values. Heads come before tokens
 so that a slice of heads is contiguous per layer.
@@ -16,17 +16,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvrelay.engine.config.model import ModelShape
+from kvrelay.common.kv_geometry import KvGeometry
 from kvrelay.engine.kv.copies import Copied, StagingPlan
 from kvrelay.engine.kv.staging import StagedRead, Staging
 from kvrelay.engine.step.uploads import Uploader
 
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python has no name for it
-
-
-def block_nbytes_of(config: ModelShape, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: all layers, K and V."""
-    return 2 * config.num_layers * config.kv_size * block_size * dtype.itemsize
 
 
 class KvPool:
@@ -38,10 +33,8 @@ class KvPool:
 
     def __init__(
         self,
-        config: ModelShape,
+        geometry: KvGeometry,
         num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
         device: torch.device,
         *,
         num_spare: int = 0,
@@ -52,11 +45,17 @@ class KvPool:
         ``staging``: how blocks get to the host and back; without, and not on CPU, none can be opened. Raises ModelError if its
         memory is too little, or cannot be had.
         """
-        shape = (num_blocks + num_spare, config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        (group,) = geometry.groups
+        assert group.key_size == group.value_size, (
+            f"keys of {group.key_size}, values of {group.value_size} in one tensor"
+        )
+        shape = (num_blocks + num_spare, len(group.layers), 2, group.num_kv_heads, geometry.block_size, group.key_size)
+        dtype: torch.dtype = getattr(torch, group.dtype)
         # Zeros, not empty: attention reads the unwritten tail of a block under a mask, and NaN survives masks.
         self.tensor = (
             _host_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         )
+        self.geometry = geometry
         self.num_blocks = num_blocks
         self.block_nbytes = self.tensor[0].nbytes
         self._bytes = self.tensor.view(len(self.tensor), -1).view(torch.uint8)  # [num_blocks + num_spare, block_nbytes]

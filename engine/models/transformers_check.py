@@ -15,6 +15,7 @@ import torch
 from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.config.model import ModelShape
+from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.ops import PagedOps
 from kvrelay.engine.models.transformers_gate import probe_layers
@@ -88,7 +89,7 @@ def _paged_logits(
 ) -> list[torch.Tensor]:
     """Of each prompt, ``[its length, vocab]``."""
     num_blocks = [-(-len(token_ids) // _BLOCK_SIZE) for token_ids in prompts]
-    pool = KvPool(shape, sum(num_blocks), _BLOCK_SIZE, dtype, torch.device("cpu"))
+    pool = KvPool(geometry_of(shape, _BLOCK_SIZE, dtype), sum(num_blocks), torch.device("cpu"))
     ops = make_ops(shape, pool.tensor)
     blocks = iter(torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(2)).tolist())
     params = SamplingParams(max_tokens=1, temperature=0.0)

@@ -16,6 +16,7 @@ from handoff_ways import KvrelayReceiver, KvrelaySender
 
 from kvrelay.engine.config.model import parse_config
 from kvrelay.engine.kv.copies import StagingPlan
+from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 
 from ..engine.late_device import LateCopied, LateDevice
@@ -30,9 +31,9 @@ class NothingHolds(LateDevice):
 
 def late_pool(num_blocks: int) -> tuple[KvPool, NothingHolds]:
     device = NothingHolds()
-    config = parse_config(TINY.config(), "a test's model")
+    geometry = geometry_of(parse_config(TINY.config(), "a test's model"), BLOCK_SIZE, torch.float32)
     staging = StagingPlan(device)
-    return KvPool(config, num_blocks, BLOCK_SIZE, torch.float32, torch.device("cpu"), staging=staging), device
+    return KvPool(geometry, num_blocks, torch.device("cpu"), staging=staging), device
 
 
 def test_settled_is_what_the_device_has() -> None:

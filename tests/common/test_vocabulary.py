@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from itertools import islice
 
 import msgspec
@@ -13,20 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.common.block_hash import HASH_NBYTES, HashChain
+from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
 from kvrelay.common.logs import JsonFormatter, TextFormatter, configure_logs
 from kvrelay.common.model_card import KvLayout
 from kvrelay.common.sampling import SamplingParams
 
 TOKENS = st.lists(st.integers(0, 2**31), max_size=40)
 
+GROUP = KvGroup(kind=GroupKind.FULL, layers=(0, 1), num_kv_heads=1, key_size=64, value_size=32, dtype="bfloat16")
 LAYOUT = KvLayout(
     model_id="m",
     weights_digest="w",
-    kv_dtype="bfloat16",
-    num_layers=2,
-    num_kv_heads=1,
-    head_dim=64,
-    block_size=16,
+    geometry=KvGeometry(groups=(GROUP,), block_size=16),
     rope="r",
 )
 
@@ -74,11 +73,32 @@ def test_model_and_extra_keys_are_part_of_every_hash_of_a_chain() -> None:
 
 def test_fingerprints_are_equal_exactly_for_equal_layouts() -> None:
     assert LAYOUT.fingerprint() == msgspec.structs.replace(LAYOUT).fingerprint()
-    for name in LAYOUT.__struct_fields__:
-        value = getattr(LAYOUT, name)
-        other = msgspec.structs.replace(LAYOUT, **{name: value + 1 if isinstance(value, int) else value + "x"})
+    for names, other in others():
         assert other.fingerprint() != LAYOUT.fingerprint()
-        assert [text.split(":")[0] for text in LAYOUT.differences(other)] == [name]
+        assert [text.split(":")[0] for text in LAYOUT.differences(other)] == names
+        assert LAYOUT.differences(msgspec.structs.replace(LAYOUT)) == []
+
+
+def others() -> Iterator[tuple[list[str], KvLayout]]:
+    """Every layout that differs from ours in one fact, and the names of what differs."""
+    replace, geometry = msgspec.structs.replace, LAYOUT.geometry
+    for name in ("model_id", "weights_digest", "rope", "kv_scales"):
+        yield [name], replace(LAYOUT, **{name: getattr(LAYOUT, name) + "x"})
+    yield ["block_size"], replace(LAYOUT, geometry=replace(geometry, block_size=17))
+    for changes in ({"layers": (0,)}, {"num_kv_heads": 2}, {"key_size": 65}, {"value_size": 33}, {"dtype": "float16"}):
+        (name,) = changes
+        group = replace(GROUP, **changes)
+        yield [f"group 0 {name}"], replace(LAYOUT, geometry=replace(geometry, groups=(group,)))
+    more = replace(LAYOUT, geometry=replace(geometry, groups=(GROUP, GROUP)))
+    yield [f"group 1 {name}" for name in KvGroup.__struct_fields__], more
+
+
+def test_bytes_follow_from_the_geometry() -> None:
+    other = KvGroup(kind=GroupKind.FULL, layers=(2, 3, 5), num_kv_heads=4, key_size=8, value_size=8, dtype="float32")
+    assert (GROUP.token_nbytes, other.token_nbytes) == (2 * 1 * (64 + 32) * 2, 3 * 4 * (8 + 8) * 4)
+    geometry = KvGeometry(groups=(GROUP, other), block_size=16)
+    assert geometry.token_nbytes == GROUP.token_nbytes + other.token_nbytes
+    assert geometry.block_nbytes == 16 * geometry.token_nbytes
 
 
 @pytest.mark.parametrize(
@@ -165,4 +185,4 @@ def test_a_partial_block_has_a_hash_of_its_own() -> None:
 def test_hashes_are_fixed_for_ever() -> None:
     # Workers of different versions exchange blocks by them: these may never change.
     assert hashes_of([1, 2, 3], 4)[0].hex() == "532d334796c6d0f9043259ca4159f08d"
-    assert LAYOUT.fingerprint().hex() == "a14f20dcb74d1bbfc1f57229864e021a"
+    assert LAYOUT.fingerprint().hex() == "b90352c8efe595ef2cf9f41096d212e2"

@@ -32,7 +32,7 @@ def test_settings_reach_the_engine(llama: tuple[Path, Any]) -> None:
         progress=lambda done, total: heard.append((done, total)),
     )
     assert engine.card.layout.model_id == llama[0].name
-    assert (engine.card.layout.kv_dtype, engine.card.layout.block_size) == ("bfloat16", 8)
+    assert (engine.card.layout.geometry.groups[0].dtype, engine.card.layout.block_size) == ("bfloat16", 8)
     assert engine.card.max_model_len == 100
     assert engine.card.num_blocks == 2**20 // engine.card.block_nbytes == engine.store.num_blocks
     assert engine.store.block_nbytes == engine.card.block_nbytes

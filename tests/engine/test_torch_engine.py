@@ -131,7 +131,7 @@ def test_half_precision_is_near_the_fp32_model(dtype: str, tolerance: float, tmp
     # Milder weights than elsewhere: a random deep model of large weights multiplies rounding by chaos.
     model = save_model(tmp_path, transformers.LlamaConfig(**{**SIZES, "initializer_range": 0.12}))
     engine = load(tmp_path, dtype=dtype)
-    assert engine.card.layout.kv_dtype == dtype
+    assert engine.card.layout.geometry.groups[0].dtype == dtype
     drive(engine, model, tolerance)
 
 
@@ -142,7 +142,7 @@ def test_a_cpu_without_bf16_products_has_the_checkpoints_type_by_our_kernels(
     save_model(tmp_path, transformers.LlamaConfig(**SIZES), dtype=torch.bfloat16)
     monkeypatch.setattr(engine_options, "has_packed_linear", lambda dtype: dtype == torch.float32)
     monkeypatch.setattr(torch_engine, "why_no_cpu_kernels", lambda options, config: why_not)
-    assert load(tmp_path).card.layout.kv_dtype == expected
+    assert load(tmp_path).card.layout.geometry.groups[0].dtype == expected
 
 
 def test_many_sequences_and_odd_block_sizes(llama: tuple[Path, Any]) -> None:

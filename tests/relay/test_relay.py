@@ -133,7 +133,7 @@ async def test_what_cannot_be_served_is_refused_with_the_reason(
 async def test_workers_with_other_kv_scales_do_not_exchange_blocks(mine: str) -> None:
     def card(kv_scales: str) -> ModelCard:
         made = fake_card()
-        layout = structs.replace(made.layout, kv_dtype="float8_e4m3fn", kv_scales=kv_scales)
+        layout = structs.replace(made.layout, kv_scales=kv_scales)
         return structs.replace(made, layout=layout)
 
     theirs = "b3fc2c963f66afa6"

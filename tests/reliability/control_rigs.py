@@ -65,7 +65,7 @@ def offer_of(request_id: str, token_ids: list[int], gateway_id: str, max_tokens:
 
 def kv_blocks(token_ids: list[int]) -> list[bytes]:
     """What an honest fake engine computes: the bytes of every block, zeros behind the last token."""
-    size = CARD.layout.head_dim
+    size = CARD.layout.geometry.token_nbytes
     kv = b"".join((digest * size)[:size] for digest in token_digests(token_ids))
     return [kv[start : start + BLOCK_NBYTES].ljust(BLOCK_NBYTES, b"\0") for start in range(0, len(kv), BLOCK_NBYTES)]
 

@@ -271,7 +271,10 @@ class PrefillFuzz(_Fuzz):
         self.rig.turn(8)
         mine = [(header.block_index, payload) for header, payload in shipped if header.lease_id == lease["lease_id"]]
         assert [index for index, _ in mine] == list(range(len(offer.block_hashes))), "not every block once, in order"
-        shipped_kv, kv_nbytes = b"".join(payload for _, payload in mine), len(prompt) * CARD.layout.head_dim
+        shipped_kv, kv_nbytes = (
+            b"".join(payload for _, payload in mine),
+            len(prompt) * CARD.layout.geometry.token_nbytes,
+        )
         # Behind the last token lies what was there before.
         assert shipped_kv[:kv_nbytes] == b"".join(kv_blocks(prompt))[:kv_nbytes], "other bytes were shipped"
         (commit,) = [

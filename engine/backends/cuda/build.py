@@ -16,7 +16,8 @@ from kvrelay.engine.backends.cuda.memory import GpuMemory
 from kvrelay.engine.backends.cuda.ops import CudaOps, StepInputs
 from kvrelay.engine.backends.options import EngineOptions, asked_blocks
 from kvrelay.engine.config.model import ModelConfig
-from kvrelay.engine.kv.pool import KvPool, block_nbytes_of
+from kvrelay.engine.kv.geometry import geometry_of
+from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.sampling.rows import Asking
 from kvrelay.engine.sampling.sampled import UnderWay
@@ -121,7 +122,8 @@ def run_largest_step(
 
     Returns that pool's bytes; it is not larger than one whose size is given. ``weights`` stay whole.
     """
-    asked = asked_blocks(options, block_nbytes_of(config, options.block_size, kv_dtype))
+    geometry = geometry_of(config, options.block_size, kv_dtype)
+    asked = asked_blocks(options, geometry.block_nbytes)
     num_tokens = options.max_batched_tokens
     if asked is not None:
         num_tokens = max(1, min(num_tokens, asked * options.block_size))
@@ -133,7 +135,7 @@ def run_largest_step(
         blocks = range(num_blocks, num_blocks + -(-length // options.block_size))
         num_blocks += len(blocks)
         prompts.append((length, tuple(blocks)))
-    pool = KvPool(config, num_blocks, options.block_size, kv_dtype, device)
+    pool = KvPool(geometry, num_blocks, device)
     kv_scales = unit_kv_scales(config) if kv_dtype == torch.float8_e4m3fn else None
     ops = cuda_ops(config, pool, max_len, options, kv_scales)
     # The model empties the list of layers that it is given, and multiplies with the very same matrices.

@@ -60,7 +60,7 @@ class TgiRoutes:
         info = Info(
             model_id=model.name,
             model_sha=card.layout.weights_digest,
-            model_dtype=f"torch.{card.layout.kv_dtype}",
+            model_dtype=f"torch.{card.layout.geometry.groups[0].dtype}",
             model_device_type=card.device_type,
             max_concurrent_requests=model.relay.settings.max_queued,
             max_input_tokens=limit - 1,

@@ -146,8 +146,8 @@ def counted_upload(self, arrays):
 uploads.Uploader.upload = counted_upload
 
 
-def pool_with_a_spare_block(config, num_blocks, block_size, dtype, device, num_spare, staging):
-    pools.append(KvPool(config, num_blocks, block_size, dtype, device, num_spare=1))
+def pool_with_a_spare_block(geometry, num_blocks, device, num_spare, staging):
+    pools.append(KvPool(geometry, num_blocks, device, num_spare=1))
     return pools[-1]
 
 

@@ -10,13 +10,14 @@ import torch
 
 from kvrelay.engine.config.model import load_config
 from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
+from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.kv.staging import StagedRead
 
 
 @pytest.fixture
 def pool(llama: tuple[Path, Any]) -> KvPool:
-    return KvPool(load_config(llama[0]), 6, 8, torch.bfloat16, torch.device("cpu"))
+    return KvPool(geometry_of(load_config(llama[0]), 8, torch.bfloat16), 6, torch.device("cpu"))
 
 
 def test_a_new_pool_is_zero_and_has_the_documented_shape(pool: KvPool) -> None:
@@ -69,13 +70,13 @@ class Reader:
 
 
 def gpu_pool(directory: Path, num_blocks: int) -> KvPool:
-    config, device = load_config(directory), torch.device("cuda")
-    nbytes = 5 * KvPool(config, 1, 8, torch.bfloat16, device).block_nbytes
-    return KvPool(config, num_blocks, 8, torch.bfloat16, device, staging=StagingPlan(CudaCopies(device), nbytes))
+    geometry, device = geometry_of(load_config(directory), 8, torch.bfloat16), torch.device("cuda")
+    nbytes = 5 * geometry.block_nbytes
+    return KvPool(geometry, num_blocks, device, staging=StagingPlan(CudaCopies(device), nbytes))
 
 
 def test_a_pool_that_the_host_cannot_read_is_not_opened_without_staging(llama: tuple[Path, Any]) -> None:
-    pool = KvPool(load_config(llama[0]), 6, 8, torch.bfloat16, torch.device("meta"))
+    pool = KvPool(geometry_of(load_config(llama[0]), 8, torch.bfloat16), 6, torch.device("meta"))
     with pytest.raises(AssertionError, match="a pool on meta without a staging plan"):
         pool.open_read(1)
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvrelay.common.sampling import Watermark
 from kvrelay.engine.config.model import load_config
 from kvrelay.engine.kv import pool as kv_pool
+from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.sampling.filters import filter_typical_rows
 from kvrelay.engine.sampling.penalties import Penalties
 from kvrelay.engine.sampling.rows import SamplingRows
@@ -120,7 +121,7 @@ def test_a_deferred_step_is_sampled_without_waiting(dtype: torch.dtype, temperat
 def test_blocks_are_copied_without_waiting(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ops = NumberlessOps()
     monkeypatch.setattr(kv_pool, "Uploader", lambda device: ops)
-    pool = kv_pool.KvPool(load_config(llama[0]), 6, 8, torch.bfloat16, torch.device("meta"))
+    pool = kv_pool.KvPool(geometry_of(load_config(llama[0]), 8, torch.bfloat16), 6, torch.device("meta"))
     with OnlyUploads():
         pool.copy_blocks([(1, 4), (1, 5), (0, 1)])
     assert ops.uploaded == [[1, 1, 0], [4, 5, 1]]

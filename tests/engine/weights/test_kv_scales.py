@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvrelay.common.errors import ModelError
+from kvrelay.common.model_card import KvLayout
 from kvrelay.engine.config.model import ModelConfig, load_config
+from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.weights.checkpoint import checkpoint_files
 from kvrelay.engine.weights.kv_scales import kv_scales_digest, load_kv_scales
 from tests.engine.conftest import load
@@ -139,11 +141,21 @@ def test_sets_that_are_not_whole_are_refused(model: Path, tmp_path: Path) -> Non
         load_kv_scales([path], config)
 
 
+def layout_of(model: Path, dtype: torch.dtype, scales: torch.Tensor) -> KvLayout:
+    return KvLayout(
+        model_id="m",
+        weights_digest="d",
+        geometry=geometry_of(config_of(model), 16, dtype),
+        rope="{}",
+        kv_scales=kv_scales_digest(scales),
+    )
+
+
 def test_every_bit_of_every_scale_is_in_the_fingerprint(model: Path) -> None:
     """Two workers may exchange blocks only if their scales are the same, to the last bit."""
 
     def layout(scales: torch.Tensor) -> Any:
-        return config_of(model).layout("m", "d", "float8_e4m3fn", 16, kv_scales=kv_scales_digest(scales))
+        return layout_of(model, torch.float8_e4m3fn, scales)
 
     scales = random_scales()
     add(
@@ -169,7 +181,7 @@ def test_every_bit_of_every_scale_is_in_the_fingerprint(model: Path) -> None:
 
 
 def test_pools_without_scales_have_the_fingerprint_of_old(llama: tuple[Path, Any]) -> None:
-    layout = config_of(llama[0]).layout("m", "d", "bfloat16", 16, kv_scales=kv_scales_digest(torch.ones(3, 2, 2)))
+    layout = layout_of(llama[0], torch.bfloat16, torch.ones(3, 2, 2))
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(layout))
     assert "kv_scales" not in fields
     assert list(fields) == [name for name in layout.__struct_fields__ if name != "kv_scales"]
