@@ -88,7 +88,7 @@ class GatewayMetrics:
         self.tokens = TokenMeter(registry)
         self.attempts = Counter(
             "kvrelay_attempts_total",
-            "Attempts by how they ended: finished, stopped (a stop string), given_up, moved (by a preemption), or why they failed",
+            "Attempts by how they ended: finished, stopped (a stop string), given_up, moved, taken_back, or why they failed",
             ["outcome"],
             registry=registry,
         )

@@ -4,13 +4,13 @@ Messages are tagged msgspec structs in msgpack, one message per ZeroMQ frame. Un
 and a newer build talk to each other; what both must understand is the protocol version, negotiated by ``Hello``.
 Times are durations in seconds; no message carries a clock reading, since the clocks of two hosts differ.
 
-    gateway  → worker    Hello, Ping, Bye, Submit, Cancel
-    worker   → gateway   Welcome | HelloRefused, Status, Tokens, HandedOver, Preempted, Failed, Cancelled
+    gateway  → worker    Hello, Ping, Bye, Submit, Withdraw, Cancel
+    worker   → gateway   Welcome | HelloRefused, Status, Tokens, HandedOver, Preempted, Withdrawn, Failed, Cancelled
     prefill  → decode    Hello, Ping, Bye, Offer, Commit, Renew, Abort
     decode   → prefill   Welcome | HelloRefused, Status, Grant | Refuse, Verified | Reject
 
 Each Submit ends in exactly one terminal answer per worker that took it: ``HandedOver`` (prefill only), a ``Tokens``
-item with a finish reason, ``Failed`` or ``Cancelled``.
+item with a finish reason, ``Withdrawn`` (prefill only), ``Failed`` or ``Cancelled``.
 """
 
 from __future__ import annotations
@@ -162,6 +162,13 @@ class Submit(_Message, tag=True, frozen=True, kw_only=True, omit_defaults=True):
     max_uncached_tokens: int | None = None  # of local prefill: refused if more must be computed (``NOT_CACHED``)
 
 
+class Withdraw(_Message, tag=True, frozen=True, kw_only=True):
+    """Give the attempt back if its prompt has not begun, answered by ``Withdrawn``; else it goes on, and there is no answer."""
+
+    request_id: str
+    attempt: int
+
+
 class Cancel(_Message, tag=True, frozen=True, kw_only=True):
     """Give the attempt up, whatever its state; answered by ``Cancelled``, also if the worker does not know it."""
 
@@ -219,6 +226,13 @@ class HandedOver(_Message, tag=True, frozen=True, kw_only=True):
 
 class Preempted(_Message, tag=True, frozen=True, kw_only=True):
     """A decode worker had no room for the attempt any more; it goes on when there is, if nobody cancels it before."""
+
+    request_id: str
+    attempt: int
+
+
+class Withdrawn(_Message, tag=True, frozen=True, kw_only=True):
+    """The attempt is over before its prompt began, as the gateway asked; no other worker has heard of it."""
 
     request_id: str
     attempt: int
@@ -327,6 +341,6 @@ class Abort(_Message, tag=True, frozen=True, kw_only=True):
 
 Message = (
     Hello | Welcome | HelloRefused | Ping | Bye | Status
-    | Submit | Cancel | Tokens | HandedOver | Preempted | Failed | Cancelled
+    | Submit | Withdraw | Cancel | Tokens | HandedOver | Preempted | Withdrawn | Failed | Cancelled
     | Offer | Grant | Refuse | Commit | Verified | Reject | Renew | Abort
 )  # fmt: skip

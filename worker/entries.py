@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.wire.messages import Cancelled, Failed, HandedOver, Tokens
+from kvrelay.wire.messages import Cancelled, Failed, HandedOver, Tokens, Withdrawn
 from kvrelay.worker.suspects import Key
 
-Outcome = HandedOver | Tokens | Failed | Cancelled
+Outcome = HandedOver | Tokens | Withdrawn | Failed | Cancelled
 
 
 class Phase(enum.Enum):
@@ -19,6 +19,7 @@ class Phase(enum.Enum):
     LEASED = "leased"  # decode only: its blocks are on their way here
     COMPILING = "compiling"  # only its guide is not there; who has none is through with this at once
     QUEUED = "queued"  # with the model thread, and in no step yet
+    WITHDRAWING = "withdrawing"  # its gateway wants it back; only the model thread knows whether it has begun
     RUNNING = "running"  # it has been in a step; it may wait again if it was preempted
     HANDING_OVER = "handing_over"  # prefill only: computed; the transfer goes on
     CLOSING = "closing"  # the outcome is decided; blocks are still in use
@@ -27,12 +28,13 @@ class Phase(enum.Enum):
 _TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.LEASED: frozenset({Phase.COMPILING, Phase.CLOSING}),
     Phase.COMPILING: frozenset({Phase.QUEUED, Phase.CLOSING}),
-    Phase.QUEUED: frozenset({Phase.RUNNING, Phase.CLOSING}),
+    Phase.QUEUED: frozenset({Phase.WITHDRAWING, Phase.RUNNING, Phase.CLOSING}),
+    Phase.WITHDRAWING: frozenset({Phase.RUNNING, Phase.CLOSING}),
     Phase.RUNNING: frozenset({Phase.HANDING_OVER, Phase.CLOSING}),
     Phase.HANDING_OVER: frozenset({Phase.CLOSING}),
     Phase.CLOSING: frozenset(),
 }
-WAITING = frozenset({Phase.LEASED, Phase.COMPILING, Phase.QUEUED})  # they take no place in the batch
+WAITING = frozenset({Phase.LEASED, Phase.COMPILING, Phase.QUEUED, Phase.WITHDRAWING})  # they take no place in the batch
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -40,7 +40,14 @@ class Remove:
     key: Key
 
 
-Command = Add | Remove
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """Take a sequence out if nothing of it is computed and it holds no blocks; answered by ``taken_back`` then, and only then."""
+
+    key: Key
+
+
+Command = Add | Remove | TakeBack
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,7 @@ class Report(Generic[P]):
     num_tokens: int = 0  # that the step computed …
     step_s: float = 0.0  # … and how long it took
     removed: tuple[Key, ...] = ()
+    taken_back: tuple[Key, ...] = ()
     failed: tuple[Key, ...] = ()  # whom a failed step took down; the model thread is done with their blocks
     detail: str = ""
 
@@ -95,6 +103,9 @@ class ModelWorker(Generic[P]):
                 self._removals.append(key)
                 if not self._launched:
                     self._remove()
+            case TakeBack(key):
+                if self._scheduler.take_back(key):
+                    self._emit(Report(taken_back=(key,)))
 
     def has_work(self) -> bool:
         """Whether any sequence waits or runs, or a step is under way."""
@@ -208,6 +219,6 @@ class ModelWorker(Generic[P]):
             case Add(sequence):
                 self._scheduler.drop(sequence)
                 self._emit(Report(failed=(sequence.key,), detail=f"not taken in: {type(error).__name__}"))
-            case Remove():
-                pass  # reported, however it went
+            case Remove() | TakeBack():
+                pass  # a removal is reported, however it went; who is not taken back goes on
         self._scheduler.check_integrity()

@@ -60,6 +60,11 @@ class Scheduler(ABC, Generic[P]):
     def remove(self, key: Key) -> Sequence | None:
         """Take a sequence out, wherever it is. None if it is not (or no longer) here."""
 
+    def take_back(self, key: Key) -> bool:
+        """Take a sequence out of which nothing is computed, and which holds no blocks; False if there is none of that name."""
+        waiting = (one for one in self.waiting if one.key == key)
+        return any(not one.block_table and one.num_preemptions == 0 for one in waiting) and self.remove(key) is not None
+
     def drop(self, sequence: Sequence) -> None:
         """Give up a sequence that ``add`` could not take in."""
 

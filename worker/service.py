@@ -2,11 +2,15 @@
 
 An entry goes through these phases; its outcome is decided once and told once, when nothing of it is left::
 
-    (LEASED) ──▶ COMPILING ──▶ QUEUED ──▶ RUNNING ──▶ (HANDING_OVER) ──▶ CLOSING ──▶ (gone, outcome told)
-        └────────────┴───────────┴───────────┴────────────────────────────▲
+    (LEASED) ──▶ COMPILING ──▶ QUEUED ─────────────────▶ RUNNING ──▶ (HANDING_OVER) ──▶ CLOSING ──▶ (gone, outcome told)
+        │            │           ├──▶ (WITHDRAWING) ──▶─────┤                             ▲
+        └────────────┴───────────┴───────────┴──────────────┴─────────────────────────────┘
 
 CLOSING waits for both users of the entry's blocks: the model thread and the hand-off. An entry that asked for its sequence's
 removal stays until that is answered, whatever comes before: no later attempt of that name may get the answer.
+
+A gateway may want a request back that waits (``Withdraw``). It gets it if the model thread has not begun with it; else the
+request goes on, and the gateway hears nothing.
 
 A role is a subclass: what it does with the hand-off. LEASED is the decode worker's, HANDING_OVER the prefill worker's.
 """
@@ -39,11 +43,13 @@ from kvrelay.wire.messages import (
     Status,
     Submit,
     Welcome,
+    Withdraw,
+    Withdrawn,
     WorkerState,
 )
 from kvrelay.worker.entries import Entry, Outcome, Phase
 from kvrelay.worker.loop import ModelLoop
-from kvrelay.worker.model_worker import Add, Command, Remove, Report
+from kvrelay.worker.model_worker import Add, Command, Remove, Report, TakeBack
 from kvrelay.worker.submit import Refusal, WorkerIdentity, guide_failed, refusal_of
 from kvrelay.worker.suspects import Key
 
@@ -141,6 +147,8 @@ class Service(ABC, Generic[E, P]):
                 self._on_submit(peer_id, message)
             case Role.GATEWAY, Cancel(request_id=request_id, attempt=attempt):
                 self._on_cancel(peer_id, (request_id, attempt))
+            case Role.GATEWAY, Withdraw(request_id=request_id, attempt=attempt):
+                self._on_withdraw(peer_id, (request_id, attempt))
             case _:
                 logger.debug("unexpected %s of a %s", type(message).__name__, role, extra={"peer_id": peer_id})
 
@@ -166,6 +174,13 @@ class Service(ABC, Generic[E, P]):
             self.ports.send(Role.GATEWAY, peer_id, _cancelled(key))
         else:
             self.close(entry, _cancelled(key))
+
+    def _on_withdraw(self, peer_id: str, key: Key) -> None:
+        entry = self.entries.get(key)
+        if entry is None or entry.gateway_id != peer_id or entry.phase is not Phase.QUEUED:
+            return
+        entry.advance(Phase.WITHDRAWING)
+        self.ports.loop.post(TakeBack(key))
 
     # -- the way in ------------------------------------------------------------------------------------------------
 
@@ -223,7 +238,10 @@ class Service(ABC, Generic[E, P]):
         """What the model thread did; called on the asyncio loop, in order."""
         for key in report.started:
             entry = self.entries[key]
-            if entry.phase is Phase.QUEUED:  # otherwise it ends, or starts again after a preemption
+            if entry.phase in {
+                Phase.QUEUED,
+                Phase.WITHDRAWING,
+            }:  # otherwise it ends, or starts again after a preemption
                 entry.advance(Phase.RUNNING)
                 entry.started_s = self.clock()
                 self.guarded(self.on_started, entry)
@@ -234,6 +252,11 @@ class Service(ABC, Generic[E, P]):
             entry = self.entries[key]
             entry.model_holds = False
             self.finish(entry)
+        for key in report.taken_back:
+            entry = self.entries[key]
+            if entry.phase is Phase.WITHDRAWING:  # otherwise its removal is asked for, and answered in any case
+                entry.model_holds = False
+                self.close(entry, Withdrawn(request_id=key[0], attempt=key[1]))
         for key in report.failed:
             entry = self.entries[key]
             if entry.phase is not Phase.CLOSING:

@@ -17,6 +17,7 @@ from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.failover import blamed_roles
 from kvrelay.gateway.relay.placement import views
 from kvrelay.gateway.relay.request import Place, Progress
+from kvrelay.gateway.relay.taking_back import FindSooner, TakingBack
 from kvrelay.gateway.routing.breaker import Trial
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.gateway.workers.worker import AttemptEvent, DeadlinePassed, GaveUp, Worker, WorkerLost
@@ -30,6 +31,7 @@ from kvrelay.wire.messages import (
     Role,
     Submit,
     TokenDelta,
+    Withdrawn,
 )
 
 _RETRY_AFTER_S = 1.0
@@ -58,7 +60,7 @@ class AttemptFailedError(Exception):
 
 
 class AttemptMovedError(Exception):
-    """The attempt is given up for a place on another decode worker, which the request has now."""
+    """The attempt is given up for a place elsewhere; its text is the outcome that is counted."""
 
 
 class Attempt:
@@ -77,6 +79,8 @@ class Attempt:
         self._take = take
         self._involved = place.workers
         self._decode = place.decode
+        self._prefill = place.prefill
+        self._taking_back: TakingBack | None = None  # while the prompt may be
         self._is_handed_over = False
         # Held back until the prompt's log probabilities are here, which come another way.
         self._last: TokenDelta | None = None
@@ -85,10 +89,13 @@ class Attempt:
         self.is_finished = False  # all of the output has been taken
         self._find_room: Callable[[], Place | None]
 
-    async def run(self, submit: Submit, now_s: float, find_room: Callable[[], Place | None]) -> None:
+    async def run(
+        self, submit: Submit, now_s: float, find_room: Callable[[], Place | None], find_sooner: FindSooner
+    ) -> None:
         """Submit it; returns when all of its output was taken, or as much as was wanted. Cancel to give it up.
 
-        ``find_room`` is asked for another decode worker when this one has no room any more, until the request has moved once.
+        ``find_room`` is asked for another decode worker when this one has no room any more, until the request has moved once;
+        ``find_sooner`` for one that computes the prompt, while it waits, until it was asked back once.
 
         Raises AttemptFailedError, AttemptMovedError, ApiError if no other attempt can help, and what ``take`` raises.
         """
@@ -102,6 +109,8 @@ class Attempt:
         if accept_s is not None:
             self._metrics.part_s.labels("accept").observe(accept_s)
         self._pool.open_attempt(key, involved, len(submit.token_ids) + 1, self._on_event, progress.prefix.cached)
+        if self._prefill is not None and not progress.was_asked_back:
+            self._taking_back = TakingBack(self._pool, progress, key, self._prefill, find_sooner)
         timer = asyncio.get_running_loop().call_at(progress.deadline_s, self._on_event, DeadlinePassed())
         try:
             await self._end
@@ -109,6 +118,7 @@ class Attempt:
                 raise self._error
         finally:
             timer.cancel()
+            self._stay()
             for view in views([self._decode], 0):  # the K/V of the last token is not computed
                 progress.prefix.on_end(progress.output[:-1], view)
             self._pool.close_attempt(key, involved, submit.num_prompt_tokens + len(progress.output))
@@ -151,6 +161,9 @@ class Attempt:
                 self._on_verified(self._progress.output)
             case Preempted():
                 self._move()
+            case Withdrawn() if self._taking_back is not None and (place := self._taking_back.place) is not None:
+                self._progress.place = place if place.decode.is_usable else None
+                raise AttemptMovedError("taken_back")
             case DeadlinePassed():
                 raise self._progress.timed_out()
             case WorkerLost() | GaveUp() if self._last is not None:
@@ -167,7 +180,13 @@ class Attempt:
         """Go on elsewhere if there is room; else the decode worker goes on when it has some."""
         if not self._progress.has_moved and (place := self._find_room()) is not None:
             self._progress.has_moved, self._progress.place = True, place
-            raise AttemptMovedError
+            raise AttemptMovedError("moved")
+
+    def _stay(self) -> None:
+        """The prompt is not taken back any more."""
+        if self._taking_back is not None:
+            self._taking_back.end()
+            self._taking_back = None
 
     @property
     def _needs_no_prefill_worker(self) -> bool:
@@ -184,6 +203,7 @@ class Attempt:
         """A worker computed the prompt, or the decode worker's own stream begins."""
         assert item.timings is not None
         self._is_handed_over |= item.timings.transfer_s is not None  # only a decode worker that verified it
+        self._stay()
         self._pool.on_first_token((item.request_id, item.attempt), self._involved)
         computed = self._progress.output[: item.index]
         for view in views(self._involved[:1], 0):
@@ -231,7 +251,7 @@ def _failure(event: AttemptEvent, involved: Sequence[Worker]) -> AttemptFailedEr
         case GaveUp(role=role, answer=Failed(code=code, detail=detail, retry_after_s=retry_after_s, about=about)):
             blamed = [w.address for w in involved if w.role in blamed_roles(code, role)]
             return AttemptFailedError(code, detail, blamed, retry_after_s, about)
-        case GaveUp(answer=Cancelled()):
+        case GaveUp(answer=Cancelled()) | Withdrawn():
             return AttemptFailedError(FailureCode.PEER_LOST, "the worker gave the request up")
         case WorkerLost(address=address, reason=reason):
             return AttemptFailedError(FailureCode.PEER_LOST, f"{address}: {reason}")  # not asked before it is up again

@@ -14,9 +14,10 @@ from kvrelay.gateway.relay.request import GenerationRequest, Place, Progress
 from kvrelay.gateway.relay.settings import RelaySettings
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
 from kvrelay.gateway.routing.forecast import Prefiller, Supply
-from kvrelay.gateway.routing.policy import choose
+from kvrelay.gateway.routing.policy import Route, choose
 from kvrelay.gateway.routing.prefixes import PrefixMap, RequestPrefix
-from kvrelay.gateway.routing.ways import Limits, Reason, Way, choose_way
+from kvrelay.gateway.routing.ways import Limits, Reason, Way, best_local, choose_way, is_clearly_sooner
+from kvrelay.gateway.workers.load import Key
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.gateway.workers.view import WorkerView
 from kvrelay.gateway.workers.worker import Worker
@@ -60,6 +61,23 @@ class Placement:
         backlog_s, num_tokens = self._settings.prefill_backlog_s, progress.num_tokens + 1
         return self.route(progress, backlog_s=backlog_s, num_tokens_to_hold=num_tokens, without=decode.address)
 
+    def sooner(self, progress: Progress, prefill: Worker, key: Key) -> Place | None:
+        """A decode worker that would compute a prompt clearly sooner than the prefill worker at which that attempt waits."""
+        view = prefill.view(0)
+        if self._local_backlog_s is None or prefill.load is None or view is None or not view.tokens_per_s:
+            return None
+        num_tokens = progress.num_tokens
+        decodes = views(self._pool.decodes.values(), progress.request.max_len)
+        decodes = [one for one in decodes if one.takes_sequence(num_tokens + 1)]
+        cached = _cached(progress, decodes)
+        self._sequence_number += 1
+        hand_off_s = prefill.load.num_tokens_until(key, self._clock(), view.tokens_per_s) / view.tokens_per_s
+        for _, others in self._choices(progress, [], decodes):
+            local = best_local([view], others, num_tokens, self._sequence_number, cached, self._local_backlog_s)
+            if local is not None and is_clearly_sooner(local, hand_off_s):
+                return self._place_of(Way(Route(None, local.address), Reason.TAKEN_BACK), num_tokens, cached)
+        return None
+
     def supply(self) -> Supply:
         """What workers have for requests that wait."""
         decodes = views(self._pool.decodes.values(), 0)
@@ -92,9 +110,7 @@ class Placement:
         decodes = views(self._pool.decodes.values(), progress.request.max_len)
         if not math.isinf(backlog_s):
             decodes = [view for view in decodes if view.takes_sequence(num_tokens_to_hold) and view.address != without]
-        cached = progress.prefix.cached_tokens(progress.output, [*prefills, *decodes])
-        if progress.sampling.num_prompt_logprobs is not None:
-            cached = {}  # all of the prompt is computed for them
+        cached = _cached(progress, [*prefills, *decodes])
         limits = Limits(backlog_s, self._local_backlog_s)
         self._sequence_number += 1
         for some, others in self._choices(progress, prefills, decodes):
@@ -118,10 +134,12 @@ class Placement:
     def _place_of(self, way: Way, num_tokens: int, cached: Mapping[str, int]) -> Place:
         decode = self._pool.decodes[way.route.decode]
         if way.route.prefill is not None:
-            return Place(self._pool.prefills[way.route.prefill], decode, way.reason)
+            prefill = self._pool.prefills[way.route.prefill]
+            return Place(prefill, decode, way.reason, num_tokens - cached.get(prefill.address, 0))
         # Was it chosen for what it has cached, and has it no more, then the ways are to be compared again.
-        num_cached = 0 if self._pool.is_local_only else cached.get(decode.address, 0)
-        return Place(None, decode, way.reason, num_tokens - num_cached if num_cached else None)
+        num_to_compute = num_tokens - cached.get(decode.address, 0)
+        may_be_wrong = num_to_compute < num_tokens and not self._pool.is_local_only
+        return Place(None, decode, way.reason, num_to_compute, num_to_compute if may_be_wrong else None)
 
     @property
     def _local_backlog_s(self) -> float | None:
@@ -163,7 +181,14 @@ class Placement:
         fitting = [] if worker is None or is_shut else views([worker], request.max_len)
         if worker is None or not fitting or not fitting[0].takes_sequence(num_tokens_to_hold):
             return None
-        return Place(None, worker, Reason.SHARED)
+        return Place(None, worker, Reason.SHARED, num_to_compute=0)
+
+
+def _cached(progress: Progress, some: Iterable[WorkerView]) -> Mapping[str, int]:
+    """Tokens that workers need not compute, by address."""
+    cached = progress.prefix.cached_tokens(progress.output, some)
+    # All of the prompt is computed for its log probabilities.
+    return cached if progress.sampling.num_prompt_logprobs is None else {}
 
 
 def views(workers: Iterable[Worker], num_tokens: int) -> list[WorkerView]:

@@ -194,13 +194,14 @@ class Relay:
         outcome = "given_up"  # by its client, or by us, its time being up
         try:
             elsewhere = partial(self._placement.elsewhere, progress, place.decode)
-            await attempt.run(self._submit(progress, place), self.clock(), elsewhere)
+            sooner = partial(self._placement.sooner, progress)
+            await attempt.run(self._submit(progress, place), self.clock(), elsewhere, sooner)
             outcome = "finished" if attempt.is_finished else "stopped"
             if progress.num_failures:
                 text = "the request went on after %d failed attempts; its client got all of it"
                 logger.info(text, progress.num_failures, extra={"request_id": request.request_id})
-        except AttemptMovedError:
-            outcome = "moved"
+        except AttemptMovedError as moved:
+            outcome = str(moved)
             return False
         except AttemptFailedError as failure:
             outcome = failure.code.value

@@ -117,6 +117,7 @@ class Place:
     prefill: Worker | None  # None: the decode worker computes the prompt itself
     decode: Worker
     reason: Reason
+    num_to_compute: int  # of the prompt, by whoever computes it, as far as one knows
     max_uncached_tokens: int | None = None  # as in Submit
 
     @property
@@ -143,6 +144,7 @@ class Progress:
     attempt: int = 0
     num_failures: int = 0
     has_moved: bool = False  # from a decode worker that had no room for it any more; once is enough
+    was_asked_back: bool = False  # from a prefill worker where it waited; once is enough
     avoidance: Avoidance = field(default_factory=Avoidance)
     has_prompt_logprobs: bool = False
     num_cached_tokens: int | None = None  # of the prompt, that nobody computed for this request

@@ -13,6 +13,8 @@ from kvrelay.gateway.workers.view import WorkerView
 _IN_USE_PER_CACHED = 4.0
 # … and, if all of the prompt is cached, such a part of what is in use there.
 _IN_USE_SLACK = 0.25
+# What a decode worker counts as having in use for each token of a prompt that waits to be computed there.
+_IN_USE_PER_WAITING = 4.0
 
 
 class Route(msgspec.Struct, frozen=True, gc=False):
@@ -38,11 +40,12 @@ def choose(
 
     (the prompt's length is the same everywhere). Of a decode worker with room, as parts of its pool:
 
-        tokens in use / (1 + 0.25 * cached part of the prompt) - 4 * cached tokens
+        (tokens in use + 4 * tokens of prompts that wait) / (1 + 0.25 * cached part of the prompt) - 4 * cached tokens
 
     So it may have four tokens more in use than others for each cached one, which spares a computation or a transfer, and a quarter
     more of what is in use: among many requests chance alone would else drive chats from their workers. On a worker whose batch
-    is full nothing counts as cached. A decode worker without room is only taken if none has any.
+    is full nothing counts as cached. Prompts that wait there count, as who joins a batch beside them waits longer for its next
+    token. A decode worker without room is only taken if none has any.
 
     ``cached``: leading tokens of the prompt that a worker has, by address, as far as this gateway knows (see
     :mod:`kvrelay.gateway.routing.prefixes`). Without ``prefills`` the route has no prefill worker. None if there is no decode
@@ -51,7 +54,10 @@ def choose(
 
     def decode_cost(view: WorkerView) -> tuple[bool, float, int]:
         num_cached = 0 if view.is_full else cached.get(view.address, 0)
-        used = (view.num_blocks - view.num_free_blocks) / (1 + _IN_USE_SLACK * num_cached / num_tokens)
+        num_used = (
+            view.num_blocks - view.num_free_blocks + _IN_USE_PER_WAITING * view.num_waiting_tokens / view.block_size
+        )
+        used = num_used / (1 + _IN_USE_SLACK * num_cached / num_tokens)
         cost = (used - _IN_USE_PER_CACHED * num_cached / view.block_size) / view.num_blocks
         return (not view.has_room(num_tokens), cost, view.num_requests)
 

@@ -11,8 +11,8 @@ Local prefill must be sooner by a tenth: what is nearly a tie goes to the prefil
 generate is paid by them. On idle pools this is the rule of "a short rest is computed by the decode worker": the 10 ms of a hand-off
 are more than a tenth of a short prompt's time, and less than a tenth of a long one's.
 
-A decode worker that has computed no prompt knows no speed. It is tried if nothing waits there, at half of a prefill worker's speed.
-While nobody knows a speed, prompts are handed over.
+A decode worker that has computed no prompt knows no speed. It is tried if no other prompt waits there: at a prefill worker's speed
+if it is idle, else at a quarter of it. While nobody knows a speed, prompts are handed over.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from kvrelay.gateway.workers.view import WorkerView
 # Offer, grant, the last blocks and their verdict, and the wait for the decode worker's next step.
 _HAND_OFF_S = 0.01
 _TIE = 0.1
-_TRIED_AT = 0.5  # of a prefill worker's speed
+_TRIED_AT = 0.25  # of a prefill worker's speed: what a budget may leave of it
+_CLEARLY = 0.5  # of the time that is left by the way that was chosen: what is left by another that is worth the change
 
 
 class Reason(enum.StrEnum):
@@ -90,6 +91,11 @@ class LocalWay(msgspec.Struct, frozen=True, gc=False):
     first_token_s: float  # from now
 
 
+def is_clearly_sooner(local: LocalWay, hand_off_s: float) -> bool:
+    """Whether a prompt that waits for its first token for ``hand_off_s`` more should be taken back: it would wait half as long."""
+    return local.first_token_s < hand_off_s * _CLEARLY
+
+
 def best_local(
     prefills: Sequence[WorkerView],
     decodes: Sequence[WorkerView],
@@ -105,12 +111,13 @@ def best_local(
     """
     if backlog_s is None:
         return None
-    tried_at = _TRIED_AT * max((view.tokens_per_s or 0.0 for view in prefills), default=0.0)
+    fastest = max((view.tokens_per_s or 0.0 for view in prefills), default=0.0)
     ways: list[LocalWay] = []
     for view in decodes:
-        speed, most_waiting = (
-            (tried_at, 0.0) if view.tokens_per_s is None else (view.tokens_per_s, view.tokens_per_s * backlog_s)
-        )
+        if (speed := view.tokens_per_s) is not None:
+            most_waiting = speed * backlog_s
+        else:
+            speed, most_waiting = fastest * (_TRIED_AT if view.num_requests else 1.0), 0.0
         if speed > 0 and view.num_waiting_tokens <= most_waiting and not view.is_full and view.has_room(num_tokens + 1):
             num_to_compute = view.num_waiting_tokens + num_tokens - cached.get(view.address, 0)
             ways.append(LocalWay(view.address, num_to_compute / speed))

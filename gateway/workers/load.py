@@ -45,16 +45,14 @@ class Load:
         self._known_s = 0.0  # when that was so
         self._num_given_back = 0  # blocks of attempts that the last report counts and that are over
 
-    def open(self, key: Key, num_tokens: int, now_s: float, *, num_to_compute: int | None) -> None:
-        """An attempt begins.
+    def open(self, key: Key, num_tokens: int, now_s: float, *, is_sent: bool, num_to_compute: int) -> None:
+        """An attempt begins, or is to have its place. ``num_to_compute``: of its tokens, by this worker.
 
-        ``num_to_compute``: of its tokens, by this worker, which it was sent to; None: another one computes it, and this one hears
-        of it from there (and we know with its first token that it has).
+        ``is_sent``: to this worker, which else hears of it later: from another one (and we with its first token), or from us.
         """
         if not self.num_waiting_tokens:
             self._known_s = now_s
-        known_s = None if num_to_compute is None else now_s
-        self._attempts[key] = attempt = _Attempt(num_tokens, known_s, num_to_compute or 0)
+        self._attempts[key] = attempt = _Attempt(num_tokens, now_s if is_sent else None, num_to_compute)
         self._num_uncomputed += attempt.num_uncomputed
         self._num_unreported_blocks += self._blocks_for(num_tokens)
 
@@ -106,6 +104,15 @@ class Load:
     def num_waiting_tokens(self) -> int:
         """Of prompts that are not computed yet."""
         return self._tokens_of_others + self._num_uncomputed - self._num_done
+
+    def num_tokens_until(self, key: Key, now_s: float, tokens_per_s: float) -> float:
+        """To compute by ``now_s`` before our own attempt has its first token, if prompts are computed in order of arrival."""
+        num_tokens = self._tokens_of_others - self._num_done - tokens_per_s * (now_s - self._known_s)
+        for other, attempt in self._attempts.items():
+            num_tokens += attempt.num_uncomputed
+            if other == key:
+                return max(num_tokens, attempt.num_uncomputed)
+        return 0.0
 
     def num_waiting_tokens_at(self, now_s: float, tokens_per_s: float) -> float:
         """Of prompts that are not computed by ``now_s``, if the worker computes so many a second."""

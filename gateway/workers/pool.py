@@ -127,8 +127,20 @@ class WorkerPool:
         self._listeners[key] = listener
         for worker in workers:
             if worker.load is not None:
-                num_to_compute = num_tokens - cached.get(worker.address, 0) if worker is workers[0] else None
-                worker.load.open(key, num_tokens, self._network.clock(), num_to_compute=num_to_compute)
+                is_sent = worker is workers[0]
+                num_to_compute = num_tokens - cached.get(worker.address, 0) if is_sent else 0
+                worker.load.open(key, num_tokens, self._network.clock(), is_sent=is_sent, num_to_compute=num_to_compute)
+
+    def keep_place(self, key: Key, worker: Worker, num_tokens: int, num_to_compute: int) -> None:
+        """For an attempt that may go to the worker soon: others see its place as taken, until ``give_place_back``."""
+        if worker.load is not None:
+            worker.load.open(key, num_tokens, self._network.clock(), is_sent=False, num_to_compute=num_to_compute)
+
+    def give_place_back(self, key: Key, worker: Worker) -> None:
+        """The attempt begins, or will not."""
+        if worker.load is not None:
+            worker.load.close(key, 0)
+        self.changed.set()
 
     def on_first_token(self, key: Key, workers: Sequence[Worker]) -> None:
         """An attempt on these workers has its first token: the next prompt may have its place."""

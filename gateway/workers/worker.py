@@ -23,6 +23,7 @@ from kvrelay.wire.messages import (
     TokenDelta,
     Tokens,
     Welcome,
+    Withdrawn,
     WorkerState,
 )
 from kvrelay.wire.metrics import WireMetrics
@@ -59,7 +60,7 @@ class DeadlinePassed:
     """What an attempt hears when the request's time is up."""
 
 
-AttemptEvent = TokenDelta | HandedOver | Preempted | GaveUp | WorkerLost | DeadlinePassed
+AttemptEvent = TokenDelta | HandedOver | Preempted | Withdrawn | GaveUp | WorkerLost | DeadlinePassed
 Listener = Callable[[AttemptEvent], None]  # an attempt; raises nothing, and does not wait
 
 
@@ -120,7 +121,7 @@ class Worker:
             case Tokens(items=items):
                 for item in first_tokens_first(items):
                     self._owner.deliver((item.request_id, item.attempt), item)
-            case HandedOver() | Preempted():
+            case HandedOver() | Preempted() | Withdrawn():
                 self._owner.deliver((message.request_id, message.attempt), message)
             case Failed() | Cancelled():
                 self._owner.deliver((message.request_id, message.attempt), GaveUp(self.role, message))

@@ -124,8 +124,8 @@ class World:
         if expected_s is not None:
             self.waited.append(Waited(expected_s, placed_s - begun_s))
         num_output, first_s = 0, None
-        self.prefill.open(key, work.num_prompt_tokens, placed_s, num_to_compute=work.num_prompt_tokens)
-        self.decode.open(key, work.num_prompt_tokens, placed_s, num_to_compute=None)
+        self.prefill.open(key, work.num_prompt_tokens, placed_s, is_sent=True, num_to_compute=work.num_prompt_tokens)
+        self.decode.open(key, work.num_prompt_tokens, placed_s, is_sent=False, num_to_compute=0)
         try:
             await self._compute(work)
             first_s = self.loop.time()

@@ -65,9 +65,27 @@ class Process:
         self.state = ProcessState.RUNNING
         self.loop = loop
         self.hopped_s = 0.0  # when the last call from another thread arrives
+        self.ahead_s = 0.0  # how far the model's thread is in a step that takes time, while the loop stands still
+        self._told_s = 0.0  # when the last call from there arrives
         self._parked: list[tuple[_Call, contextvars.Context]] = []
         self.context = contextvars.copy_context()
         self.context.run(_PROCESS.set, self)
+
+    def clock(self) -> float:
+        """What its threads read."""
+        return self.loop.now_s + self.ahead_s
+
+    def hop(self, delay_s: float) -> float:
+        """When a call from another thread arrives that takes so long: behind those before, but not behind a step under way."""
+        if self.ahead_s > 0:
+            self._told_s = max(self._told_s, self.clock() + delay_s) + 1e-9
+            return self._told_s
+        self.hopped_s = max(self.hopped_s, self.clock() + delay_s) + 1e-9
+        return self.hopped_s
+
+    def end_step(self) -> None:
+        """The time of the step has passed."""
+        self.hopped_s = max(self.hopped_s, self._told_s)
 
     def kill(self) -> None:
         """Nothing of it runs from now on."""
@@ -217,5 +235,5 @@ class SimLoop(asyncio.SelectorEventLoop):
         process = (context or contextvars.copy_context()).get(_PROCESS)
         if process is None:
             return super().call_soon_threadsafe(callback, *args, context=context)
-        process.hopped_s = max(process.hopped_s, self.now_s + self.random.uniform(0, _THREAD_HOP_S)) + 1e-9
-        return self.call_at(process.hopped_s, callback, *args, context=context)
+        arrives_s = process.hop(self.random.uniform(0, _THREAD_HOP_S))
+        return self.call_at(arrives_s, callback, *args, context=context)

@@ -26,7 +26,7 @@ _KERNEL_BLOCKS = 2  # that leave although nothing gets through
 def sim_network(wires: Wires) -> Network:
     """For :meth:`kvrelay.wire.network.Network.open`, in the process that runs."""
     parts: Any = (SimContext(wires), SimLoopSocket, SimSender, SimReceiver)
-    return Network(wires.loop.time, *parts)
+    return Network(current_process().clock, *parts)
 
 
 class SimSender:
@@ -244,7 +244,7 @@ class SimReceiver:
                 if error.cause_name == "bad_header":
                     self._leases.count_bad_header()
                 continue
-            delay_s = self._wires.loop.random.uniform(0, 0.003)
+            delay_s = self._wires.loop.random.uniform(0, self._wires.receive_s)
             self._wires.loop.call_at(self._wires.loop.now_s + delay_s, self._finish, header, data)
             return
         self._is_busy = False
@@ -256,7 +256,10 @@ class SimReceiver:
 
 
 class SimModelLoop:
-    """For :class:`kvrelay.worker.loop.ModelLoop`: steps take virtual time."""
+    """For :class:`kvrelay.worker.loop.ModelLoop`: steps take virtual time.
+
+    It passes by chance before a step. An engine with a pace says itself how long its step takes (``Process.ahead_s``).
+    """
 
     def __init__(self, worker: Any, name: str, clock: Clock) -> None:
         self._worker = worker
@@ -289,7 +292,7 @@ class SimModelLoop:
         return True
 
     async def _run(self) -> None:
-        loop = cast(SimLoop, asyncio.get_running_loop())
+        loop, process = cast(SimLoop, asyncio.get_running_loop()), current_process()
         could_compute = True
         while True:
             if not (could_compute and self._worker.has_work()):
@@ -308,3 +311,7 @@ class SimModelLoop:
                     could_compute = self._worker.step()
                 except Exception as error:
                     self._worker.on_step_failed(error)
+                step_s, process.ahead_s = process.ahead_s, 0.0
+                if step_s > 0:
+                    await asyncio.sleep(step_s)
+                    process.end_step()

@@ -17,8 +17,7 @@ import zmq
 
 from .clock import Process, SimLoop, current_process
 
-_DELAY_S = 0.004  # at most, of a message
-_LONG_DELAY_S = 0.3  # of some
+_LONG_DELAY_S = 0.3  # at most, of some messages
 
 
 @dataclass
@@ -58,12 +57,15 @@ class Wires:
         self.senders: list[Any] = []  # of KV blocks, that are not closed
         self.connections: list[Connection] = []
         self.problems: list[str] = []
-        self.send_s = 0.002  # at most, for each of the two steps of sending a block
+        self.message_s = 0.004  # at most, of a message …
+        self.long_delays = 0.02  # … but of this part
+        self.send_s = 0.002  # at most, for each of the two steps of sending a block …
+        self.receive_s = 0.003  # … and for receiving it
 
     def delay_s(self) -> float:
         """Of a message."""
         chance = self.loop.random
-        return chance.uniform(0, _LONG_DELAY_S if chance.random() < 0.02 else _DELAY_S)
+        return chance.uniform(0, _LONG_DELAY_S if chance.random() < self.long_delays else self.message_s)
 
     def listen(self, address: str, socket: SimSocket) -> None:
         """A worker is there; who has waited for it is connected."""

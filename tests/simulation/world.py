@@ -11,7 +11,7 @@ import asyncio
 import contextvars
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -21,7 +21,8 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.sampling import SamplingParams, Watermark
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
-from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
+from kvrelay.engine.fake.engine import FakeEngine, FakePace, expected_output, fake_card
+from kvrelay.engine.fake.step import Share
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.relay import Relay
@@ -87,6 +88,37 @@ class Member:
     is_draining: bool = False
 
 
+@dataclass(frozen=True)
+class Machines:
+    """What the workers of a world are."""
+
+    num_blocks: int = NUM_BLOCKS
+    block_size: int = 4
+    seal_kv: bool = False
+    prefill: PrefillSchedulerSettings = field(
+        default_factory=lambda: PrefillSchedulerSettings(max_batched_tokens=16, max_num_seqs=3, max_waiting=8)
+    )
+    decode: DecodeSchedulerSettings = field(
+        default_factory=lambda: DecodeSchedulerSettings(
+            max_num_seqs=3, max_batched_tokens=16, max_waiting=8, lease_ttl_s=5.0
+        )
+    )
+    pace: FakePace | None = None  # None: steps take a moment by chance; else nothing runs ahead or is read back twice
+    checks_books: bool = True  # of every worker, after every event
+
+    def engine(self, process: Process, *, runs_ahead: bool) -> FakeEngine:
+        """A worker's, in that process."""
+        card = fake_card(num_blocks=self.num_blocks, block_size=self.block_size, vocab_size=VOCAB)
+        pace = self.pace
+        if pace is None:
+            return FakeEngine(card, runs_ahead=runs_ahead)
+
+        def take_time(shares: Sequence[Share]) -> None:
+            process.ahead_s += pace.of(shares)
+
+        return FakeEngine(card, take_time, reads_back_once=True)
+
+
 class World:
     """Prefill workers p0, p1 …, decode workers d0, d1 …, gateways g0, g1 …; use within ``with running(...)``."""
 
@@ -96,9 +128,7 @@ class World:
         num_prefills: int,
         num_decodes: int,
         num_gateways: int,
-        *,
-        seal_kv: bool,
-        num_blocks: int,
+        machines: Machines,
         relay: RelaySettings,
     ) -> None:
         self.loop = SimLoop(seed)
@@ -108,14 +138,14 @@ class World:
         self.clients: list[Client] = []
         self.problems = self.wires.problems
         self.ended: list[Member] = []  # workers of before: kept, so that nothing of theirs is collected in the midst
-        self._seal_kv = seal_kv
-        self._num_blocks = num_blocks
+        self._machines = machines
         self._relay = relay
         self._epochs = itertools.count(1)
         self.prefill_names = [f"p{index}" for index in range(num_prefills)]
         self.decode_names = [f"d{index}" for index in range(num_decodes)]
         self.gateway_names = [f"g{index}" for index in range(num_gateways)]
-        self.loop.after_event = self._check_books
+        if machines.checks_books:
+            self.loop.after_event = self._check_books
 
     # -- who is there ----------------------------------------------------------------------------------------------
 
@@ -137,7 +167,7 @@ class World:
             member.pool.update(static_workers(*addresses))
             return
         # One of two decode workers, as on a GPU, has its next step under way before it knows the last one's tokens.
-        engine = FakeEngine(fake_card(num_blocks=self._num_blocks, vocab_size=VOCAB), runs_ahead=name == "d0")
+        machines, engine = self._machines, self._machines.engine(member.process, runs_ahead=name == "d0")
         setup = Setup(
             name,
             epoch,
@@ -146,15 +176,13 @@ class World:
             network,
             cast(Any, SimModelLoop),
             LINKS,
-            seal_kv=self._seal_kv,
+            seal_kv=machines.seal_kv,
         )
         worker: PrefillWorker | DecodeWorker
         if name[0] == "p":
-            settings_p = PrefillSchedulerSettings(max_batched_tokens=16, max_num_seqs=3, max_waiting=8)
-            worker = PrefillWorker(engine, settings_p, setup)
+            worker = PrefillWorker(engine, machines.prefill, setup)
         else:
-            settings_d = DecodeSchedulerSettings(max_num_seqs=3, max_batched_tokens=16, max_waiting=8, lease_ttl_s=5.0)
-            worker = DecodeWorker(engine, settings_d, f"tcp://{name}:2", setup)
+            worker = DecodeWorker(engine, machines.decode, f"tcp://{name}:2", setup)
         member.worker = worker
         asyncio.ensure_future(worker.start())  # noqa: RUF006 - the loop keeps it
 
@@ -346,14 +374,20 @@ def running(
     num_blocks: int = NUM_BLOCKS,
     local_prefill: str = "sooner",
 ) -> Iterator[World]:
-    """A world with everybody up."""
+    """A world with everybody up, whose steps take moments by chance."""
     relay = RelaySettings(local_prefill=local_prefill, request_timeout_s=60, room_timeout_s=20)
+    machines = Machines(num_blocks=num_blocks, seal_kv=seal_kv)
+    with living(lambda: World(seed, num_prefills, num_decodes, num_gateways, machines, relay)) as world:
+        yield world
+
+
+@contextmanager
+def living(make: Callable[[], World]) -> Iterator[World]:
+    """The world that ``make`` makes, with everybody up."""
     logging.disable(logging.CRITICAL)
     with ExitStack() as stack:
         stack.callback(logging.disable, logging.NOTSET)
-        world = World(
-            seed, num_prefills, num_decodes, num_gateways, seal_kv=seal_kv, num_blocks=num_blocks, relay=relay
-        )
+        world = make()
         stack.enter_context(no_real_clock(world.problems))
         for name in (*world.decode_names, *world.prefill_names, *world.gateway_names):
             world.start(name)

@@ -12,7 +12,7 @@ import pytest
 from kvrelay.common.sampling import FinishReason, Guide, GuideKind
 from kvrelay.engine.fake.engine import expected_output, fake_card
 from kvrelay.engine.guides.guidance import NoGuides
-from kvrelay.wire.messages import ABOUT_GUIDE, Cancel, Cancelled, FailureCode, Role, Submit
+from kvrelay.wire.messages import ABOUT_GUIDE, Cancel, Cancelled, FailureCode, Role, Submit, Withdraw, Withdrawn
 from kvrelay.worker.entries import Entry, Phase
 from tests.decode_worker.service_rig import Rig as DecodeRig
 from tests.guides import tokens_guide
@@ -20,6 +20,7 @@ from tests.prefill_worker.service_rig import Rig as PrefillRig
 from tests.worker.rig import ServiceRig
 
 PROMPT = list(range(6))
+WITHDRAW = Withdraw(request_id="a", attempt=1)
 
 
 @pytest.fixture(params=[PrefillRig, DecodeRig], ids=["prefill", "decode"])
@@ -72,6 +73,52 @@ def test_a_cancel_that_crosses_a_failed_step_is_answered_once(rig: ServiceRig[An
     rig.settle()
     assert rig.cancelled() == ["a"]
     assert not rig.failures()
+    rig.assert_nothing_left()
+
+
+def test_a_request_that_waits_is_given_back_and_its_name_is_free(rig: ServiceRig[Any]) -> None:
+    rig.ask(rig.submit("a"))
+    rig.handle()
+    rig.ask(WITHDRAW, "another")
+    rig.ask(WITHDRAW)
+    rig.ask(WITHDRAW)
+    rig.settle()
+    assert rig.sent == [("gateway", Withdrawn(request_id="a", attempt=1))]
+    rig.ask(rig.submit("a"))
+    rig.settle()
+    assert_told(rig, "a", expected_output(PROMPT, 3, fake_card().vocab_size))
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize("is_heard", [True, False], ids=["known to the service", "not heard of yet"])
+def test_a_request_that_has_begun_is_not_given_back(rig: ServiceRig[Any], is_heard: bool) -> None:
+    rig.ask(rig.submit("a"))
+    rig.handle()
+    rig.model.step()
+    if is_heard:
+        rig.hear()
+    rig.ask(WITHDRAW)
+    rig.settle()
+    assert not rig.told(Withdrawn)
+    assert_told(rig, "a", expected_output(PROMPT, 3, fake_card().vocab_size))
+    rig.assert_nothing_left()
+
+
+@pytest.mark.parametrize("is_handled", [True, False], ids=["taken back already", "not taken back yet"])
+def test_a_cancel_that_crosses_a_withdrawal_is_answered_once(rig: ServiceRig[Any], is_handled: bool) -> None:
+    """And keeps the name until its removal is answered, too."""
+    rig.ask(rig.submit("a"))
+    rig.handle()
+    rig.ask(WITHDRAW)
+    if is_handled:
+        rig.handle()
+    rig.ask(Cancel(request_id="a", attempt=1))
+    rig.hear()
+    rig.ask(rig.submit("a"))
+    assert rig.failures() == [("a", FailureCode.INVALID)]
+    rig.settle()
+    assert rig.cancelled() == ["a"]
+    assert not rig.told(Withdrawn)
     rig.assert_nothing_left()
 
 

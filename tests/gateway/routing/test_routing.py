@@ -52,6 +52,12 @@ def test_the_decode_worker_with_room_and_the_least_in_use_is_taken() -> None:
     assert choose([], [full], 160, 0, NOTHING) == Route(None, "d1")  # it will say itself when there is room
 
 
+def test_a_decode_worker_that_computes_prompts_is_left_to_them() -> None:
+    computing, other = view("d1", num_waiting_tokens=160), view("d2", num_free_blocks=61)
+    assert choose([view("p")], [computing, other], 16, 0, NOTHING) == Route("p", "d2")
+    assert choose([view("p")], [computing, view("d2", num_free_blocks=59)], 16, 0, NOTHING) == Route("p", "d1")
+
+
 def test_a_burst_spreads_over_equal_workers() -> None:
     decodes = {address: view(address) for address in ("d1", "d2", "d3")}
     for turn in range(9):

@@ -90,11 +90,12 @@ def test_while_no_speed_is_known_prompts_are_handed_over() -> None:
 
 
 def test_a_decode_worker_whose_speed_is_not_known_is_tried() -> None:
-    """At half of what a prefill worker computes: with a short prompt, or when long ones wait."""
-    new = worker("d", None)
-    assert way(worker("p"), new, 8) == Way(LOCAL, Reason.SOONER)
-    assert way(worker("p"), new, 1000) == Way(HANDED_OVER, Reason.SOONER)
-    assert way(worker("p", num_waiting_tokens=1500), new, 1000) == Way(LOCAL, Reason.SOONER)
+    """As one like a prefill worker if it is idle; as one that has a quarter of its time for prompts if not."""
+    idle, busy = worker("d", None), worker("d", None, num_requests=1)
+    assert way(worker("p"), idle, 89) == Way(LOCAL, Reason.SOONER)
+    assert way(worker("p"), idle, 90) == Way(HANDED_OVER, Reason.SOONER)
+    assert way(worker("p", num_waiting_tokens=1000), busy, 300) == Way(HANDED_OVER, Reason.SOONER)
+    assert way(worker("p", num_waiting_tokens=1100), busy, 300) == Way(LOCAL, Reason.SOONER)
 
 
 def test_who_may_not_be_handed_over_is_computed_by_a_decode_worker_that_can() -> None:

@@ -26,7 +26,7 @@ def status(running: int = 0, waiting: int = 0, tokens: int = 0, free: int = 100)
 def test_what_is_over_counts_no_more() -> None:
     """Without waiting for a report: in a second a worker may finish half of what it has."""
     load = Load(BLOCK)
-    load.open(("r", 1), 160, 0.0, num_to_compute=160)
+    load.open(("r", 1), 160, 0.0, is_sent=True, num_to_compute=160)
     load.on_status(status(running=3, tokens=1160, free=50), 1.0)
     assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (3, 1160, 50)
     load.on_first_token(("r", 1), 1.1)
@@ -38,16 +38,16 @@ def test_what_is_over_counts_no_more() -> None:
 def test_others_are_what_the_report_has_beyond_our_own() -> None:
     load = Load(BLOCK)
     for index in range(4):
-        load.open((f"r{index}", 1), 16, 0.0, num_to_compute=16)
+        load.open((f"r{index}", 1), 16, 0.0, is_sent=True, num_to_compute=16)
     load.on_status(status(running=4, waiting=3, tokens=500), 1.0)
     assert (load.num_requests, load.num_waiting_tokens) == (7, 500)
-    load.open(("new", 1), 16, 1.1, num_to_compute=16)
+    load.open(("new", 1), 16, 1.1, is_sent=True, num_to_compute=16)
     assert (load.num_requests, load.num_waiting_tokens) == (8, 516)
 
 
 def test_a_report_may_have_left_before_an_attempt_arrived() -> None:
     load = Load(BLOCK)
-    load.open(("r", 1), 160, 1.0, num_to_compute=160)
+    load.open(("r", 1), 160, 1.0, is_sent=True, num_to_compute=160)
     load.on_status(status(free=100), 1.01)
     assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (1, 160, 90)
     load.on_status(status(running=1, tokens=160, free=90), 2.0)
@@ -57,7 +57,7 @@ def test_a_report_may_have_left_before_an_attempt_arrived() -> None:
 def test_a_decode_worker_hears_of_a_request_from_a_prefill_worker() -> None:
     """Until the first token says that it has, its reports do not count the request."""
     load = Load(BLOCK)
-    load.open(("r", 1), 160, 0.0, num_to_compute=None)
+    load.open(("r", 1), 160, 0.0, is_sent=False, num_to_compute=0)
     assert load.num_waiting_tokens == 0, "it computes nothing of the prompt"
     load.on_status(status(), 1.0)
     assert (load.num_requests, load.num_free_blocks(100)) == (1, 90)
@@ -68,14 +68,14 @@ def test_a_decode_worker_hears_of_a_request_from_a_prefill_worker() -> None:
 
 def test_what_is_cached_need_not_be_computed_but_needs_its_blocks() -> None:
     load = Load(16)
-    load.open(("a", 1), 160, 0.0, num_to_compute=32)
+    load.open(("a", 1), 160, 0.0, is_sent=True, num_to_compute=32)
     assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (1, 32, 90)
 
 
 def test_what_is_computed_of_a_prompt_by_the_report_waits_no_more() -> None:
     load = Load(BLOCK)
-    load.open(("r", 1), 1000, 0.0, num_to_compute=1000)
-    load.open(("s", 1), 500, 0.0, num_to_compute=500)
+    load.open(("r", 1), 1000, 0.0, is_sent=True, num_to_compute=1000)
+    load.open(("s", 1), 500, 0.0, is_sent=True, num_to_compute=500)
     load.on_status(status(running=2, tokens=900), 1.0)
     assert load.num_waiting_tokens == 900
     assert load.num_waiting_tokens_at(1.5, 400.0) == 700
@@ -85,8 +85,30 @@ def test_what_is_computed_of_a_prompt_by_the_report_waits_no_more() -> None:
     assert load.num_waiting_tokens_at(2.0, 400.0) == pytest.approx(460)
     load.close(("s", 1), 500)
     assert load.num_waiting_tokens == 0
-    load.open(("t", 1), 100, 10.0, num_to_compute=100)
+    load.open(("t", 1), 100, 10.0, is_sent=True, num_to_compute=100)
     assert load.num_waiting_tokens_at(10.0, 400.0) == 100, "who was idle has computed nothing of it"
+
+
+def test_what_is_to_be_computed_before_a_prompt_has_its_first_token_is_what_came_before_it() -> None:
+    load = Load(BLOCK)
+    for name in ("a", "b", "c"):
+        load.open((name, 1), 1000, 0.0, is_sent=True, num_to_compute=1000)
+    assert [load.num_tokens_until((name, 1), 0.0, 500.0) for name in ("a", "b", "c")] == [1000, 2000, 3000]
+    load.on_status(status(running=3, tokens=2600), 1.0)
+    assert load.num_tokens_until(("b", 1), 1.0, 500.0) == 1600
+    assert load.num_tokens_until(("b", 1), 2.0, 500.0) == 1100
+    assert load.num_tokens_until(("b", 1), 9.0, 500.0) == 1000, "as far as one knows it has not begun"
+    load.on_first_token(("a", 1), 2.0)
+    assert load.num_tokens_until(("c", 1), 2.0, 500.0) == 2000
+
+
+def test_a_place_that_is_kept_is_taken_for_others() -> None:
+    load = Load(BLOCK)
+    load.open(("r", 2), 160, 0.0, is_sent=False, num_to_compute=100)
+    load.on_status(status(), 1.0)
+    assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (1, 100, 90)
+    load.close(("r", 2), 0)
+    assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (0, 0, 100)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -100,8 +122,9 @@ def test_over_any_story_nothing_is_left_when_all_is_over(seed: int) -> None:
             case 0 | 1:
                 keys.append((f"r{number}", 1))
                 num_tokens = chance.randrange(1, 200)
-                num_to_compute = chance.choice((None, chance.randrange(1, num_tokens + 1)))
-                load.open(keys[-1], num_tokens, now_s, num_to_compute=num_to_compute)
+                num_to_compute = chance.randrange(num_tokens + 1)
+                is_sent = chance.random() < 0.5
+                load.open(keys[-1], num_tokens, now_s, is_sent=is_sent, num_to_compute=num_to_compute)
             case 2:
                 load.on_first_token(key, now_s)
             case 3:

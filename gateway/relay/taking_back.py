@@ -1,0 +1,79 @@
+"""A prompt that waits at a prefill worker may be taken back and sent the other way, once that has become clearly sooner.
+
+Now and then an attempt without a first token looks whether a decode worker would compute its prompt clearly sooner
+(:meth:`kvrelay.gateway.relay.placement.Placement.sooner`). If one would, it asks its prefill worker for the prompt, at most once in
+the life of a request::
+
+    LOOKING ──asks──▶ ASKED ──Withdrawn──▶ (the attempt is over, and the next one goes to the decode worker)
+       └───────────────┴──first token, or the attempt's end──▶ OVER
+
+The place at the decode worker is kept meanwhile, so that others do not take it for free. A prefill worker that has begun with the
+prompt does not answer: the attempt goes on, and its first token gives the place back. Lives on the gateway's asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+
+from kvrelay.gateway.relay.request import Place, Progress
+from kvrelay.gateway.workers.load import Key
+from kvrelay.gateway.workers.pool import WorkerPool
+from kvrelay.gateway.workers.worker import Worker
+from kvrelay.wire.messages import Withdraw
+
+_LOOK_S = 0.5  # how often a prompt that waits looks
+
+FindSooner = Callable[[Worker, Key], Place | None]
+"""A place where the prompt of this attempt at a prefill worker would be computed clearly sooner; None if there is none."""
+
+
+class _State(enum.Enum):
+    LOOKING = "looking"
+    ASKED = "asked"  # the prefill worker, and a place is kept
+    OVER = "over"
+
+
+_TRANSITIONS = {
+    _State.LOOKING: frozenset({_State.ASKED, _State.OVER}),
+    _State.ASKED: frozenset({_State.OVER}),
+    _State.OVER: frozenset({_State.OVER}),
+}
+
+
+class TakingBack:
+    """Of one attempt at a prefill worker. ``end`` it."""
+
+    def __init__(self, pool: WorkerPool, progress: Progress, key: Key, prefill: Worker, find: FindSooner) -> None:
+        self._pool = pool
+        self._progress = progress
+        self._key = key
+        self._next_key = (key[0], key[1] + 1)
+        self._prefill = prefill
+        self._find = find
+        self._state = _State.LOOKING
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+        self.place: Place | None = None  # that is kept
+
+    def end(self) -> None:
+        """The prompt is computed, or the attempt is over: nobody looks any more, and no place is kept."""
+        self._advance(_State.OVER)
+        self._timer.cancel()
+        if self.place is not None:
+            self._pool.give_place_back(self._next_key, self.place.decode)
+            self.place = None
+
+    def _look(self) -> None:
+        place = self._find(self._prefill, self._key)
+        if place is None or not self._prefill.client.send(Withdraw(request_id=self._key[0], attempt=self._key[1])):
+            self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+            return
+        self._advance(_State.ASKED)
+        self._progress.was_asked_back = True
+        self.place = place
+        self._pool.keep_place(self._next_key, place.decode, self._progress.num_tokens + 1, place.num_to_compute)
+
+    def _advance(self, state: _State) -> None:
+        assert state in _TRANSITIONS[self._state], f"no transition {self._state.name} -> {state.name}"
+        self._state = state

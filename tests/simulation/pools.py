@@ -1,0 +1,213 @@
+"""Two pools against one: how many requests meet a promise of latency with prompts handed over, colocated, or each its best way.
+
+All runs through the real gateway, workers and schedulers, in virtual time; a step takes what the fake engine's pace says, 20 ms and
+0.4 ms for each token of a prompt. Run it for the table: ``python -m tests.simulation.pools``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvrelay.common.sampling import SamplingParams
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.engine.fake.engine import FakePace
+from kvrelay.gateway.errors import ApiError
+from kvrelay.gateway.relay.request import GenerationRequest
+from kvrelay.gateway.relay.settings import RelaySettings
+from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.wire.messages import TokenDelta
+
+from .world import VOCAB, Machines, World, living
+
+TTFT_S = 2.0
+GAP_P99_S = 0.06
+MACHINES = Machines(
+    num_blocks=1024,
+    block_size=32,
+    prefill=PrefillSchedulerSettings(),
+    decode=DecodeSchedulerSettings(max_num_seqs=16),
+    pace=FakePace(step_s=0.02, token_s=0.0004),
+    checks_books=False,
+)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request."""
+
+    at_s: float
+    prompt_len: int
+    answer_len: int
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What clients ask for: so many requests a second for each worker there is, of such lengths on average."""
+
+    name: str
+    per_worker_s: float
+    prompt_len: int
+    answer_len: int
+    burst_every_s: float = 0.0  # besides, prompts that come together, one for each worker …
+    burst_prompt_len: int = 0  # … of this length, with the same answers
+
+    def arrivals(self, num_workers: int, seconds: float, chance: random.Random) -> Iterator[Arrival]:
+        """A Poisson process, with lengths from half to one and a half of the mean, and the bursts."""
+        at_s = 0.0
+        while (at_s := at_s + chance.expovariate(self.per_worker_s * num_workers)) < seconds:
+            yield self._drawn(at_s, self.prompt_len, chance)
+        for burst in range(int(seconds / self.burst_every_s) if self.burst_every_s else 0):
+            for _ in range(num_workers):
+                yield self._drawn((burst + 0.5) * self.burst_every_s, self.burst_prompt_len, chance)
+
+    def _drawn(self, at_s: float, prompt_len: int, chance: random.Random) -> Arrival:
+        return Arrival(
+            at_s, int(prompt_len * chance.uniform(0.5, 1.5)), int(self.answer_len * chance.uniform(0.5, 1.5))
+        )
+
+
+MIXES = (
+    Mix("short", 2.5, 100, 128),
+    Mix("long", 0.4, 2000, 128),
+    Mix("bursts", 1.5, 100, 128, burst_every_s=5.0, burst_prompt_len=2000),
+    Mix("answers", 0.8, 100, 400),
+)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """A way to divide workers."""
+
+    name: str
+    num_prefills: int
+    num_decodes: int
+    local_prefill: str = "sooner"
+
+
+def ways(num_prefills: int, num_decodes: int) -> tuple[Pools, Pools, Pools]:
+    """All handed over, all colocated, and each prompt the way that is sooner; on as many workers."""
+    return (
+        Pools("disaggregated", num_prefills, num_decodes, "fallback"),
+        Pools("colocated", 0, num_prefills + num_decodes),
+        Pools("sooner", num_prefills, num_decodes),
+    )
+
+
+@dataclass
+class Outcome:
+    """What came of one request."""
+
+    begun_s: float
+    token_s: list[float] = field(default_factory=list)
+    is_finished: bool = False
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_s[0] - self.begun_s
+
+    @property
+    def gap_p99_s(self) -> float:
+        gaps = sorted(after - before for before, after in zip(self.token_s, self.token_s[1:], strict=False))
+        return gaps[int(0.99 * len(gaps))] if gaps else 0.0
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it met the promise."""
+        return self.is_finished and self.ttft_s <= TTFT_S and self.gap_p99_s <= GAP_P99_S
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one mix on one division of workers."""
+
+    outcomes: list[Outcome]
+    ways: dict[tuple[str, str], int]  # of prompts, and why
+    seconds: float
+
+    @property
+    def goodput(self) -> float:
+        """Requests a second that met the promise."""
+        return sum(one.is_good for one in self.outcomes) / self.seconds
+
+    def median(self, read: Callable[[Outcome], float]) -> float:
+        values = sorted(read(one) for one in self.outcomes if one.is_finished)
+        return values[len(values) // 2] if values else float("nan")
+
+
+def run(pools: Pools, mix: Mix, seconds: float, seed: int = 1) -> Result:
+    """Requests come for so long; returns when all have ended."""
+    relay = RelaySettings(local_prefill=pools.local_prefill)
+    with living(lambda: World(seed, pools.num_prefills, pools.num_decodes, 1, MACHINES, relay)) as world:
+        _calm(world)
+        gateway, outcomes = world.members["g0"], []
+        tasks: list[asyncio.Task[None]] = []
+        begun_s = world.loop.now_s
+        arrivals = mix.arrivals(pools.num_prefills + pools.num_decodes, seconds, random.Random(seed))
+        for number, arrival in enumerate(arrivals):
+            outcome = Outcome(begun_s + arrival.at_s)
+            outcomes.append(outcome)
+
+            def begin(number: int = number, arrival: Arrival = arrival, outcome: Outcome = outcome) -> None:
+                tasks.append(asyncio.ensure_future(_ask(world, f"r{number}", arrival, outcome)))
+
+            world.loop.call_at(outcome.begun_s, begin, context=gateway.process.context)
+        world.advance(seconds)
+        while not all(task.done() for task in tasks):
+            world.advance(1.0)
+        for task in tasks:
+            task.result()
+        assert not world.problems, world.problems[:3]
+        assert gateway.relay is not None
+        return Result(outcomes, dict(gateway.relay.prompt_ways), seconds)
+
+
+def _calm(world: World) -> None:
+    """A network and machines that have nothing against anybody."""
+    wires = world.wires
+    world.loop.step_s = wires.message_s = wires.send_s = wires.receive_s = 0.0005
+    wires.long_delays = 0.0
+
+
+async def _ask(world: World, request_id: str, arrival: Arrival, outcome: Outcome) -> None:
+    chance = random.Random(request_id)
+    prompt = chance.choices(range(VOCAB), k=arrival.prompt_len)
+
+    def take(delta: TokenDelta) -> bool:
+        if delta.tokens:
+            outcome.token_s.append(world.loop.now_s)
+        outcome.is_finished |= delta.finish_reason is not None
+        return True
+
+    sampling = SamplingParams(max_tokens=arrival.answer_len, temperature=0.0)
+    request = GenerationRequest(request_id, prompt, sampling, RequestTimings(outcome.begun_s))
+    relay = world.members["g0"].relay
+    assert relay is not None
+    with contextlib.suppress(ApiError):  # it is not finished
+        await relay.run(request, take)
+
+
+def main(seconds: float = 30.0) -> None:
+    """Print the table."""
+    print("| workers | mix | pools | requests/s that keep it | of | TTFT p50 | p99 gap p50 | prompts by way |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for num_prefills, num_decodes in ((4, 4), (2, 6)):
+        for mix in MIXES:
+            for pools in ways(num_prefills, num_decodes):
+                result = run(pools, mix, seconds)
+                how = ", ".join(f"{way} ({why}) {num}" for (way, why), num in sorted(result.ways.items()))
+                print(
+                    f"| {num_prefills} + {num_decodes} | {mix.name} | {pools.name} | {result.goodput:.1f} "
+                    f"| {len(result.outcomes) / seconds:.1f} | {result.median(lambda one: one.ttft_s):.2f} s "
+                    f"| {1000 * result.median(lambda one: one.gap_p99_s):.0f} ms | {how} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main(*map(float, sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""Prompts that are taken back from a prefill worker's queue, and one fault right before each thing that happens meanwhile.
+
+Two dozen prompts come before anybody knows a speed, so all are handed over. Once prefill workers have told theirs, decode
+workers are the sooner way for the last ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import settings
+
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.engine.fake.engine import FakePace
+from kvrelay.gateway.relay.settings import RelaySettings
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+
+from .faults import Fault, cut, drain, freeze, kill, stop
+from .world import Machines, World, living
+
+NUM_PROMPTS = 24
+NUM_TOKENS = 6
+MACHINES = Machines(
+    num_blocks=320,
+    prefill=PrefillSchedulerSettings(max_batched_tokens=16, max_num_seqs=3, max_waiting=64),
+    decode=DecodeSchedulerSettings(max_num_seqs=NUM_PROMPTS, max_batched_tokens=32, lease_ttl_s=5.0),
+    pace=FakePace(step_s=0.01, token_s=0.02),
+)
+RELAY = RelaySettings(request_timeout_s=60, room_timeout_s=20)
+BEFORE, AFTER = 60, 60  # events around the answer to the first Withdraw
+STRIDE = {"fast": 60, "all": 12, "fuzz": 1}[settings.get_current_profile_name()]
+
+WORKER_FAULTS: dict[str, Fault] = {
+    **{f"kill {name}": kill(name) for name in ("p0", "p1", "d0", "d1")},
+    **{f"stop {name}": stop(name) for name in ("p0", "d0")},
+    **{f"drain {name}": drain(name) for name in ("p0", "p1", "d0", "d1")},
+    **{f"cut g0 {name}": cut("g0", name) for name in ("p0", "p1", "d0", "d1")},
+    **{f"freeze g0 {name}": freeze("g0", name) for name in ("p0", "d0")},
+}
+FAST = ("kill p0", "kill d1", "drain p1", "cut g0 p0")
+
+
+@contextmanager
+def crowded() -> Iterator[World]:
+    with living(lambda: World(5, 2, 2, 1, MACHINES, RELAY)) as world:
+        for number in range(NUM_PROMPTS):
+            world.submit("g0", [number, *range(38)], NUM_TOKENS)
+        yield world
+
+
+def num_taken_back(world: World) -> float:
+    return world.count("kvrelay_attempts_total", outcome="taken_back")
+
+
+def until(world: World, holds: Callable[[], bool]) -> None:
+    begun_s = world.loop.now_s
+    while not holds():
+        assert world.loop.now_s < begun_s + 30
+        world.advance(0.001)
+
+
+@pytest.fixture(scope="module")
+def moments() -> range:
+    """Events around the first prompt that is taken back, of the undisturbed story."""
+    with crowded() as world:
+        until(world, lambda: num_taken_back(world) > 0)
+        moment = world.loop.num_events
+        until(world, lambda: all(client.outcome for client in world.clients))
+        world.settle()
+        world.check()
+        assert {client.outcome for client in world.clients} == {"finished"}
+        taken_back = num_taken_back(world)
+        assert world.count("kvrelay_prompt_ways_total", way="local", reason="taken_back") == taken_back
+        assert world.count("kvrelay_attempts_total", outcome="finished") == NUM_PROMPTS
+        assert 1 <= taken_back <= NUM_PROMPTS / 2
+    return range(moment - BEFORE, moment + AFTER)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in WORKER_FAULTS]
+)
+def test_whatever_fails_meanwhile_every_client_gets_its_answer(name: str, moments: range) -> None:
+    offset = list(WORKER_FAULTS).index(name) % STRIDE
+    for moment in moments[offset::STRIDE]:
+        with crowded() as world:
+            world.loop.triggers[moment] = lambda world=world: WORKER_FAULTS[name](world)
+            world.advance(20.0)
+            assert moment not in world.loop.triggers, "the fault never came"
+            world.settle()
+            world.check()
+            outcomes = {client.outcome for client in world.clients}
+            assert outcomes == {"finished"}, f"{name} before event {moment}: {outcomes}"
+
+
+def test_a_client_may_leave_at_any_moment_meanwhile(moments: range) -> None:
+    for moment in moments[:: max(1, STRIDE // 3)]:
+        with crowded() as world:
+
+            def leave(world: World = world, first: int = moment % 2) -> None:
+                for client in world.clients[first::2]:
+                    world.cancel(client)
+
+            world.loop.triggers[moment] = leave
+            world.advance(20.0)
+            world.settle()
+            world.check()
+            assert {client.outcome for client in world.clients} <= {"finished", "cancelled"}
