@@ -38,6 +38,19 @@ def overtaking(num_left: Seq[int], num_tokens: int) -> tuple[int, int] | None:
     return (shortest, share) if share > 0 and 2 * num_left[shortest] <= num_left[first] else None
 
 
+def shares(num_left: Seq[int], num_tokens: int) -> list[int]:
+    """How many tokens each of the prompts with ``num_left`` tokens, the oldest first, gets of a step of ``num_tokens``."""
+    found = [0] * len(num_left)
+    if (turn := overtaking(num_left, num_tokens)) is not None:
+        found[turn[0]] = turn[1]
+    rest = num_tokens - sum(found)
+    for place, left in enumerate(num_left):
+        if not found[place]:
+            found[place] = min(left, rest)
+            rest -= found[place]
+    return found
+
+
 def look_at(waiting: Seq[Sequence], num_places: int) -> Line:
     """What ``waiting``, the oldest first, has for a step with ``num_places`` free places; a beam search takes several.
 

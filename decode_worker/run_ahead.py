@@ -9,9 +9,10 @@ not count. Where a row can only be sampled once the host knows the token in fron
 watermarks, bad words of several tokens, processors), the step is launched all the same, and the engine defers its
 sampling (:class:`kvrelay.engine.step.interface.LaunchedStep`): the forward pass needs only the token, which is on the device.
 
-What waits for the tokens in front: a beam search, whose next sequences, and the blocks that they share, follow from them; and
-prompts, whether they join or have more to compute. What they get of a step, and who is preempted for their blocks, is settled
-between steps.
+Chunks of prompts go on in the same way: their tokens are known, and how much of them the step under way computes. A prompt whose
+last chunk is under way generates behind it. What waits for the tokens in front: a beam search, whose next sequences, and the blocks
+that they share, follow from them; a prompt that begins, as who is preempted for its blocks is settled between steps; and
+log probabilities of a prompt, which count what is there already.
 
 Who waits for room that is not there holds nobody up: it could not join the next step anyway, as long as nobody leaves. Where
 somebody does leave with the step under way and a prompt waits for blocks, the next step waits to see if there are enough now. A
@@ -23,33 +24,62 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence
 
 
-def sequences_that_go_on(
+@dataclass(frozen=True, slots=True)
+class Chunked:
+    """A prompt of which more is left behind the step under way."""
+
+    sequence: Sequence
+    num_ahead: int  # tokens that the step under way computes of it
+
+    @property
+    def num_left(self) -> int:
+        """Tokens behind those."""
+        return self.sequence.num_uncomputed_tokens - self.num_ahead
+
+
+@dataclass(frozen=True, slots=True)
+class GoingOn:
+    """Who has something to compute behind the step under way."""
+
+    generating: list[StepRow]
+    prompts: list[Chunked]  # in the order of ``running``
+
+
+def who_goes_on(
     flying: Seq[StepRow],
     running: Seq[Sequence],
     joining: Iterable[Sequence],
     max_model_len: int,
     *,
     awaits_room: bool = False,
-) -> list[Sequence] | None:
-    """Those of ``running`` that need a row behind the step ``flying``; None if the step must wait for tokens under way.
+) -> GoingOn | None:
+    """Those of ``running`` that go on behind the step ``flying``; None if the next step must wait for tokens under way.
 
-    ``joining``: who would be admitted to that step. ``awaits_room``: somebody else would, if there were more room. A token under
-    way that is the last one by its number is not followed by a row.
+    ``joining``: who would be admitted to that step with its K/V in place. ``awaits_room``: a prompt would, if there were more room.
+    A token under way that is the last one by its number is not followed by a row.
     """
-    decoding = {row.sequence for row in flying if row.num_tokens == 1 and row.samples}
-    if any(not sequence.block_table or sequence.sampling.beam_search is not None for sequence in joining):
+    under_way = {row.sequence: row.num_tokens for row in flying}
+    if any(one.sampling.beam_search is not None for one in joining):
         return None
-    if any(one not in decoding or one.sampling.beam_search is not None for one in running):
-        return None
-    going_on = [
-        one
-        for one in running
-        if one.num_output_tokens + 1 < one.sampling.max_tokens and one.num_tokens + 1 < max_model_len
-    ]
+    generating: list[StepRow] = []
+    prompts: list[Chunked] = []
+    num_in_both = 0
+    for one in running:
+        num_ahead, num_uncomputed = under_way.get(one, 0), one.num_uncomputed_tokens
+        asks_for_logprobs = one.sampling.num_prompt_logprobs is not None and num_uncomputed > 1
+        if asks_for_logprobs or one.sampling.beam_search is not None or (num_ahead == 0 and num_uncomputed == 1):
+            return None
+        if num_ahead < num_uncomputed:
+            prompts.append(Chunked(one, num_ahead))
+            num_in_both += num_ahead > 0
+        elif one.num_output_tokens + 1 < one.sampling.max_tokens and one.num_tokens + 1 < max_model_len:
+            generating.append(StepRow(one, 1, num_ahead))
+            num_in_both += 1
     # Whoever ended is still in the step under way; its blocks come back with it.
-    return None if awaits_room and len(going_on) < len(flying) else going_on
+    return None if awaits_room and num_in_both < len(flying) else GoingOn(generating, prompts)

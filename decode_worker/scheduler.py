@@ -20,9 +20,9 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.beam_searches import BeamSearches
-from kvrelay.decode_worker.line import look_at, overtaking
+from kvrelay.decode_worker.line import look_at, overtaking, shares
 from kvrelay.decode_worker.progress import Progress
-from kvrelay.decode_worker.run_ahead import sequences_that_go_on
+from kvrelay.decode_worker.run_ahead import who_goes_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.interface import StepRow
@@ -131,18 +131,35 @@ class DecodeScheduler(Scheduler[Progress]):
         None if there is none to launch before they are. Nobody is preempted.
         """
         line = look_at(self.waiting, self._num_free_places())
-        awaits_room = line.prompt is not None and not (line.has_places and self._may_find_blocks(line.prompt))
-        joining = line.complete if awaits_room or line.prompt is None else [*line.complete, line.prompt]
-        going_on = sequences_that_go_on(flying, self.running, joining, self._max_model_len, awaits_room=awaits_room)
-        if going_on is None or len(going_on) > self._settings.max_batched_tokens:
+        may_begin = line.prompt is not None and line.has_places and self._may_find_blocks(line.prompt)
+        awaits_room = line.prompt is not None and not may_begin
+        going_on = who_goes_on(flying, self.running, line.complete, self._max_model_len, awaits_room=awaits_room)
+        if going_on is None:
             return None
-        plan = Schedule(rows=[])
-        for sequence in going_on:
-            if not self._extend(sequence, sequence.num_computed_tokens + 2):
+        num_generating = len(going_on.generating) + len(line.complete)
+        budget = min(self._settings.max_batched_tokens - num_generating, self._steps.prompt_tokens(num_generating))
+        if budget < 0:
+            return None
+        num_left = [prompt.num_left for prompt in going_on.prompts]
+        if may_begin and self._would_begin(num_left, budget):
+            return None
+        plan = Schedule(rows=list(going_on.generating))
+        for prompt, num_tokens in zip(going_on.prompts, shares(num_left, budget), strict=True):
+            if num_tokens:
+                plan.rows.append(StepRow(prompt.sequence, num_tokens, prompt.num_ahead))
+        for row in plan.rows:
+            if not self._extend(row.sequence, row.sequence.num_computed_tokens + row.num_ahead + row.num_tokens):
                 return None
-            plan.rows.append(StepRow(sequence, 1, num_ahead=1))
-        self._admit_complete(plan, self._settings.max_batched_tokens - len(going_on), self.waiting)
+        self._admit_complete(plan, len(line.complete), self.waiting)
         return plan if plan.rows else None
+
+    def _would_begin(self, num_left: list[int], budget: int) -> bool:
+        """Whether a step with ``budget`` for prompts, of which those that run have ``num_left``, would have tokens for another."""
+        if sum(num_left) < budget:
+            return True
+        waiting = [one.num_uncomputed_tokens for one in self.waiting if not one.block_table]
+        turn = overtaking(num_left + waiting, budget)
+        return turn is not None and turn[0] >= len(num_left)
 
     def abandon(self, rows: Seq[StepRow]) -> None:
         """A step that ran ahead is over and yields nothing: release the blocks that only it still held."""

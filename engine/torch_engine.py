@@ -174,14 +174,14 @@ class TorchEngine:
 
     def _launch(self, batch: Batch, inputs: SamplingInputs | None) -> TorchStep:
         copied = self._pool.order_steps()
-        token_ids = self._token_ids(batch)
-        hidden, logits = self._forward(batch, token_ids)
+        token_ids, last_tokens = self._token_ids(batch), self._last_tokens(batch)
+        hidden, logits = self._forward(batch, token_ids, last_tokens)
         sampled: Sampled | Deferred | None = None
         logprobs = {} if hidden is None else prompt_logprobs(batch, self._slots, hidden, self._model.logits)
         if logits is not None and inputs is None:
             sampled = Deferred(partial(self._sample_deferred, batch, logits))
         elif logits is not None and inputs is not None:
-            sampled = self._sample(batch, logits, inputs, self._under_way(batch, token_ids))
+            sampled = self._sample(batch, logits, inputs, _under_way(batch, token_ids, last_tokens))
         return TorchStep(batch, sampled, logprobs, self._device, copied)
 
     @torch.inference_mode()
@@ -212,28 +212,30 @@ class TorchEngine:
         fed = torch.where(is_fed.bool(), self._sampled_tokens[slots], token_ids[:num_fed])
         return fed if num_fed == len(token_ids) else torch.cat((fed, token_ids[num_fed:]))
 
-    def _under_way(self, batch: Batch, token_ids: torch.Tensor) -> UnderWay | None:
-        """Which tokens of the rows that sample came from the step in front."""
-        if batch.is_fed is None:
+    def _last_tokens(self, batch: Batch) -> torch.Tensor | None:
+        """The places among the step's tokens of the last ones of all rows that sample, on the device; None: all tokens, or none."""
+        if len(batch.sampling_rows) in (0, len(batch.token_ids)):
             return None
-        # Whoever is fed by the step in front has one token in this one, and samples behind it; see DecodeScheduler.ahead.
-        assert len(batch.sampling_rows) == len(token_ids), "a step ahead computes one token of each row"
-        return UnderWay(batch.is_fed.astype(np.int32), token_ids)
-
-    def _last_tokens(self, batch: Batch) -> torch.Tensor:
-        """The places of the last tokens of all rows that sample among the step's tokens, on the device."""
         return self._ops.upload((batch.query_start_loc[1:][batch.sampling_rows] - 1,))[0]
 
-    def _forward(self, batch: Batch, token_ids: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _forward(
+        self, batch: Batch, token_ids: torch.Tensor, last_tokens: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Hidden states of all tokens, unless nobody looks at them, and the logits of the rows that sample, if any do."""
         if self._graphs is not None and self._graphs.fits(batch):
             return None, self._graphs.run(batch, token_ids)
         hidden = self._model.forward(token_ids, self._ops.begin_step(batch))
         if not len(batch.sampling_rows):
             return hidden, None
-        if len(batch.sampling_rows) == len(token_ids):
-            return hidden, self._model.logits(hidden)
-        return hidden, self._model.logits(hidden[self._last_tokens(batch)])
+        return hidden, self._model.logits(hidden if last_tokens is None else hidden[last_tokens])
+
+
+def _under_way(batch: Batch, token_ids: torch.Tensor, last_tokens: torch.Tensor | None) -> UnderWay | None:
+    """Which tokens of the rows that sample came from the step in front."""
+    if batch.is_fed is None:
+        return None
+    counts = batch.is_fed[batch.sampling_rows].astype(np.int32)
+    return UnderWay(counts, token_ids if last_tokens is None else token_ids[last_tokens])
 
 
 def max_model_len_of(options: EngineOptions, shape: ModelShape, num_blocks: int) -> int:

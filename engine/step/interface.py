@@ -27,11 +27,12 @@ from kvrelay.engine.step.sequence import Sequence
 class StepRow:
     """One sequence's share of a step, as its scheduler has it: ``num_tokens`` tokens from ``sequence.num_computed_tokens`` on.
 
-    The row samples a token exactly if the step computes the sequence's last token, that is if
-    ``num_tokens == sequence.num_uncomputed_tokens``. ``sequence.block_table`` must already cover the computed tokens.
+    The row samples a token exactly if the step computes the sequence's last token. ``sequence.block_table`` must already cover the
+    computed tokens.
 
     ``num_ahead``: how many tokens behind ``sequence.num_computed_tokens`` a step that still runs computes; this row starts behind
-    those. The last of its input tokens is then one that step samples, and that nobody knows yet (see ``Leader.launch``).
+    those. If these are all that the sequence has, the row is *fed*: its token is the one that step samples, and that nobody knows
+    yet (see ``Leader.launch``). Else it is a prompt's next chunk. Both properties are of the time of the launch.
 
     If ``sequence.sampling.num_prompt_logprobs`` is set, the result has an entry for each prompt token that the row's tokens predict
     (a row over tokens ``s`` to ``e`` predicts ``s + 1`` to ``e + 1``) and that ``sequence.prompt_logprobs`` does not have.
@@ -44,8 +45,12 @@ class StepRow:
     @property
     def samples(self) -> bool:
         """Whether the step yields a token for this row."""
-        # A step that runs ahead computes tokens that the sequence does not have yet, one for each that it will have computed.
-        return self.num_tokens == self.sequence.num_uncomputed_tokens
+        return self.is_fed or self.num_ahead + self.num_tokens == self.sequence.num_uncomputed_tokens
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether its token is sampled by the step in front."""
+        return 0 < self.num_ahead == self.sequence.num_uncomputed_tokens
 
 
 class LaunchedStep(Protocol):

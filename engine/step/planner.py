@@ -74,7 +74,10 @@ class Planner:
             sequence, num_tokens, num_ahead = row.sequence, row.num_tokens, row.num_ahead
             held = self._held.get(sequence)
             new_tokens: tuple[int, ...] = ()
-            if num_ahead:
+            # As StepRow.is_fed and .samples; two calls less for each row count here.
+            num_left = len(sequence.token_ids) - sequence.num_computed_tokens - num_ahead
+            is_fed = num_ahead > 0 and num_left == 0
+            if is_fed:
                 _require_fed(row, held is not None and in_front is not None and sequence in in_front)
             if held is None or held.sampling is not sequence.sampling:
                 held = self._join(sequence, rows, joins)
@@ -83,18 +86,17 @@ class Planner:
             # Two lists of the same int objects are compared fast; most tables have not changed.
             if held.block_table != sequence.block_table:
                 tables.append(_delta(held, sequence.block_table))
-            # As StepRow.samples; one call less for each row counts here.
-            samples = num_tokens == len(sequence.token_ids) - sequence.num_computed_tokens
+            samples = is_fed or num_tokens == num_left
             if samples:
                 needs_host = needs_host or held.needs_host or sequence.guide is not None
-                is_ruled = is_ruled or (held.is_ruled and has_rules(sequence, num_ahead))
+                is_ruled = is_ruled or (held.is_ruled and has_rules(sequence, int(is_fed)))
             planned.append(
                 PlanRow(
                     held.slot,
                     sequence.num_computed_tokens + num_ahead,
                     num_tokens,
                     new_tokens,
-                    num_ahead > 0,
+                    is_fed,
                     int(samples),
                     None if held.sampling.num_prompt_logprobs is None else _prompt_positions(row),
                 )
@@ -103,7 +105,7 @@ class Planner:
         if needs_host and in_front is not None:
             sampling = None
         elif needs_host or is_ruled:
-            asking = [(row.sequence, row.num_ahead) for row in rows if row.samples]
+            asking = [(row.sequence, int(row.is_fed)) for row in rows if row.samples]
             sampling = SamplingInputs(make_rules(asking, self._vocab_size))
         resets, self._resets = self._resets, False
         return StepPlan(tuple(planned), tuple(joins), tuple(leaves), tuple(tables), sampling, resets)
@@ -163,7 +165,7 @@ class Planner:
 
 def _require_fed(row: StepRow, is_fed: bool) -> None:
     """Raise ValueError unless the row's only input token is one that the step under way samples."""
-    if row.num_ahead != 1 or row.num_tokens != 1 or not is_fed:
+    if row.num_tokens != 1 or not is_fed:
         raise ValueError(
             f"sequence {row.sequence.key}: a row of {row.num_tokens} tokens, {row.num_ahead} ahead; only one token can follow "
             "one that the step under way samples"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.common.sampling import BeamSearch, SamplingParams
-from kvrelay.decode_worker.line import Line, look_at, overtaking
+from kvrelay.decode_worker.line import Line, look_at, overtaking, shares
 from kvrelay.engine.step.sequence import Sequence
 
 
@@ -65,3 +65,11 @@ def test_a_much_shorter_prompt_has_half_of_what_the_one_in_its_way_would_get(
     num_left: list[int], num_tokens: int, turn: tuple[int, int] | None
 ) -> None:
     assert overtaking(num_left, num_tokens) == turn
+
+
+def test_what_one_does_not_take_is_the_next_ones() -> None:
+    assert shares([30, 7000, 100, 5], 100) == [30, 65, 0, 5]
+    assert shares([30, 40], 100) == [30, 40]
+    assert shares([30, 40, 50], 60) == [30, 30, 0]
+    assert shares([7000, 10], 0) == [0, 0]
+    assert shares([], 10) == []

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import BeamSearch, SamplingParams, Watermark
-from kvrelay.decode_worker.run_ahead import sequences_that_go_on
+from kvrelay.decode_worker.run_ahead import Chunked, GoingOn, who_goes_on
 from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
 from kvrelay.engine.kv.block_manager import Owner, OwnerKind
 from kvrelay.engine.step.interface import StepRow
@@ -54,7 +54,12 @@ def workload(seed: int) -> list[tuple[str, list[int], SamplingParams, bool, int]
 @pytest.mark.parametrize("seed", range(60))
 def test_the_output_is_that_of_an_engine_that_does_not_run_ahead(seed: int) -> None:
     draws = random.Random(seed)
-    ahead = fake_rig(draws.choice((14, 20, 64)), runs_ahead=True, max_num_seqs=draws.choice((2, 4, 16)))
+    ahead = fake_rig(
+        draws.choice((14, 20, 64)),
+        runs_ahead=True,
+        max_num_seqs=draws.choice((2, 4, 16)),
+        max_batched_tokens=draws.choice((16, 24, 512)),
+    )
     plain = fake_rig(256, runs_ahead=False)
     removed = set()
     for name, prompt, sampling, handed_over, guided in workload(seed):
@@ -160,12 +165,17 @@ def made(name: str, num_tokens: int = 5, **sampling: object) -> Sequence:
     return sequence
 
 
+def going_on(*sequences: Sequence) -> GoingOn:
+    """They generate behind a step that samples a token of each."""
+    return GoingOn([StepRow(one, 1, 1) for one in sequences], [])
+
+
 def test_a_beam_search_waits_for_the_tokens_in_front() -> None:
     searching, free = made("searching", beam_search=BeamSearch(width=2)), made("free")
     flying = [StepRow(searching, 1), StepRow(free, 1)]
-    assert sequences_that_go_on(flying, [searching, free], [], 100) is None
-    assert sequences_that_go_on(flying[1:], [free], [searching], 100) is None
-    assert sequences_that_go_on(flying[1:], [free], [], 100) == [free]
+    assert who_goes_on(flying, [searching, free], [], 100) is None
+    assert who_goes_on(flying[1:], [free], [searching], 100) is None
+    assert who_goes_on(flying[1:], [free], [], 100) == going_on(free)
 
 
 ON_THE_HOST: list[dict[str, object]] = [
@@ -251,7 +261,7 @@ def test_a_guide_is_not_asked_behind_its_end_nor_behind_a_stop_token() -> None:
 )
 def test_what_the_device_or_the_position_tells_does_not_wait(params: dict[str, object]) -> None:
     asking = made("asking", **params)
-    assert sequences_that_go_on([StepRow(asking, 1)], [asking], [made("joining", **params)], 100) == [asking]
+    assert who_goes_on([StepRow(asking, 1)], [asking], [made("joining", **params)], 100) == going_on(asking)
     rig = fake_rig(runs_ahead=True)
     watched = rig.engine
     rig.add("a", [1, 2, 3], SamplingParams(**{"max_tokens": 12, "temperature": 0.0, **params}))  # type: ignore[arg-type]
@@ -262,11 +272,11 @@ def test_what_the_device_or_the_position_tells_does_not_wait(params: dict[str, o
 def test_a_step_waits_for_one_that_makes_room_for_somebody() -> None:
     stays, ends = made("stays"), made("ends", max_tokens=2)
     flying = [StepRow(stays, 1), StepRow(ends, 1)]
-    assert sequences_that_go_on(flying, [stays, ends], [], 100) == [stays]
-    assert sequences_that_go_on(flying, [stays, ends], [], 100, awaits_room=True) is None
-    assert sequences_that_go_on(flying[:1], [stays], [], 100, awaits_room=True) == [stays]
+    assert who_goes_on(flying, [stays, ends], [], 100) == going_on(stays)
+    assert who_goes_on(flying, [stays, ends], [], 100, awaits_room=True) is None
+    assert who_goes_on(flying[:1], [stays], [], 100, awaits_room=True) == going_on(stays)
     # It came to its end with a token of the step before: it still holds its blocks in this one.
-    assert sequences_that_go_on(flying, [stays], [], 100, awaits_room=True) is None
+    assert who_goes_on(flying, [stays], [], 100, awaits_room=True) is None
 
 
 def crowded(ends: SamplingParams) -> tuple[Rig, Watched]:
@@ -302,7 +312,7 @@ def test_who_waits_for_blocks_gets_those_of_a_sequence_that_stopped_one_step_lat
     assert not rig.outputs["waits"]
     rig.step()
     assert len(rig.outputs["waits"]) == 1
-    assert watched.depths == [0, 1, 1, 1, 0]
+    assert watched.depths == [0, 1, 1, 1, 0, 1]
     rig.run()
     assert len(rig.outputs["waits"]) == 2
 
@@ -339,16 +349,65 @@ def test_a_search_that_waits_for_places_holds_nobody_up() -> None:
     assert [one.request_id for one in rig.scheduler.schedule(0.0).admitted] == ["search"]
 
 
-def test_nobody_follows_a_last_token_and_prompts_wait() -> None:
+def test_nobody_follows_a_last_token() -> None:
     last, full, free = made("last", max_tokens=2), made("full", num_tokens=9), made("free")
     flying = [StepRow(one, 1) for one in (last, full, free)]
-    assert sequences_that_go_on(flying, [last, full, free], [], 10) == [free]
-    prompt = made("prompt")
-    prompt.block_table = []
-    assert sequences_that_go_on(flying, [last, full, free], [prompt], 10) is None
-    chunk = made("chunk")
+    assert who_goes_on(flying, [last, full, free], [], 10) == going_on(free)
+
+
+def test_a_prompt_goes_on_behind_its_chunk_and_generates_behind_its_last_one() -> None:
+    chunk, rest, new = made("chunk"), made("rest"), made("new")
+    for one in (chunk, rest, new):
+        one.num_computed_tokens = 1
+    flying = [StepRow(chunk, 2), StepRow(rest, 4)]
+    found = who_goes_on(flying, [chunk, rest, new], [], 10)
+    assert found == GoingOn([StepRow(rest, 1, 4)], [Chunked(chunk, 2), Chunked(new, 0)])
+    assert [prompt.num_left for prompt in found.prompts] == [2, 4]
+    assert (found.generating[0].is_fed, found.generating[0].samples) == (True, True)
+    rows = [StepRow(chunk, 1, 2), StepRow(chunk, 2, 2), StepRow(new, 4)]
+    assert [(row.is_fed, row.samples) for row in rows] == [(False, False), (False, True), (False, True)]
+
+
+def test_log_probabilities_of_a_prompt_wait_for_those_before_them() -> None:
+    chunk = made("chunk", num_prompt_logprobs=1)
     chunk.num_computed_tokens = 1
-    assert sequences_that_go_on([StepRow(chunk, 2)], [chunk], [], 10) is None
+    assert who_goes_on([StepRow(chunk, 2)], [chunk], [], 10) is None
+    assert who_goes_on([StepRow(chunk, 4)], [chunk], [], 10) is None
+    chunk.num_computed_tokens = 4
+    assert who_goes_on([StepRow(chunk, 1)], [chunk], [], 10) == going_on(chunk)
+
+
+def test_chunks_of_prompts_run_ahead_beside_streams_and_alone() -> None:
+    rig = fake_rig(256, runs_ahead=True, max_batched_tokens=64)
+    watched, prompt = rig.engine, list(range(50)) * 8
+    rig.add("stream", [1, 2, 3], greedy(200))
+    rig.step()
+    rig.local("prompt", prompt, greedy(6))
+    rig.run()
+    # The prompt begins between two steps: its blocks might have been somebody's.
+    assert watched.depths.count(0) == 2
+    assert [row for row in watched.rows[3] if row[0] == "prompt"] == [("prompt", 32)]
+    assert rig.outputs["prompt"] == expected_output(prompt, 6, VOCAB)
+    assert rig.outputs["stream"] == expected_output([1, 2, 3], 200, VOCAB)
+    watched.depths.clear()
+    rig.local("alone", [7, *prompt], greedy(6))
+    rig.run()
+    assert watched.depths == [0] + [1] * (len(watched.depths) - 1)
+    assert rig.outputs["alone"] == expected_output([7, *prompt], 6, VOCAB)
+
+
+def test_prompts_that_wait_for_their_turn_hold_no_step_up() -> None:
+    rig = fake_rig(512, runs_ahead=True, max_batched_tokens=64)
+    watched = rig.engine
+    prompts = [[number, *range(50)] * 6 for number in range(3)]
+    for number, prompt in enumerate(prompts):
+        rig.local(f"prompt{number}", prompt, greedy(4))
+    rig.run()
+    # Each begins between two steps, and what is left of a step when one ends is known then.
+    assert watched.depths.count(0) <= 6 < len(watched.depths) / 2
+    assert [rig.outputs[f"prompt{number}"] for number in range(3)] == [
+        expected_output(prompt, 4, VOCAB) for prompt in prompts
+    ]
 
 
 def test_a_row_ahead_that_no_step_feeds_is_found() -> None:

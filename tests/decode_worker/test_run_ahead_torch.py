@@ -78,7 +78,8 @@ def test_every_request_gets_the_tokens_that_it_gets_alone_and_step_by_step(
     engines: dict[str, TorchEngine], seed: int
 ) -> None:
     draws = random.Random(seed)
-    rig = Rig(engines["on"], draws.choice((12, 20, NUM_BLOCKS)), max_num_seqs=draws.choice((3, 6, 16)))
+    settings = {"max_num_seqs": draws.choice((3, 6, 16)), "max_batched_tokens": draws.choice((16, 512))}
+    rig = Rig(engines["on"], draws.choice((12, 20, NUM_BLOCKS)), **settings)
     wanted, removed = {}, set()
     for index in range(8):
         prompt, params = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 30))], sampling(draws)
