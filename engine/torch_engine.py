@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -59,6 +60,15 @@ class StepOps(SamplerOps, Protocol):
 
     def begin_step(self, batch: Batch) -> Any:
         """What the model's ``forward`` takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _There:
+    """A batch's numbers that the engine itself needs on the device; int64."""
+
+    token_ids: torch.Tensor  # [num_tokens] the step's input
+    sampled_slots: torch.Tensor  # [num_sampled] whose tokens are sampled
+    last_tokens: torch.Tensor  # [num_sampled] the places of their last tokens among the input
 
 
 class TorchEngine:
@@ -174,68 +184,59 @@ class TorchEngine:
 
     def _launch(self, batch: Batch, inputs: SamplingInputs | None) -> TorchStep:
         copied = self._pool.order_steps()
-        token_ids, last_tokens = self._token_ids(batch), self._last_tokens(batch)
-        hidden, logits = self._forward(batch, token_ids, last_tokens)
+        there = self._upload(batch)
+        hidden, logits = self._forward(batch, there)
         sampled: Sampled | Deferred | None = None
         logprobs = {} if hidden is None else prompt_logprobs(batch, self._slots, hidden, self._model.logits)
         if logits is not None and inputs is None:
-            sampled = Deferred(partial(self._sample_deferred, batch, logits))
+            sampled = Deferred(partial(self._sample_deferred, batch, there, logits))
         elif logits is not None and inputs is not None:
-            sampled = self._sample(batch, logits, inputs, _under_way(batch, token_ids, last_tokens))
+            sampled = self._sample(batch, there, logits, inputs, _under_way(batch, there))
         return TorchStep(batch, sampled, logprobs, self._device, copied)
 
     @torch.inference_mode()
-    def _sample_deferred(self, batch: Batch, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
+    def _sample_deferred(self, batch: Batch, there: _There, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
         """Sample with all tokens known."""
         self._slots.learn(inputs.new_tokens)
-        return self._sample(batch, logits, inputs, None)
+        return self._sample(batch, there, logits, inputs, None)
 
     def _sample(
-        self, batch: Batch, logits: torch.Tensor, inputs: SamplingInputs, under_way: UnderWay | None
+        self, batch: Batch, there: _There, logits: torch.Tensor, inputs: SamplingInputs, under_way: UnderWay | None
     ) -> Sampled:
         index = batch.slots[batch.sampling_rows]
         asking = Asking.of(self._slots, index, batch.seq_lens[batch.sampling_rows], inputs.over)
         sampled = sample(logits, asking, inputs.rules, self._ops, self._options.processors, under_way)
-        (places,) = self._ops.upload((index,))
-        self._sampled_tokens[places] = sampled.tokens
+        self._sampled_tokens[there.sampled_slots] = sampled.tokens
         return sampled
 
-    def _token_ids(self, batch: Batch) -> torch.Tensor:
-        """The step's input ``[num_tokens]``, on the device."""
+    def _upload(self, batch: Batch) -> _There:
+        sampled = batch.sampling_rows
+        arrays = [batch.token_ids, batch.slots[sampled], batch.query_start_loc[1:][sampled] - 1]
         if batch.is_fed is None:
-            return self._ops.upload((batch.token_ids,))[0]
+            return _There(*self._ops.upload(arrays))
         # Rows that are fed have one token each, and come first.
         num_fed = batch.num_decode_rows
-        token_ids, slots, is_fed = self._ops.upload(
-            (batch.token_ids, batch.slots[:num_fed], batch.is_fed[:num_fed].astype(np.uint8))
-        )
-        fed = torch.where(is_fed.bool(), self._sampled_tokens[slots], token_ids[:num_fed])
-        return fed if num_fed == len(token_ids) else torch.cat((fed, token_ids[num_fed:]))
+        fed_slots = np.where(batch.is_fed, batch.slots, -1)[:num_fed]
+        token_ids, sampled_slots, last_tokens, slots = self._ops.upload((*arrays, fed_slots))
+        fed = torch.where(slots >= 0, self._sampled_tokens[slots.clamp_min(0)], token_ids[:num_fed])
+        return _There(torch.cat((fed, token_ids[num_fed:])), sampled_slots, last_tokens)
 
-    def _last_tokens(self, batch: Batch) -> torch.Tensor | None:
-        """The places among the step's tokens of the last ones of all rows that sample, on the device; None: all tokens, or none."""
-        if len(batch.sampling_rows) in (0, len(batch.token_ids)):
-            return None
-        return self._ops.upload((batch.query_start_loc[1:][batch.sampling_rows] - 1,))[0]
-
-    def _forward(
-        self, batch: Batch, token_ids: torch.Tensor, last_tokens: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _forward(self, batch: Batch, there: _There) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Hidden states of all tokens, unless nobody looks at them, and the logits of the rows that sample, if any do."""
         if self._graphs is not None and self._graphs.fits(batch):
-            return None, self._graphs.run(batch, token_ids)
-        hidden = self._model.forward(token_ids, self._ops.begin_step(batch))
+            return None, self._graphs.run(batch, there.token_ids)
+        hidden = self._model.forward(there.token_ids, self._ops.begin_step(batch))
         if not len(batch.sampling_rows):
             return hidden, None
-        return hidden, self._model.logits(hidden if last_tokens is None else hidden[last_tokens])
+        is_all = len(batch.sampling_rows) == len(there.token_ids)
+        return hidden, self._model.logits(hidden if is_all else hidden[there.last_tokens])
 
 
-def _under_way(batch: Batch, token_ids: torch.Tensor, last_tokens: torch.Tensor | None) -> UnderWay | None:
+def _under_way(batch: Batch, there: _There) -> UnderWay | None:
     """Which tokens of the rows that sample came from the step in front."""
     if batch.is_fed is None:
         return None
-    counts = batch.is_fed[batch.sampling_rows].astype(np.int32)
-    return UnderWay(counts, token_ids if last_tokens is None else token_ids[last_tokens])
+    return UnderWay(batch.is_fed[batch.sampling_rows].astype(np.int32), there.token_ids[there.last_tokens])
 
 
 def max_model_len_of(options: EngineOptions, shape: ModelShape, num_blocks: int) -> int:

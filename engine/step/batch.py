@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvrelay.engine.step.plan import PlanRow, StepPlan
+from kvrelay.engine.step.plan import PlanRow, StepPlan, TableDelta
 from kvrelay.engine.step.slots import Ints, Slots
 
 
@@ -25,10 +25,17 @@ class Batch:
     slot_mapping: Ints  # [num_tokens], block_id * block_size + offset
     query_start_loc: Ints  # [num_rows + 1]
     seq_lens: Ints  # [num_rows], this step's tokens included
-    block_tables: Ints  # [num_rows, max_blocks], padded with 0
+    max_blocks: int  # of a row
+    slot_tables: Ints  # the block tables of all slots …
+    table_deltas: tuple[TableDelta, ...]  # … and what has changed in them since the batch before
     num_decode_rows: int  # leading rows of a single token
     sampling_rows: Ints  # [num_sampled] indices of rows that sample
     max_query_len: int
+
+    @property
+    def block_tables(self) -> Ints:
+        """``[num_rows, max_blocks]``, padded with 0: a copy."""
+        return self.slot_tables[self.slots, : self.max_blocks]
 
 
 def build_batch(plan: StepPlan, slots: Slots, block_size: int) -> Batch:
@@ -62,18 +69,19 @@ def build_batch(plan: StepPlan, slots: Slots, block_size: int) -> Batch:
             token_ids.append(0)
         else:
             token_ids += slots.sequences[row.slot].token_ids[row.start : row.start + row.num_tokens]
-    block_tables = slots.block_tables[index, : int(-(-seq_lens.max() // block_size))]
-    slot_mapping = block_tables[row_of_token, positions // block_size] * block_size + positions % block_size
+    block_ids = slots.block_tables[index[row_of_token], positions // block_size]
     return Batch(
         rows=rows,
         slots=index,
         token_ids=np.array(token_ids, dtype=np.int64),
         is_fed=is_fed if is_fed.any() else None,
         positions=positions,
-        slot_mapping=slot_mapping,
+        slot_mapping=block_ids * block_size + positions % block_size,
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
-        block_tables=block_tables,
+        max_blocks=int(-(-seq_lens.max() // block_size)),
+        slot_tables=slots.block_tables,
+        table_deltas=plan.tables,
         num_decode_rows=num_decode_rows,
         sampling_rows=np.flatnonzero([row.num_samples for row in rows]),
         max_query_len=int(counts.max()),

@@ -54,7 +54,7 @@ def cuda_model(
         compile_steps(model, ops, pool, options)
         compile_sampling(torch.zeros(1, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device), ops)
         if options.decodes and options.cuda_graphs:
-            graphs = decode_graphs(config, model, ops, pool, max_model_len, options, compute_dtype, CudaRecorder())
+            graphs = decode_graphs(config, model, ops, pool, options, compute_dtype, CudaRecorder())
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"no memory is left beside the KV pool for steps and their graphs ({error}): lower --kv-memory-fraction or "
@@ -137,7 +137,9 @@ def run_largest_step(
         prompts.append((length, tuple(blocks)))
     pool = KvPool(geometry, num_blocks, device)
     kv_scales = unit_kv_scales(config) if kv_dtype == torch.float8_e4m3fn else None
-    ops = cuda_ops(config, pool, max_len, options, kv_scales)
+    # Of very short sequences more make up a step than ever run.
+    slots_of = replace(options, max_num_seqs=max(options.max_num_seqs, len(prompts)))
+    ops = cuda_ops(config, pool, max_len, slots_of, kv_scales)
     # The model empties the list of layers that it is given, and multiplies with the very same matrices.
     model = DecoderModel(config, replace(weights, layers=list(weights.layers)), ops)
     slots, batch = _made_up(prompts, sampling, options.block_size)
@@ -197,7 +199,6 @@ def decode_graphs(
     model: DecoderModel,
     ops: CudaOps,
     pool: KvPool,
-    max_model_len: int,
     options: EngineOptions,
     compute_dtype: torch.dtype,
     recorder: Recorder,
@@ -212,6 +213,5 @@ def decode_graphs(
         ops.inputs_of,
         recorder,
         logits=torch.empty(options.max_num_seqs, config.vocab_size, dtype=compute_dtype, device=pool.tensor.device),
-        max_blocks=-(-max_model_len // options.block_size),
         padding_slot=pool.num_blocks * options.block_size,
     )

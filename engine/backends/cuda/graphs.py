@@ -2,7 +2,8 @@
 
 A graph replays what was captured, on the same memory. So each batch size of a ladder has buffers of its own for the step's
 numbers; a step is copied into those of the next larger size, and its last rows are padding: no keys to read, and K/V that go to a
-block which is nobody's. Kernels read all lengths on the device (:mod:`kvrelay.kernels.decode_attention`), so one graph serves all.
+block which is nobody's. Block tables are the slots' own, on the device, and kernels read all lengths there
+(:mod:`kvrelay.kernels.decode_attention`), so one graph serves all.
 
 All graphs are captured at the start: a shape that is met for the first time must not stall a stream. They share one memory pool,
 because only one runs at a time; so a step's logits last until the next step is launched. A step whose sampling is deferred must
@@ -78,17 +79,15 @@ class DecodeGraphs:
         recorder: Recorder,
         *,
         logits: torch.Tensor,
-        max_blocks: int,
         padding_slot: int,
     ) -> None:
         """Capture them all.
 
         ``forward``: logits ``[n, vocab]`` of ``n`` tokens, one for each sequence. ``inputs_of`` brings a batch's numbers to the
-        device. ``logits``: ``[max_num_seqs, vocab]``, where all graphs leave theirs. ``max_blocks``: of the longest sequence.
+        device. ``logits``: ``[max_num_seqs, vocab]``, where all graphs leave theirs.
         ``padding_slot``: of a block that no sequence ever holds.
         """
         self._inputs_of = inputs_of
-        self._max_blocks = max_blocks
         self._padding_slot = padding_slot
         self._rungs: dict[int, _Rung] = {}
         self._logits = logits
@@ -114,7 +113,7 @@ class DecodeGraphs:
         inputs = StepInputs(
             positions=zeros(size, dtype=torch.int64),
             slot_mapping=torch.full((size,), self._padding_slot, dtype=torch.int64, device=device),
-            block_tables=zeros(size, self._max_blocks, dtype=torch.int32),
+            slots=zeros(size, dtype=torch.int64),
             seq_lens=zeros(size, dtype=torch.int32),
             query_start_loc=zeros(1, dtype=torch.int32),
             num_decode_rows=size,
@@ -134,11 +133,11 @@ class DecodeGraphs:
     def run(self, batch: Batch, token_ids: torch.Tensor) -> torch.Tensor:
         """See StepGraphs."""
         inputs = self._inputs_of(batch)
-        num_rows, width = inputs.block_tables.shape
+        num_rows = len(batch.rows)
         rung = self._rungs[self._sizes[bisect.bisect_left(self._sizes, num_rows)]]
         rung.token_ids[:num_rows] = token_ids
         rung.inputs.positions[:num_rows] = inputs.positions
-        rung.inputs.block_tables[:num_rows, :width] = inputs.block_tables
+        rung.inputs.slots[:num_rows] = inputs.slots
         for there, here, padding in (
             (rung.inputs.slot_mapping, inputs.slot_mapping, self._padding_slot),
             (rung.inputs.seq_lens, inputs.seq_lens, 0),

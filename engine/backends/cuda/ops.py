@@ -19,6 +19,7 @@ from kvrelay.engine.sampling.filters import filter_typical_rows
 from kvrelay.engine.sampling.penalties import Penalties
 from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.step.plan import TableDelta
 from kvrelay.engine.step.uploads import Joined, Uploader
 from kvrelay.engine.weights.rounding import RoundedWeight, Weight
 from kvrelay.kernels.activation import silu_mul
@@ -41,26 +42,11 @@ class StepInputs:
 
     positions: torch.Tensor  # [num_tokens] int64
     slot_mapping: torch.Tensor  # [num_tokens] int64
-    block_tables: torch.Tensor  # [num_rows, max_blocks] int32
+    slots: torch.Tensor  # [num_rows] int64, whose block tables they have
     seq_lens: torch.Tensor  # [num_rows] int32, 0 for padding
     query_start_loc: torch.Tensor  # [num_prefill_rows + 1] int32, of the rows behind num_decode_rows
     num_decode_rows: int
     max_query_len: int
-
-    @classmethod
-    def of(cls, batch: Batch, uploader: Uploader) -> StepInputs:
-        """Upload a batch's."""
-        num_decode = batch.num_decode_rows
-        positions, slot_mapping, block_tables, seq_lens, query_start_loc = uploader.upload(
-            (
-                batch.positions,
-                batch.slot_mapping,
-                batch.block_tables.astype(np.int32),
-                batch.seq_lens.astype(np.int32),
-                (batch.query_start_loc[num_decode:] - num_decode).astype(np.int32),
-            )
-        )
-        return cls(positions, slot_mapping, block_tables, seq_lens, query_start_loc, num_decode, batch.max_query_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +68,15 @@ class CudaStep:
         kv: PagedKv,
         tables: tuple[torch.Tensor, torch.Tensor],
         workspace: DecodeWorkspace,
+        block_tables: torch.Tensor,
     ) -> None:
+        """``block_tables``: of all slots."""
         self._config = config
         self._kv = kv
         self._cos, self._sin = tables
         self._workspace = workspace
         self._inputs = inputs
+        self._block_tables = block_tables.index_select(0, inputs.slots)
         self._scale = config.head_dim**-0.5
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
@@ -117,7 +106,7 @@ class CudaStep:
                 query[:split],
                 self._kv.pool,
                 layer,
-                inputs.block_tables[:split],
+                self._block_tables[:split],
                 inputs.seq_lens[:split],
                 scale=self._scale,
                 sliding_window=window,
@@ -130,7 +119,7 @@ class CudaStep:
                 query[split:],
                 self._kv.pool,
                 layer,
-                inputs.block_tables[split:],
+                self._block_tables[split:],
                 inputs.query_start_loc,
                 inputs.seq_lens[split:],
                 scale=self._scale,
@@ -141,6 +130,16 @@ class CudaStep:
                 loads=self._kv.loads[layer],
             )
         return out
+
+
+def _changes(deltas: Seq[TableDelta], max_blocks: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Where ``deltas`` change tables of ``max_blocks``, laid out one behind the other, and to which blocks."""
+    places, block_ids = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
+    for delta in deltas:
+        first = delta.slot * max_blocks + delta.start
+        places.append(np.arange(first, first + len(delta.block_ids)))
+        block_ids.append(np.array(delta.block_ids, dtype=np.int32))
+    return np.concatenate(places), np.concatenate(block_ids)
 
 
 def _num_multiprocessors(device: torch.device) -> int:
@@ -175,6 +174,9 @@ class CudaOps:
         self._uploader = Uploader(pool.device)
         cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
         self._tables = (cos.to(pool.device), sin.to(pool.device))
+        # Of all slots, and of one more: before the first step so many rows and a prompt are tried.
+        max_blocks = -(-max_model_len // pool.shape[4])
+        self.block_tables = torch.zeros(max_num_seqs + 1, max_blocks, dtype=torch.int32, device=pool.device)
         self._num_multiprocessors = _num_multiprocessors(pool.device)
         self._compiled: set[tuple[int, int, bool]] = set()  # rounded matrices' shapes, and whether they have no bias
         max_splits = splits_for_device(self._num_multiprocessors, config.num_kv_heads)
@@ -202,12 +204,29 @@ class CudaOps:
         return self.step_of(self.inputs_of(batch))
 
     def inputs_of(self, batch: Batch) -> StepInputs:
-        """A batch's numbers, uploaded."""
-        return StepInputs.of(batch, self._uploader)
+        """A batch's numbers, uploaded; ``block_tables`` are changed by what is new in them."""
+        num_decode = batch.num_decode_rows
+        places, block_ids = _changes(batch.table_deltas, self.block_tables.shape[1])
+        positions, slot_mapping, slots, seq_lens, query_start_loc, places_there, block_ids_there = (
+            self._uploader.upload(
+                (
+                    batch.positions,
+                    batch.slot_mapping,
+                    batch.slots,
+                    batch.seq_lens.astype(np.int32),
+                    (batch.query_start_loc[num_decode:] - num_decode).astype(np.int32),
+                    places,
+                    block_ids,
+                )
+            )
+        )
+        if len(places):
+            self.block_tables.view(-1)[places_there] = block_ids_there
+        return StepInputs(positions, slot_mapping, slots, seq_lens, query_start_loc, num_decode, batch.max_query_len)
 
     def step_of(self, inputs: StepInputs) -> CudaStep:
         """A step over numbers that are on the device."""
-        return CudaStep(inputs, self._config, self._kv, self._tables, self._workspace)
+        return CudaStep(inputs, self._config, self._kv, self._tables, self._workspace, self.block_tables)
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See Ops."""

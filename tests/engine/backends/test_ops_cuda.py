@@ -168,7 +168,7 @@ def outputs(with_graphs):
         compile_steps(engine._model, engine._ops, engine._pool, options)  # they run as they are on a GPU
         compile_sampling(torch.zeros(1, config.vocab_size), engine._ops)
         engine._graphs = decode_graphs(
-            config, engine._model, engine._ops, engine._pool, 96, options, torch.float32, Recorder()
+            config, engine._model, engine._ops, engine._pool, options, torch.float32, Recorder()
         )
     leader, rows = Leader(engine), []
     for index, length in enumerate((1, 37, 20, 5, 3)):
@@ -291,14 +291,16 @@ else:
     raise AssertionError("scales were not missed")
 torch.manual_seed(0)
 inputs = StepInputs(
-    torch.tensor([20, 0, 1, 2]), torch.tensor([52, 0, 1, 2]), torch.tensor([[1, 3], [0, 0]], dtype=torch.int32),
+    torch.tensor([20, 0, 1, 2]), torch.tensor([52, 0, 1, 2]), torch.tensor([2, 0]),
     torch.tensor([21, 3], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32), 1, 3,
 )
 query, key, value = (torch.randn(4, n, config.head_dim) for n in (config.num_q_heads, *[config.num_kv_heads] * 2))
 results = []
 for kv_scales in (None, torch.full((config.num_layers, 2, config.num_kv_heads), 0.01)):
     own = torch.zeros(shape) if kv_scales is None else pool
-    step = CudaOps(config, own, 64, 4, kv_scales).step_of(inputs)
+    ops = CudaOps(config, own, 64, 4, kv_scales)
+    ops.block_tables[2, :2] = torch.tensor([1, 3])
+    step = ops.step_of(inputs)
     results.append(step.attention(step.rotary_kv_write(query.clone(), key, value, 0), 0))
 # Numbers of three bits behind the point, and their average over the context.
 difference = (results[0] - results[1]).abs()

@@ -30,7 +30,7 @@ torch.manual_seed(0)
 pool[1] = torch.randn(pool[1].shape).half()
 pool[3, :, :, :, :36] = torch.randn(3, 2, config.num_kv_heads, 36, config.head_dim).half()
 inputs = StepInputs(
-    torch.arange(70, 100), torch.arange(70, 100), torch.tensor([[1, 3]], dtype=torch.int32),
+    torch.arange(70, 100), torch.arange(70, 100), torch.tensor([1]),
     torch.tensor([100], dtype=torch.int32), torch.tensor([0, 30], dtype=torch.int32), 0, 30,
 )
 query = torch.randn(30, config.num_q_heads, config.head_dim).half()
@@ -51,6 +51,7 @@ for capability in ((8, 0), (9, 0)):
     ops = CudaOps(config, pool, 128, 4)
     # Asked once: what a step does no longer depends on it.
     ops_cuda.nvidia_capability = None
+    ops.block_tables[1, :2] = torch.tensor([1, 3])
     step = ops.step_of(inputs)
     for layer in range(3):
         before = num_boxes
