@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import secrets
 import shutil
 import tempfile
@@ -172,7 +173,7 @@ class LocalBackend:
             request_id=f"{request.request_id}.{secrets.token_hex(4)}",
             received_s=received_s,
             prompt_param="prompt",
-            timeout_s=request.timeout_s,
+            timeout_s=math.inf if request.timeout_s is None else request.timeout_s,
         )
         progress.on_prompt(sequences[0].prompt_token_ids)
         usages = [Usage(len(prompt)) for _ in sequences]

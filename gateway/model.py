@@ -6,6 +6,7 @@ Several models behind one gateway are several objects. Which of them a request i
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -103,7 +104,7 @@ class Model:
         request_id: str,
         received_s: float,
         prompt_param: str,
-        timeout_s: float | None = None,
+        timeout_s: float = math.inf,
         min_priority: int | None = None,
     ) -> list[GenerationRequest]:
         """All choices of all prompts, prompt by prompt.

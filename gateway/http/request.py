@@ -5,6 +5,7 @@ Complaints name the field, its value and the limit.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 import time
@@ -48,15 +49,17 @@ class ApiRequest(Request):
             self.request_id = self.internal_id = secrets.token_hex(12)
         self.state.api_request = self
 
-    def timeout_s(self) -> float | None:
-        """What the client gives the request, by its header. Raises InvalidRequestError if that is no time."""
+    def timeout_s(self) -> float:
+        """What the client gives the request, by its header; infinite without. Raises InvalidRequestError if that is no time."""
         given = self.headers.get(TIMEOUT_HEADER)
-        if given is not None and (_SECONDS.fullmatch(given.strip()) is None or float(given) <= 0):
+        if given is None:
+            return math.inf
+        if _SECONDS.fullmatch(given.strip()) is None or float(given) <= 0:
             raise InvalidRequestError(
                 f"{TIMEOUT_HEADER} is {given[:80]!r}; it must be a number of seconds above 0, such as 30 or 2.5",
                 param=TIMEOUT_HEADER,
             )
-        return None if given is None else float(given)
+        return float(given)
 
 
 class ApiRoute(APIRoute):

@@ -16,7 +16,7 @@ from kvrelay.gateway.errors import AttemptsFailedError
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.failover import blamed_roles
 from kvrelay.gateway.relay.placement import views
-from kvrelay.gateway.relay.request import Place, Progress
+from kvrelay.gateway.relay.request import GenerationRequest, Place
 from kvrelay.gateway.relay.taking_back import FindSooner, TakingBack
 from kvrelay.gateway.routing.breaker import Trial
 from kvrelay.gateway.workers.pool import WorkerPool
@@ -67,15 +67,21 @@ class Attempt:
     """``run`` once; lives on the gateway's asyncio loop."""
 
     def __init__(
-        self, pool: WorkerPool, progress: Progress, place: Place, take: Take, metrics: GatewayMetrics, trial: Trial
+        self,
+        pool: WorkerPool,
+        request: GenerationRequest,
+        place: Place,
+        take: Take,
+        metrics: GatewayMetrics,
+        trial: Trial,
     ) -> None:
         """``trial`` hears what goes well; who made it says when it is over."""
         self._trial = trial
-        self._proved_len = len(progress.output) + _PROVED_TOKENS  # output that shows that the decode worker generates
+        self._proved_len = len(request.output) + _PROVED_TOKENS  # output that shows that the decode worker generates
         self._is_proved = False
         self._pool = pool
         self._metrics = metrics
-        self._progress = progress
+        self._request = request
         self._take = take
         self._involved = place.workers
         self._decode = place.decode
@@ -100,18 +106,18 @@ class Attempt:
         Raises AttemptFailedError, AttemptMovedError, ApiError if no other attempt can help, and what ``take`` raises.
         """
         self._find_room = find_room
-        progress, involved, first = self._progress, self._involved, self._involved[0]
+        request, involved, first = self._request, self._involved, self._involved[0]
         key = (submit.request_id, submit.attempt)
-        accept_s = progress.request.timings.on_submit(now_s)
+        accept_s = request.timings.on_submit(now_s)
         # Before all else, as the client waits; nothing is heard of the attempt until this function waits, too.
         if not first.client.send(submit):
             raise AttemptFailedError(FailureCode.PEER_LOST, "the worker's link just went down", (first.address,))
         if accept_s is not None:
             self._metrics.part_s.labels("accept").observe(accept_s)
-        self._pool.open_attempt(key, involved, len(submit.token_ids) + 1, self._on_event, progress.prefix.cached)
-        if self._prefill is not None and not progress.was_asked_back:
-            self._taking_back = TakingBack(self._pool, progress, key, self._prefill, find_sooner)
-        timer = asyncio.get_running_loop().call_at(progress.deadline_s, self._on_event, DeadlinePassed())
+        self._pool.open_attempt(key, involved, len(submit.token_ids) + 1, self._on_event, request.prefix.cached)
+        if self._prefill is not None and not request.was_asked_back:
+            self._taking_back = TakingBack(self._pool, request, key, self._prefill, find_sooner)
+        timer = asyncio.get_running_loop().call_at(request.deadline_s, self._on_event, DeadlinePassed())
         try:
             await self._end
             if self._error is not None:
@@ -120,8 +126,8 @@ class Attempt:
             timer.cancel()
             self._stay()
             for view in views([self._decode], 0):  # the K/V of the last token is not computed
-                progress.prefix.on_end(progress.output[:-1], view)
-            self._pool.close_attempt(key, involved, submit.num_prompt_tokens + len(progress.output))
+                request.prefix.on_end(request.output[:-1], view)
+            self._pool.close_attempt(key, involved, submit.num_prompt_tokens + len(request.output))
             if not self.is_finished:
                 for worker in involved:
                     worker.client.send(Cancel(request_id=key[0], attempt=key[1]))
@@ -146,7 +152,7 @@ class Attempt:
         elif delta is not None:
             is_wanted = self._take(delta)
         is_over = self._is_over()
-        if not self._is_proved and (is_over or not is_wanted or len(self._progress.output) >= self._proved_len):
+        if not self._is_proved and (is_over or not is_wanted or len(self._request.output) >= self._proved_len):
             self._is_proved = True
             self._trial.decode_succeeded()
         if item.timings is not None:  # behind the token, which somebody waits for
@@ -158,14 +164,14 @@ class Attempt:
         match event:
             case HandedOver():
                 self._is_handed_over = True
-                self._on_verified(self._progress.output)
+                self._on_verified(self._request.output)
             case Preempted():
                 self._move()
             case Withdrawn() if self._taking_back is not None and (place := self._taking_back.place) is not None:
-                self._progress.place = place if place.decode.is_usable else None
+                self._request.place = place if place.decode.is_usable else None
                 raise AttemptMovedError("taken_back")
             case DeadlinePassed():
-                raise self._progress.timed_out()
+                raise self._request.timed_out()
             case WorkerLost() | GaveUp() if self._last is not None:
                 raise AttemptsFailedError(
                     "the prompt's log probabilities were lost with a worker; ask again", retry_after_s=_RETRY_AFTER_S
@@ -178,8 +184,8 @@ class Attempt:
 
     def _move(self) -> None:
         """Go on elsewhere if there is room; else the decode worker goes on when it has some."""
-        if not self._progress.has_moved and (place := self._find_room()) is not None:
-            self._progress.has_moved, self._progress.place = True, place
+        if not self._request.has_moved and (place := self._find_room()) is not None:
+            self._request.has_moved, self._request.place = True, place
             raise AttemptMovedError("moved")
 
     def _stay(self) -> None:
@@ -190,10 +196,10 @@ class Attempt:
 
     @property
     def _needs_no_prefill_worker(self) -> bool:
-        return self._is_handed_over and not self._progress.lacks_prompt_logprobs
+        return self._is_handed_over and not self._request.lacks_prompt_logprobs
 
     def _is_over(self) -> bool:
-        if self._last is None or self._progress.lacks_prompt_logprobs:
+        if self._last is None or self._request.lacks_prompt_logprobs:
             return False
         self.is_finished = True
         self._take(self._last)
@@ -205,42 +211,42 @@ class Attempt:
         self._is_handed_over |= item.timings.transfer_s is not None  # only a decode worker that verified it
         self._stay()
         self._pool.on_first_token((item.request_id, item.attempt), self._involved)
-        computed = self._progress.output[: item.index]
+        computed = self._request.output[: item.index]
         for view in views(self._involved[:1], 0):
-            self._progress.prefix.on_cached(computed, view)
+            self._request.prefix.on_cached(computed, view)
         if self._is_handed_over or len(self._involved) == 1:
             self._on_verified(computed)
 
     def _on_verified(self, output: Sequence[int]) -> None:
         """The K/V of prompt and ``output`` lie on the decode worker."""
         self._trial.hand_over_succeeded()
-        self._progress.request.settle(self._decode.address)
+        self._request.settle(self._decode.address)
         for view in views([self._decode], 0):
-            self._progress.prefix.on_cached(output, view)
+            self._request.prefix.on_cached(output, view)
 
     def _accept(self, item: TokenDelta) -> TokenDelta | None:
         """The part of ``item`` that is new; None if nothing is."""
-        progress = self._progress
-        num_known = len(progress.output)
+        request = self._request
+        num_known = len(request.output)
         if item.index > num_known:
             raise AttemptFailedError(
                 FailureCode.INTERNAL, f"tokens from position {item.index} on came after {num_known} tokens"
             )
         tokens = item.tokens[num_known - item.index :] if item.index < num_known else item.tokens
-        progress.output.extend([token.token_id for token in tokens])
+        request.output.extend([token.token_id for token in tokens])
         if tokens:
-            progress.waits_since_s = None
+            request.waits_since_s = None
         if not tokens and item.finish_reason is None and item.timings is None:
             return None
         if item.num_cached_tokens is not None:
             # What an earlier attempt computed is cached for a later one; for this request it was computed all the same.
-            known = progress.num_cached_tokens
-            progress.num_cached_tokens = item.num_cached_tokens if known is None else min(known, item.num_cached_tokens)
-        num_cached_tokens = None if item.num_cached_tokens is None else progress.num_cached_tokens
-        prompt_logprobs = None if progress.has_prompt_logprobs else item.prompt_logprobs
+            known = request.num_cached_tokens
+            request.num_cached_tokens = item.num_cached_tokens if known is None else min(known, item.num_cached_tokens)
+        num_cached_tokens = None if item.num_cached_tokens is None else request.num_cached_tokens
+        prompt_logprobs = None if request.has_prompt_logprobs else item.prompt_logprobs
         # Who computed the prompt tells them with the first token, or, being of an older version, never.
         is_from_prefill = item.timings is not None and item.timings.prefill_s is not None
-        progress.has_prompt_logprobs |= prompt_logprobs is not None or is_from_prefill
+        request.has_prompt_logprobs |= prompt_logprobs is not None or is_from_prefill
         return msgspec.structs.replace(
             item, tokens=tokens, num_cached_tokens=num_cached_tokens, prompt_logprobs=prompt_logprobs
         )

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from kvrelay.common.clock import Clock
-from kvrelay.gateway.relay.request import GenerationRequest, Place, Progress
+from kvrelay.gateway.relay.request import GenerationRequest, Place
 from kvrelay.gateway.relay.settings import RelaySettings
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
 from kvrelay.gateway.routing.forecast import Prefiller, Supply
@@ -48,31 +48,31 @@ class Placement:
             reasons.append("workers have failed all of several requests, and are tried again by one at a time")
         return "; ".join(reasons) or "no worker has room"
 
-    def place(self, progress: Progress, num_tokens_to_hold: float) -> Place | None:
+    def place(self, request: GenerationRequest, num_tokens_to_hold: float) -> Place | None:
         """Workers that would compute the request before long, by one way or the other; None while there are none.
 
         ``num_tokens_to_hold``: of prompt and output, as far as one can know.
         """
         backlog_s = self._settings.prefill_backlog_s
-        return self.route(progress, backlog_s=backlog_s, num_tokens_to_hold=math.ceil(num_tokens_to_hold))
+        return self.route(request, backlog_s=backlog_s, num_tokens_to_hold=math.ceil(num_tokens_to_hold))
 
-    def elsewhere(self, progress: Progress, decode: Worker) -> Place | None:
+    def elsewhere(self, request: GenerationRequest, decode: Worker) -> Place | None:
         """A place with room for the request now, as long as it is by now, on another decode worker than ``decode``."""
-        backlog_s, num_tokens = self._settings.prefill_backlog_s, progress.num_tokens + 1
-        return self.route(progress, backlog_s=backlog_s, num_tokens_to_hold=num_tokens, without=decode.address)
+        backlog_s, num_tokens = self._settings.prefill_backlog_s, request.num_tokens + 1
+        return self.route(request, backlog_s=backlog_s, num_tokens_to_hold=num_tokens, without=decode.address)
 
-    def sooner(self, progress: Progress, prefill: Worker, key: Key) -> Place | None:
+    def sooner(self, request: GenerationRequest, prefill: Worker, key: Key) -> Place | None:
         """A decode worker that would compute a prompt clearly sooner than the prefill worker at which that attempt waits."""
         view = prefill.view(0)
         if self._local_backlog_s is None or prefill.load is None or view is None or not view.tokens_per_s:
             return None
-        num_tokens = progress.num_tokens
-        decodes = views(self._pool.decodes.values(), progress.request.max_len)
+        num_tokens = request.num_tokens
+        decodes = views(self._pool.decodes.values(), request.max_len)
         decodes = [one for one in decodes if one.takes_sequence(num_tokens + 1)]
-        cached = _cached(progress, decodes)
+        cached = _cached(request, decodes)
         self._sequence_number += 1
         hand_off_s = prefill.load.num_tokens_until(key, self._clock(), view.tokens_per_s) / view.tokens_per_s
-        for _, others in self._choices(progress, [], decodes):
+        for _, others in self._choices(request, [], decodes):
             local = best_local([view], others, num_tokens, self._sequence_number, cached, self._local_backlog_s)
             if local is not None and is_clearly_sooner(local, hand_off_s):
                 return self._place_of(Way(Route(None, local.address), Reason.TAKEN_BACK), num_tokens, cached)
@@ -91,31 +91,31 @@ class Placement:
         ]
         return Supply.of(prefillers, decodes, self._settings.prefill_backlog_s)
 
-    def num_to_compute(self, progress: Progress) -> int:
+    def num_to_compute(self, request: GenerationRequest) -> int:
         """Tokens of a request's prompt that wait for a worker's time, as far as one knew when it was last routed."""
-        if self._pool.is_local_only or progress.request.follows:
+        if self._pool.is_local_only or request.follows:
             return 0
-        return progress.num_tokens - max(progress.prefix.cached.values(), default=0)
+        return request.num_tokens - max(request.prefix.cached.values(), default=0)
 
     def route(
-        self, progress: Progress, *, backlog_s: float = math.inf, num_tokens_to_hold: int = 0, without: str = ""
+        self, request: GenerationRequest, *, backlog_s: float = math.inf, num_tokens_to_hold: int = 0, without: str = ""
     ) -> Place | None:
         """Workers for the next attempt; with a bound on what waits there, or blocks to be free, only such as keep it.
 
         ``without``: address of a decode worker that is not asked.
         """
-        if (shared := self._shared_place(progress, num_tokens_to_hold)) is not None:
+        if (shared := self._shared_place(request, num_tokens_to_hold)) is not None:
             return shared
-        prefills = [] if self._pool.is_local_only else views(self._pool.prefills.values(), progress.request.max_len)
-        decodes = views(self._pool.decodes.values(), progress.request.max_len)
+        prefills = [] if self._pool.is_local_only else views(self._pool.prefills.values(), request.max_len)
+        decodes = views(self._pool.decodes.values(), request.max_len)
         if not math.isinf(backlog_s):
             decodes = [view for view in decodes if view.takes_sequence(num_tokens_to_hold) and view.address != without]
-        cached = _cached(progress, [*prefills, *decodes])
+        cached = _cached(request, [*prefills, *decodes])
         limits = Limits(backlog_s, self._local_backlog_s)
         self._sequence_number += 1
-        for some, others in self._choices(progress, prefills, decodes):
-            if (way := self._way(some, others, progress.num_tokens, cached, limits)) is not None:
-                return self._place_of(way, progress.num_tokens, cached)
+        for some, others in self._choices(request, prefills, decodes):
+            if (way := self._way(some, others, request.num_tokens, cached, limits)) is not None:
+                return self._place_of(way, request.num_tokens, cached)
         return None
 
     def _way(
@@ -146,10 +146,10 @@ class Placement:
         return self._settings.prefill_backlog_s if self._settings.local_prefill == "sooner" else None
 
     def _choices(
-        self, progress: Progress, prefills: list[WorkerView], decodes: list[WorkerView]
+        self, request: GenerationRequest, prefills: list[WorkerView], decodes: list[WorkerView]
     ) -> Iterator[tuple[list[WorkerView], list[WorkerView]]]:
         """Whom to choose among, the best choice first."""
-        avoidance, now_s = progress.avoidance, self._clock()
+        avoidance, now_s = request.avoidance, self._clock()
         shut = self._shut(now_s)
         if not avoidance.is_any and not shut:
             yield prefills, decodes
@@ -171,10 +171,9 @@ class Placement:
         self._breakers.keep({worker.address: worker.up_since_s for worker in self._pool.workers})
         return self._breakers.shut(now_s)
 
-    def _shared_place(self, progress: Progress, num_tokens_to_hold: int) -> Place | None:
+    def _shared_place(self, request: GenerationRequest, num_tokens_to_hold: int) -> Place | None:
         """The decode worker that has the prompt already, for another choice of it; None if it cannot take one more."""
-        request = progress.request
-        if not request.follows or request.share is None or progress.attempt:
+        if not request.follows or request.share is None or request.attempt:
             return None
         worker = self._pool.decodes.get(request.share.decode_address or "")
         is_shut = worker is not None and (worker.address,) in self._shut(self._clock())
@@ -184,11 +183,11 @@ class Placement:
         return Place(None, worker, Reason.SHARED, num_to_compute=0)
 
 
-def _cached(progress: Progress, some: Iterable[WorkerView]) -> Mapping[str, int]:
+def _cached(request: GenerationRequest, some: Iterable[WorkerView]) -> Mapping[str, int]:
     """Tokens that workers need not compute, by address."""
-    cached = progress.prefix.cached_tokens(progress.output, some)
+    cached = request.prefix.cached_tokens(request.output, some)
     # All of the prompt is computed for its log probabilities.
-    return cached if progress.sampling.num_prompt_logprobs is None else {}
+    return cached if request.next_sampling.num_prompt_logprobs is None else {}
 
 
 def views(workers: Iterable[Worker], num_tokens: int) -> list[WorkerView]:

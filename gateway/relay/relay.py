@@ -25,7 +25,7 @@ from kvrelay.gateway.errors import (
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.attempt import Attempt, AttemptFailedError, AttemptMovedError, Take
 from kvrelay.gateway.relay.placement import Placement, views
-from kvrelay.gateway.relay.request import GenerationRequest, Place, Progress
+from kvrelay.gateway.relay.request import GenerationRequest, Place
 from kvrelay.gateway.relay.settings import RelaySettings
 from kvrelay.gateway.routing.admission import Admission, Asked
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
@@ -68,74 +68,70 @@ class Relay:
         """
         asked = Asked(len(request.prompt_token_ids), request.sampling.max_tokens, priority=request.priority)
         try:
-            progress = await self._admitted(request, asked)
+            await self._admit(request, asked)
         except BaseException:
             request.settle(None)
             raise
         try:
-            while not await self._is_over(progress, take):
+            while not await self._is_over(request, take):
                 pass
         finally:
             request.settle(None)
-            self.admission.on_end(asked, len(progress.output), request.timings.first_token_s)
+            self.admission.on_end(asked, len(request.output), request.timings.first_token_s)
 
-    async def _admitted(self, request: GenerationRequest, asked: Asked) -> Progress:
-        """The request with its place on workers. Raises ApiError if it gets none."""
-        limit_s = self.settings.request_timeout_s
-        timeout_s = limit_s if request.timeout_s is None else min(request.timeout_s, limit_s)
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
-        progress = Progress(request, timeout_s, deadline_s, self._placement.prefix_of(request))
+    async def _admit(self, request: GenerationRequest, asked: Asked) -> None:
+        """Begin the request's time, and give it its place on workers. Raises ApiError if it gets none."""
+        timeout_left_s = request.timeout_s = min(request.timeout_s, self.settings.request_timeout_s)
+        request.deadline_s = asyncio.get_running_loop().time() + request.timeout_s
+        request.prefix = self._placement.prefix_of(request)
         if request.share is not None and request.follows:
             try:
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout_at(request.deadline_s):
                     await request.share.settled()
             except TimeoutError as error:
-                raise progress.timed_out() from error
-            timeout_left_s = progress.deadline_s - asyncio.get_running_loop().time()
-        else:
-            timeout_left_s = timeout_s
-        progress.place = await self.admission.place(
-            lambda: self._place(progress, asked),
+                raise request.timed_out() from error
+            timeout_left_s = request.deadline_s - asyncio.get_running_loop().time()
+        request.place = await self.admission.place(
+            lambda: self._place(request, asked),
             asked,
             timeout_left_s,
             lambda: self._placement.no_room(request.max_len),
         )
-        return progress
 
-    def _place(self, progress: Progress, asked: Asked) -> Place | None:
-        found = self._placement.place(progress, self.admission.num_to_hold(asked))
-        asked.num_to_compute = self._placement.num_to_compute(progress)
+    def _place(self, request: GenerationRequest, asked: Asked) -> Place | None:
+        found = self._placement.place(request, self.admission.num_to_hold(asked))
+        asked.num_to_compute = self._placement.num_to_compute(request)
         return found
 
-    def _on_failure(self, progress: Progress, failure: AttemptFailedError) -> None:
-        extra = {"request_id": progress.request.request_id, "attempt": progress.attempt}
+    def _on_failure(self, request: GenerationRequest, failure: AttemptFailedError) -> None:
+        extra = {"request_id": request.request_id, "attempt": request.attempt}
         # Refused for want of room, many requests ask again twice a second: the counter tells that better than a log.
         level = logging.DEBUG if failure.code in _EXPECTED else logging.WARNING
         logger.log(level, "an attempt failed (%s): %s", failure.code.value, failure, extra=extra)
         match failure.code:
             case FailureCode.INVALID if failure.about == ABOUT_GUIDE:
-                raise UnusableGuideError(progress.request.spec.guide_param, str(failure)) from failure
+                raise UnusableGuideError(request.spec.guide_param, str(failure)) from failure
             case FailureCode.INVALID:
                 raise InvalidRequestError(str(failure)) from failure
             case FailureCode.DEADLINE:
-                raise progress.timed_out() from failure
+                raise request.timed_out() from failure
             case FailureCode.NOT_CACHED:
                 for view in views((w for w in self.pool.workers if w.address in failure.blamed), 0):
-                    progress.prefix.on_miss(view)
+                    request.prefix.on_miss(view)
                 return  # the worker is as good as any; the ways are compared again, with nothing cached
             case _:
                 pass  # another attempt may succeed, also after a cancellation: it was not ours
         pause_s = _AVOID_S if failure.retry_after_s is None else failure.retry_after_s
         now_s = self.clock()
-        progress.avoidance.blame(failure.blamed, now_s, now_s + pause_s)
+        request.avoidance.blame(failure.blamed, now_s, now_s + pause_s)
         if failure.code not in _SHORTAGES:
-            progress.num_failures += 1
-            progress.waits_since_s = None
-        elif progress.waits_since_s is None:
-            progress.waits_since_s = asyncio.get_running_loop().time()
-        if progress.num_failures >= self.settings.max_attempts:
+            request.num_failures += 1
+            request.waits_since_s = None
+        elif request.waits_since_s is None:
+            request.waits_since_s = asyncio.get_running_loop().time()
+        if request.num_failures >= self.settings.max_attempts:
             raise AttemptsFailedError(
-                f"{progress.num_failures} attempts failed, the last one: {failure.code.value}; try again",
+                f"{request.num_failures} attempts failed, the last one: {failure.code.value}; try again",
                 retry_after_s=_RETRY_AFTER_S,
             ) from failure
 
@@ -149,57 +145,56 @@ class Relay:
 
     # -- routing ---------------------------------------------------------------------------------------------------
 
-    async def _find_workers(self, progress: Progress) -> Place:
+    async def _find_workers(self, request: GenerationRequest) -> Place:
         """Workers for the next attempt, waiting for them if need be. Raises OverloadedError when that takes too long.
 
         Waits add up over attempts that are refused one after the other.
         """
         loop = asyncio.get_running_loop()
         while True:
-            if loop.time() >= progress.deadline_s:
-                raise progress.timed_out()
-            give_up_s = progress.deadline_s
-            if progress.waits_since_s is not None:
-                give_up_s = min(give_up_s, progress.waits_since_s + self.settings.room_timeout_s)
+            if loop.time() >= request.deadline_s:
+                raise request.timed_out()
+            give_up_s = request.deadline_s
+            if request.waits_since_s is not None:
+                give_up_s = min(give_up_s, request.waits_since_s + self.settings.room_timeout_s)
             remaining_s = give_up_s - loop.time()
             if remaining_s <= 0:
-                text = self._placement.no_room(progress.request.max_len)
+                text = self._placement.no_room(request.max_len)
                 raise OverloadedError(f"{text}; try again later", retry_after_s=_RETRY_AFTER_S)
-            if (place := self._placement.route(progress)) is not None:
+            if (place := self._placement.route(request)) is not None:
                 return place
-            if progress.waits_since_s is None:
-                progress.waits_since_s = loop.time()
+            if request.waits_since_s is None:
+                request.waits_since_s = loop.time()
                 continue
             self.pool.changed.clear()
             wait_s = min(remaining_s, _DEFAULT_RETRY_S)
             now_s = self.clock()
-            if (change_s := progress.avoidance.next_change_s(now_s)) is not None:
+            if (change_s := request.avoidance.next_change_s(now_s)) is not None:
                 wait_s = min(wait_s, change_s - now_s)
             # Not wait_for: up to Python 3.11 it swallows a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self.pool.changed.wait()
 
-    async def _is_over(self, progress: Progress, take: Take) -> bool:
+    async def _is_over(self, request: GenerationRequest, take: Take) -> bool:
         """Make one more attempt; whether there is nothing left to attempt."""
-        request = progress.request
-        place = progress.place or await self._find_workers(progress)
-        progress.place = None
-        progress.attempt += 1
+        place = request.place or await self._find_workers(request)
+        request.place = None
+        request.attempt += 1
         self.prompt_ways[place.way, place.reason.value] += 1
         self.metrics.prompt_ways.labels(place.way, place.reason.value).inc()
         part = tuple(worker.address for worker in place.workers)
         trial = self.breakers.begin(request.share or request.request_id, part, self.clock())
-        attempt = Attempt(self.pool, progress, place, take, self.metrics, trial)
+        attempt = Attempt(self.pool, request, place, take, self.metrics, trial)
         outcome = "given_up"  # by its client, or by us, its time being up
         try:
-            elsewhere = partial(self._placement.elsewhere, progress, place.decode)
-            sooner = partial(self._placement.sooner, progress)
-            await attempt.run(self._submit(progress, place), self.clock(), elsewhere, sooner)
+            elsewhere = partial(self._placement.elsewhere, request, place.decode)
+            sooner = partial(self._placement.sooner, request)
+            await attempt.run(self._submit(request, place), self.clock(), elsewhere, sooner)
             outcome = "finished" if attempt.is_finished else "stopped"
-            if progress.num_failures:
+            if request.num_failures:
                 text = "the request went on after %d failed attempts; its client got all of it"
-                logger.info(text, progress.num_failures, extra={"request_id": request.request_id})
+                logger.info(text, request.num_failures, extra={"request_id": request.request_id})
         except AttemptMovedError as moved:
             outcome = str(moved)
             return False
@@ -207,16 +202,16 @@ class Relay:
             outcome = failure.code.value
             if failure.blamed and failure.code.is_fault:
                 self.breakers.on_failure(trial, tuple(failure.blamed), self.clock())
-            if not progress.is_complete:
-                self._on_failure(progress, failure)
+            if not request.is_complete:
+                self._on_failure(request, failure)
                 return False
             # Nothing is missing but the word that it is over.
-            is_stopped = progress.output[-1] in request.sampling.stop_token_ids
+            is_stopped = request.output[-1] in request.sampling.stop_token_ids
             end = FinishReason.STOP if is_stopped else FinishReason.LENGTH
-            index = len(progress.output)
+            index = len(request.output)
             take(
                 TokenDelta(
-                    request_id=request.request_id, attempt=progress.attempt, index=index, tokens=[], finish_reason=end
+                    request_id=request.request_id, attempt=request.attempt, index=index, tokens=[], finish_reason=end
                 )
             )
             outcome = "finished"
@@ -225,16 +220,15 @@ class Relay:
             self.metrics.attempts.labels(outcome).inc()
         return True
 
-    def _submit(self, progress: Progress, place: Place) -> Submit:
-        request = progress.request
+    def _submit(self, request: GenerationRequest, place: Place) -> Submit:
         return Submit(
             request_id=request.request_id,
-            attempt=progress.attempt,
-            token_ids=request.prompt_token_ids + progress.output,
+            attempt=request.attempt,
+            token_ids=request.prompt_token_ids + request.output,
             num_prompt_tokens=len(request.prompt_token_ids),
-            sampling=progress.sampling,
+            sampling=request.next_sampling,
             decode=None if place.prefill is None else DecodeTarget(address=place.decode.address),
-            timeout_s=progress.deadline_s - asyncio.get_running_loop().time(),
+            timeout_s=request.deadline_s - asyncio.get_running_loop().time(),
             retention=request.spec.retention,
             cache_salt=request.spec.cache_salt,
             max_uncached_tokens=place.max_uncached_tokens,

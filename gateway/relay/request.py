@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 
 import msgspec
 
@@ -72,17 +73,53 @@ class GenerationSpec(SamplingOptions, frozen=True, kw_only=True):
         return 1 if self.beam_search is not None else max(self.best_of, self.num_choices)
 
 
-class GenerationRequest(msgspec.Struct, frozen=True):
-    """One sequence to generate, validated."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an attempt goes, and why there."""
+
+    prefill: Worker | None  # None: the decode worker computes the prompt itself
+    decode: Worker
+    reason: Reason
+    num_to_compute: int  # of the prompt, by whoever computes it, as far as one knows
+    max_uncached_tokens: int | None = None  # as in Submit
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Who takes part, the one that the attempt is sent to first."""
+        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
+
+    @property
+    def way(self) -> str:
+        """As metrics call it."""
+        return "local" if self.prefill is None else "hand_off"
+
+
+class GenerationRequest(msgspec.Struct, eq=False):
+    """One sequence to generate, validated; and what it has achieved over all its attempts, which the relay fills in."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
     timings: RequestTimings  # filled while it runs
     spec: GenerationSpec = GenerationSpec()
-    timeout_s: float | None = None  # the client's own; no longer than that of the settings counts
+    timeout_s: float = math.inf  # of all of it; the relay bounds it
     share: PromptShare | None = None  # with the other choices of the prompt
     priority: int = 0  # in the line for a place; the smaller, the earlier
+    # While it runs:
+    deadline_s: float = math.inf
+    prefix: RequestPrefix = msgspec.field(
+        default_factory=lambda: RequestPrefix(None, ())
+    )  # whose caches have how much of it
+    place: Place | None = None  # for the next attempt, if it has one already
+    output: list[int] = msgspec.field(default_factory=list)
+    attempt: int = 0
+    num_failures: int = 0
+    has_moved: bool = False  # from a decode worker that had no room for it any more; once is enough
+    was_asked_back: bool = False  # from a prefill worker where it waited; once is enough
+    avoidance: Avoidance = msgspec.field(default_factory=Avoidance)
+    has_prompt_logprobs: bool = False
+    num_cached_tokens: int | None = None  # of the prompt, that nobody computed for this request
+    waits_since_s: float | None = None  # when room was first missing; None once an attempt gets further than that
 
     @property
     def is_first(self) -> bool:
@@ -109,67 +146,25 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         if self.share is not None and not self.follows:
             self.share.settle(decode_address)
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where an attempt goes, and why there."""
-
-    prefill: Worker | None  # None: the decode worker computes the prompt itself
-    decode: Worker
-    reason: Reason
-    num_to_compute: int  # of the prompt, by whoever computes it, as far as one knows
-    max_uncached_tokens: int | None = None  # as in Submit
-
-    @property
-    def workers(self) -> list[Worker]:
-        """Who takes part, the one that the attempt is sent to first."""
-        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
-
-    @property
-    def way(self) -> str:
-        """As metrics call it."""
-        return "local" if self.prefill is None else "hand_off"
-
-
-@dataclass(slots=True)
-class Progress:
-    """What a request has achieved over all its attempts."""
-
-    request: GenerationRequest
-    timeout_s: float  # of all of it
-    deadline_s: float
-    prefix: RequestPrefix  # whose caches have how much of it
-    place: Place | None = None  # for the next attempt, if it has one already
-    output: list[int] = field(default_factory=list)
-    attempt: int = 0
-    num_failures: int = 0
-    has_moved: bool = False  # from a decode worker that had no room for it any more; once is enough
-    was_asked_back: bool = False  # from a prefill worker where it waited; once is enough
-    avoidance: Avoidance = field(default_factory=Avoidance)
-    has_prompt_logprobs: bool = False
-    num_cached_tokens: int | None = None  # of the prompt, that nobody computed for this request
-    waits_since_s: float | None = None  # when room was first missing; None once an attempt gets further than that
-
     @property
     def is_complete(self) -> bool:
         """Whether there is nothing left to generate."""
-        return len(self.output) >= self.request.sampling.max_tokens
+        return len(self.output) >= self.sampling.max_tokens
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether the prompt's log probabilities are asked for and not here yet."""
-        return self.request.sampling.num_prompt_logprobs is not None and not self.has_prompt_logprobs
+        return self.sampling.num_prompt_logprobs is not None and not self.has_prompt_logprobs
 
     @property
-    def sampling(self) -> SamplingParams:
+    def next_sampling(self) -> SamplingParams:
         """Of the next attempt: what the client has already is not computed again."""
-        sampling = self.request.sampling
-        return msgspec.structs.replace(sampling, num_prompt_logprobs=None) if self.has_prompt_logprobs else sampling
+        return self.sampling.after_prefill() if self.has_prompt_logprobs else self.sampling
 
     @property
     def num_tokens(self) -> int:
         """Of prompt and output so far."""
-        return len(self.request.prompt_token_ids) + len(self.output)
+        return len(self.prompt_token_ids) + len(self.output)
 
     def timed_out(self) -> ApiError:
         """The error for a client whose request's time is up."""

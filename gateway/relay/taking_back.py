@@ -17,7 +17,7 @@ import asyncio
 import enum
 from collections.abc import Callable
 
-from kvrelay.gateway.relay.request import Place, Progress
+from kvrelay.gateway.relay.request import GenerationRequest, Place
 from kvrelay.gateway.workers.load import Key
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.gateway.workers.worker import Worker
@@ -45,9 +45,11 @@ _TRANSITIONS = {
 class TakingBack:
     """Of one attempt at a prefill worker. ``end`` it."""
 
-    def __init__(self, pool: WorkerPool, progress: Progress, key: Key, prefill: Worker, find: FindSooner) -> None:
+    def __init__(
+        self, pool: WorkerPool, request: GenerationRequest, key: Key, prefill: Worker, find: FindSooner
+    ) -> None:
         self._pool = pool
-        self._progress = progress
+        self._request = request
         self._key = key
         self._next_key = (key[0], key[1] + 1)
         self._prefill = prefill
@@ -70,9 +72,9 @@ class TakingBack:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
             return
         self._advance(_State.ASKED)
-        self._progress.was_asked_back = True
+        self._request.was_asked_back = True
         self.place = place
-        self._pool.keep_place(self._next_key, place.decode, self._progress.num_tokens + 1, place.num_to_compute)
+        self._pool.keep_place(self._next_key, place.decode, self._request.num_tokens + 1, place.num_to_compute)
 
     def _advance(self, state: _State) -> None:
         assert state in _TRANSITIONS[self._state], f"no transition {self._state.name} -> {state.name}"

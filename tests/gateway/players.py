@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -170,7 +171,7 @@ class Stage:
 
 def asking(max_tokens: int = 4, request_id: str = "r", **more: Any) -> GenerationRequest:
     """A request for some tokens behind ``PROMPT``; what it has ``more``, as the fields of either struct."""
-    timeout_s = more.pop("timeout_s", None)
+    timeout_s = more.pop("timeout_s", math.inf)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=9, **more)
     return GenerationRequest(request_id, PROMPT, sampling, RequestTimings(0.0), timeout_s=timeout_s)
 
