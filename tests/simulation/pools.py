@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvrelay.common.sampling import SamplingParams
@@ -27,6 +27,7 @@ from .world import VOCAB, Machines, World, living
 
 TTFT_S = 2.0
 GAP_P99_S = 0.06
+_WARM_UP_S = 5.0
 MACHINES = Machines(
     num_blocks=1024,
     block_size=32,
@@ -74,7 +75,7 @@ class Mix:
 
 MIXES = (
     Mix("short", 2.5, 100, 128),
-    Mix("long", 0.4, 2000, 128),
+    Mix("long", 0.3, 2000, 128),
     Mix("bursts", 1.5, 100, 128, burst_every_s=5.0, burst_prompt_len=2000),
     Mix("answers", 0.8, 100, 400),
 )
@@ -141,22 +142,29 @@ class Result:
 
 
 def run(pools: Pools, mix: Mix, seconds: float, seed: int = 1) -> Result:
-    """Requests come for so long; returns when all have ended."""
+    """Requests come for so long, to workers that have computed a few others; returns when all have ended."""
     relay = RelaySettings(local_prefill=pools.local_prefill)
     with living(lambda: World(seed, pools.num_prefills, pools.num_decodes, 1, MACHINES, relay)) as world:
         _calm(world)
-        gateway, outcomes = world.members["g0"], []
+        gateway = world.members["g0"]
         tasks: list[asyncio.Task[None]] = []
-        begun_s = world.loop.now_s
-        arrivals = mix.arrivals(pools.num_prefills + pools.num_decodes, seconds, random.Random(seed))
-        for number, arrival in enumerate(arrivals):
-            outcome = Outcome(begun_s + arrival.at_s)
-            outcomes.append(outcome)
 
-            def begin(number: int = number, arrival: Arrival = arrival, outcome: Outcome = outcome) -> None:
-                tasks.append(asyncio.ensure_future(_ask(world, f"r{number}", arrival, outcome)))
+        def come(arrivals: Iterable[Arrival]) -> list[Outcome]:
+            outcomes: list[Outcome] = []
+            for arrival in arrivals:
+                outcome = Outcome(world.loop.now_s + arrival.at_s)
+                outcomes.append(outcome)
 
-            world.loop.call_at(outcome.begun_s, begin, context=gateway.process.context)
+                def begin(arrival: Arrival = arrival, outcome: Outcome = outcome) -> None:
+                    tasks.append(asyncio.ensure_future(_ask(world, f"r{len(tasks)}", arrival, outcome)))
+
+                world.loop.call_at(outcome.begun_s, begin, context=gateway.process.context)
+            return outcomes
+
+        num_workers = pools.num_prefills + pools.num_decodes
+        come(Arrival(number / num_workers, 100, 50) for number in range(3 * num_workers))
+        world.advance(_WARM_UP_S)
+        outcomes = come(mix.arrivals(num_workers, seconds, random.Random(seed)))
         world.advance(seconds)
         while not all(task.done() for task in tasks):
             world.advance(1.0)

@@ -1,0 +1,21 @@
+"""Two pools with each prompt its best way keep a promise of latency about as often as the better of two pools and one."""
+
+from __future__ import annotations
+
+import pytest
+
+from .pools import MIXES, Mix, run, ways
+
+SECONDS = 10.0
+WORST = 0.95  # of the better of the two, with one request more or less
+
+
+@pytest.mark.parametrize(
+    "mix", [pytest.param(mix, marks=[] if mix.name == "bursts" else pytest.mark.full, id=mix.name) for mix in MIXES]
+)
+@pytest.mark.parametrize(
+    "shape", [pytest.param((4, 4), marks=pytest.mark.full, id="4 + 4"), pytest.param((2, 6), id="2 + 6")]
+)
+def test_the_sooner_way_is_never_much_worse_than_one_way_for_all(shape: tuple[int, int], mix: Mix) -> None:
+    handed_over, colocated, sooner = (run(pools, mix, SECONDS) for pools in ways(*shape))
+    assert sooner.goodput >= WORST * max(handed_over.goodput, colocated.goodput) - 1 / SECONDS
