@@ -211,8 +211,6 @@ class Service(ABC, Generic[E, P]):
             self.ports.guides.start(sequence.sampling, output, partial(self.ports.on_loop, self._on_guide, entry))
 
     def _on_guide(self, entry: E, result: GuideResult) -> None:
-        if entry.phase not in {Phase.LEASED, Phase.COMPILING}:
-            return  # it came to its end meanwhile
         if isinstance(result, GuideRefusal):
             self.close(entry, guide_failed(entry.key, result.detail, is_invalid=result.is_invalid))
         else:

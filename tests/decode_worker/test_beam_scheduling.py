@@ -221,3 +221,12 @@ def test_a_search_that_recomputes_can_be_removed(num_steps: int) -> None:
     assert len([one for one in rig.scheduler.running if not one.num_computed_tokens]) == 0
     assert rig.scheduler.remove(("search", 1)) is not None
     assert rig.run() == {}
+
+
+def test_a_search_keeps_places_for_beams_that_it_does_not_have_yet() -> None:
+    rig = Rig(max_num_seqs=4)
+    rig.local("search", [1, 2, 3], beams(3, 6, stops=()))
+    for name in "abc":
+        rig.local(name, [4, 5, ord(name)], greedy(4))
+    rig.run()
+    assert rig.most_running == 4

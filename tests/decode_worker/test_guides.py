@@ -165,3 +165,16 @@ def test_a_preempted_sequence_goes_on_in_its_guide() -> None:
     assert {name: rig.output(name) for name in outputs} == outputs
     assert rig.model._metrics.preemptions._value.get() >= 1
     rig.assert_nothing_left()
+
+
+def test_a_cancel_that_the_last_block_outruns_gives_the_blocks_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = GuidedRig()
+    made = offer("a", PROMPT)
+    rig.grant(made)
+    monkeypatch.setattr(rig.service._leases, "cancel", lambda *asked: None)  # the lease is verified already
+    rig.ask(Cancel(request_id="a", attempt=1))
+    assert rig.cancelled() == []
+    rig.verify(made, 5)
+    assert rig.cancelled() == ["a"]
+    assert not rig.commands
+    rig.assert_nothing_left()

@@ -9,6 +9,7 @@ import pytest
 from kvrelay.engine.fake.engine import expected_output
 from kvrelay.wire.messages import Cancel, Cancelled, FailureCode, HandedOver, Tokens
 from kvrelay.wire.transfers import DecodeLink
+from kvrelay.worker.model_worker import Report
 from tests.prefill_worker.service_rig import CARD, DECODE, PROMPT, Rig, submit
 
 
@@ -108,4 +109,20 @@ def test_a_link_that_comes_up_late_gets_offer_and_commit() -> None:
     assert rig.transfers.open_keys == rig.transfers.committed == [("a", 1)]
     rig.service.on_verified(("a", 1))
     rig.release_sends()
+    rig.assert_nothing_left()
+
+
+def test_a_failed_step_does_not_answer_for_a_removal() -> None:
+    rig = Rig()
+    rig.ask(submit("a"))
+    rig.handle()
+    rig.service.on_report(Report(started=(("a", 1),)))  # its step begins …
+    rig.model.on_step_failed(RuntimeError("boom"))  # … and fails
+    rig.ask(Cancel(request_id="a", attempt=1))
+    rig.hear()
+    rig.release_sends()
+    rig.ask(submit("a"))
+    assert rig.failures() == [("a", FailureCode.INVALID)], "its name is free before the removal is answered"
+    rig.finish()
+    assert rig.told(Cancelled) == [Cancelled(request_id="a", attempt=1)]
     rig.assert_nothing_left()

@@ -275,3 +275,11 @@ def test_no_more_of_a_prompt_is_told_to_be_cached_than_it_has(rig: ServiceRig[An
         rig.settle()
     told = [rig.deltas(name)[0].num_cached_tokens for name in ("a", "b")]
     assert told == [0, len(PROMPT)]
+
+
+def test_there_is_work_as_long_as_there_are_requests(rig: ServiceRig[Any]) -> None:
+    assert not rig.service.has_work.is_set()
+    rig.ask(rig.submit("a"))
+    assert rig.service.has_work.is_set()
+    rig.settle()
+    assert not rig.service.has_work.is_set()

@@ -133,3 +133,12 @@ def test_the_token_of_the_step_in_front_is_not_lost() -> None:
     assert not rig.failed
     for index in range(3):
         assert rig.outputs[f"good{index}"] == expected_output(prompt_of(index), 9, CARD.vocab_size)
+
+
+def test_who_computes_well_alone_computes_with_all_others_again() -> None:
+    rig = Rig(FailingEngine())
+    for name in ("good0", "good1", "bad"):
+        rig.local(name, prompt_of(1), GREEDY)
+    rig.run(breaks=True)
+    assert rig.failed == ["bad"]
+    assert sum(len(rows) == 2 for rows in rig.engine.rows) >= 7, "suspects were kept apart for longer than a step"
