@@ -266,7 +266,8 @@ class BlockManager:
     def fork(self, owner: Owner, new_owner: Owner, num_blocks: int) -> list[int]:
         """``new_owner`` shares the leading ``num_blocks`` blocks of ``owner``, published or not; returns them.
 
-        Needs no room. Raises ValueError if the new owner holds blocks already, or the old one has fewer; KeyError if it has none.
+        Needs no room. Raises ValueError if the new owner holds blocks already, or the old one has fewer; KeyError if it has none,
+        or they lack a part in the first group.
         """
         with self._lock:
             if new_owner in self._owned:
@@ -274,12 +275,13 @@ class BlockManager:
             block_ids = self._owned[owner][:num_blocks]
             if len(block_ids) < num_blocks:
                 raise ValueError(f"{owner} holds {len(block_ids)} blocks, not {num_blocks}")
+            parts = self._parts(block_ids)
             for block_id in block_ids:
                 self._hold(new_owner, block_id)
             for group in self._groups:
                 group.drop(new_owner, min(group.num_dropped(owner), num_blocks))
             self._owned[new_owner] = block_ids
-            return self._parts(block_ids)
+            return parts
 
     def make_writable(self, owner: Owner, index: int) -> int | None:
         """See to it that nobody else relies on the owner's block ``index``, before it is written to.
@@ -370,7 +372,7 @@ class BlockManager:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _parts(self, block_ids: Iterable[int], group: int = 0) -> list[int]:
-        """The physical blocks of logical ones that have one."""
+        """The physical blocks of logical ones. Raises KeyError if one has none in this group."""
         part_of = self._groups[group].part_of
         return [part_of[block_id] for block_id in block_ids]
 

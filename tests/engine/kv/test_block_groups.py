@@ -113,6 +113,10 @@ def test_there_may_be_more_blocks_than_the_first_group_has() -> None:
         assert blocks.extend(a, 1) is not None
         blocks.check_integrity()
     assert blocks.ledger().num_running == 2
+    with pytest.raises(KeyError):  # nobody else can begin with what is gone
+        blocks.fork(a, sequence("fork"), 20)
+    blocks.check_integrity()
+    assert list(blocks.owners()) == [a]
     blocks.release(a)
     assert blocks.ledger().num_free == 2
     blocks.check_integrity()
