@@ -167,6 +167,7 @@ class Output:
         self._metrics = metrics
         self._clock = clock
         self._text = OutputText(tokenizer, request)
+        self._is_silent = request.is_silent
 
     def take(self, delta: TokenDelta) -> bool:
         """Pass its text on; whether more tokens are wanted. See :data:`kvrelay.gateway.relay.attempt.Take`."""
@@ -182,7 +183,7 @@ class Output:
                 self._take(self._beam(index, beam))
             return self._ended()
         tokens, text = delta.tokens, ""
-        if request.is_silent:
+        if self._is_silent:
             tokens = []
         else:
             text, num_taken = output.push(tokens)
@@ -194,7 +195,7 @@ class Output:
             text += output.finish(tokens[-1].token_id if tokens else None)
             if output.is_stopped:
                 reason = FinishReason.STOP
-            elif request.is_silent:
+            elif self._is_silent:
                 reason = FinishReason.LENGTH
         if reason is not None or text or tokens or delta.prompt_logprobs is not None:
             self._take(TextDelta(text, tokens, reason, output.stop_reason, delta.prompt_logprobs))
