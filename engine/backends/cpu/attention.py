@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from kvrelay.engine.models.ops import PLAIN, Scores
 from kvrelay.engine.step.batch import Batch
-from kvrelay.engine.step.slots import Ints
+from kvrelay.engine.step.slots import Floats, Ints
 
 # Half the lowest fp32: a row that sees no key of an item gets a vanishing weight, and no difference overflows to -inf.
 _MASKED = torch.finfo(torch.float32).min / 2
@@ -142,18 +142,29 @@ class AttentionPlan:
         is_masked |= not is_split  # items that are tiles stay in the tiles' order
         piece_len = self._items_per_piece(tile, chunk)
         order = np.lexsort((is_masked, np.arange(len(tile_of_item)) // piece_len))
+        tiles, keys, masked = tile_of_item[order], item_key[order], is_masked[order]
+        pool_rows = self._pool_rows(batch.block_tables[start:end], chunk, keys, row_of_tile[tiles])
+        mask = self._mask(chunk, tile, keys[masked], first_position[tiles[masked]])
+        num_masked = np.concatenate(([0], np.cumsum(masked)))
+        starts = np.arange(0, len(order), piece_len)
+        # What all pieces have is made at once: a step of many long contexts has a hundred of them.
+        of_pieces = zip(
+            starts.tolist(),
+            [*starts[1:].tolist(), len(order)],
+            np.minimum.reduceat(tiles, starts).tolist(),
+            np.maximum.reduceat(tiles, starts).tolist(),
+            strict=True,
+        )
         pieces = [
-            self._piece(
-                batch.block_tables[start:end],
-                chunk,
-                tile,
-                tile_of_item[items],
-                item_key[items],
-                row_of_tile[tile_of_item[items]],
-                first_position[tile_of_item[items]],
-                int((~is_masked[items]).sum()),
+            _Piece(
+                pool_rows=torch.from_numpy(pool_rows[:, first:stop].reshape(-1)),
+                tiles=torch.from_numpy(tiles[first:stop] - first_tile),
+                first_tile=first_tile,
+                end_tile=last_tile + 1,
+                num_unmasked=stop - first - int(num_masked[stop] - num_masked[first]),
+                mask=torch.from_numpy(mask[num_masked[first] : num_masked[stop]]),
             )
-            for items in (order[i : i + piece_len] for i in range(0, len(order), piece_len))
+            for first, stop, first_tile, last_tile in of_pieces
         ]
         queries, lanes = None, None
         if tile > 1:
@@ -173,38 +184,24 @@ class AttentionPlan:
             is_split=is_split,
         )
 
-    def _piece(
-        self,
-        tables: Ints,
-        chunk: int,
-        tile: int,
-        tiles: Ints,
-        keys: Ints,
-        rows: Ints,
-        positions: Ints,
-        num_unmasked: int,
-    ) -> _Piece:
+    def _pool_rows(self, tables: Ints, chunk: int, keys: Ints, rows: Ints) -> Ints:
+        """Where items' keys and values lie in the flat pool, ``[2, num_items, num_kv_heads, blocks of a chunk]``."""
         block_index = keys[:, None] // self._block_size + np.arange(chunk // self._block_size)[None, :]
         # Places behind the last block read some block of the table; the mask hides them.
         block_ids = tables[rows[:, None], np.minimum(block_index, tables.shape[1] - 1)]
         rows_per_block = self._num_layers * 2 * self._num_kv_heads
-        pool_rows = block_ids[:, None, :] * rows_per_block + np.arange(self._num_kv_heads)[None, :, None]
+        heads = np.arange(2 * self._num_kv_heads).reshape(2, 1, -1, 1)
+        pool_rows: Ints = block_ids[None, :, None, :] * rows_per_block + heads
+        return pool_rows
 
-        key = (keys[num_unmasked:, None] + np.arange(chunk))[:, None, :]  # [masked items, 1, chunk]
-        query = (positions[num_unmasked:, None] + np.arange(tile))[:, :, None]  # [masked items, tile, 1]
+    def _mask(self, chunk: int, tile: int, keys: Ints, positions: Ints) -> Floats:
+        """``[num_items, 1, 1, tile, chunk]``"""
+        key = (keys[:, None] + np.arange(chunk))[:, None, :]  # [num_items, 1, chunk]
+        query = (positions[:, None] + np.arange(tile))[:, :, None]  # [num_items, tile, 1]
         hidden = key > query
         if self._window is not None:
             hidden |= query - key >= self._window
-        mask = np.where(hidden, np.float32(_MASKED), np.float32(0.0))
-        first_tile = int(tiles.min())
-        return _Piece(
-            pool_rows=torch.from_numpy(np.stack((pool_rows, pool_rows + self._num_kv_heads)).reshape(-1)),
-            tiles=torch.from_numpy(tiles - first_tile),
-            first_tile=first_tile,
-            end_tile=int(tiles.max()) + 1,
-            num_unmasked=num_unmasked,
-            mask=torch.from_numpy(mask[:, None, None]),
-        )
+        return np.where(hidden, np.float32(_MASKED), np.float32(0.0))[:, None, None]
 
     def _chunk_for(self, longest: int) -> int:
         """Keys per item: whole blocks, fewer than usual if all contexts are short, of few different lengths.
