@@ -7,7 +7,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,11 +30,11 @@ from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.decoder import DecoderModel
-from kvrelay.engine.models.ops import StepGraphs
+from kvrelay.engine.models.ops import Model, StepGraphs, StepOps
 from kvrelay.engine.sampling.prompt_logprobs import prompt_logprobs
 from kvrelay.engine.sampling.rows import Asking
 from kvrelay.engine.sampling.sampled import Sampled, UnderWay
-from kvrelay.engine.sampling.sampler import SamplerOps, sample
+from kvrelay.engine.sampling.sampler import sample
 from kvrelay.engine.step.batch import Batch, build_batch
 from kvrelay.engine.step.interface import BlockStore, DeviceFailedError, LaunchedStep
 from kvrelay.engine.step.plan import SamplingInputs, StepPlan
@@ -43,23 +42,6 @@ from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.torch_step import Deferred, TorchStep
 from kvrelay.engine.weights.checkpoint import checkpoint_files, load_weights, weights_digest
 from kvrelay.engine.weights.kv_scales import kv_scales_digest, load_kv_scales
-
-
-class Model(Protocol):
-    """A forward pass over paged K/V, and operations that make its steps (:mod:`kvrelay.engine.models.ops`)."""
-
-    def forward(self, token_ids: torch.Tensor, step: Any) -> torch.Tensor:
-        """Hidden states ``[num_tokens, hidden]``; K/V of all tokens are in the pool afterwards. ``step``: the operations' own."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[n, hidden]`` -> ``[n, vocab]``"""
-
-
-class StepOps(SamplerOps, Protocol):
-    """The sampler's operations, and steps for a model."""
-
-    def begin_step(self, batch: Batch) -> Any:
-        """What the model's ``forward`` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +97,10 @@ class TorchEngine:
         geometry = geometry_of(config, options.block_size, kv_dtype)
         memory: GpuMemory | None = None
         if device.type == "cuda":
-            from kvrelay.engine.backends.cuda.build import cuda_model, measure_memory  # noqa: PLC0415 - a CPU worker may lack Triton
+            from kvrelay.engine.backends.cuda.build import cuda_model, measure_memory, trial_model  # noqa: PLC0415 - a CPU worker may lack Triton
 
             # Also where the pool's size is given: kernels are compiled, and what does not fit is found, at the start.
-            memory = measure_memory(config, weights, kv_dtype, device, options)
+            memory = measure_memory(config, trial_model(config, weights, options), kv_dtype, device, options)
         num_blocks = num_blocks_of(options, geometry.block_nbytes, memory)
         max_model_len = max_model_len_of(options, config, num_blocks)
         pool = make_pool(options, geometry, num_blocks, device)

@@ -1,4 +1,8 @@
-"""An engine for models that have no path of their own here: transformers' layers over our pool, attention and sampler."""
+"""An engine for models that have no path of their own here: transformers' layers over our pool, attention and sampler.
+
+On a GPU its products are cuBLAS's, and steps are launched kernel by kernel: a model of transformers may read numbers back from the
+device, which no graph can hold.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ import torch
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps
 from kvrelay.engine.backends.options import EngineOptions, device_of, dtype_of, num_blocks_of
-from kvrelay.engine.config.model import SUPPORTED_DTYPES, ModelShape
+from kvrelay.engine.config.model import SUPPORTED_DTYPES
 from kvrelay.engine.kv.geometry import geometry_of
-from kvrelay.engine.models.transformers_check import check_model
+from kvrelay.engine.models.transformers_check import MakeOps, check_model
 from kvrelay.engine.models.transformers_model import load_model
 from kvrelay.engine.torch_engine import TorchEngine, card_of, make_pool, max_model_len_of
 from kvrelay.engine.weights.checkpoint import checkpoint_files, weights_digest
@@ -24,37 +28,56 @@ def load_transformers_engine(options: EngineOptions, progress: Callable[[int, in
     Raises ModelError naming what is not served, or does not fit, and the way out.
     """
     device = device_of(options.device)
-    if device.type != "cpu":
-        raise ModelError("models without a path of their own run on CPUs only as yet: start with --device cpu")
     if options.weight_format != "full":
         raise ModelError(
             f"--weight-format is {options.weight_format}, which needs a model with a path of its own; take full"
         )
     if options.kv_dtype != "auto":
-        raise ModelError(f"--kv-dtype is {options.kv_dtype}, which needs a GPU; leave it at auto")
+        raise ModelError(
+            f"--kv-dtype is {options.kv_dtype}, which needs a model with a path of its own; leave it at auto"
+        )
     num_bytes = sum(path.stat().st_size for path in checkpoint_files(options.model_dir))
     dtype = dtype_of(
         options.dtype, _checkpoint_dtype(options), device, lambda: "they are for models with a path of their own"
     )
     torch.set_num_threads(options.num_threads)
     progress(0, num_bytes)
-    model = load_model(options.model_dir, dtype)
+    model = load_model(options.model_dir, dtype, device)
     progress(num_bytes, num_bytes)
-    shape = model.shape
+    shape, memory = model.shape, None
     geometry = geometry_of(shape, options.block_size, dtype)
-    num_blocks = num_blocks_of(options, geometry.block_nbytes, None)
+    make_ops = _ops_on(device)
+    if device.type == "cuda":
+        from kvrelay.engine.backends.cuda.build import measure_memory  # noqa: PLC0415 - a CPU worker may lack Triton
+
+        check_model(model, make_ops, dtype)
+        memory = measure_memory(
+            shape, lambda pool, *sizes: (model, make_ops(shape, pool.tensor, *sizes)), dtype, device, options
+        )
+    num_blocks = num_blocks_of(options, geometry.block_nbytes, memory)
     pool = make_pool(options, geometry, num_blocks, device)
-    ops = CpuPagedOps(shape, pool.tensor)
-    model.bind(ops)
-    check_model(model, _ops_of, dtype)
+    ops = make_ops(shape, pool.tensor, max_model_len_of(options, shape, num_blocks), options.max_num_seqs)
+    if device.type == "cuda":
+        from kvrelay.engine.backends.cuda.build import compile_sampling, compile_steps  # noqa: PLC0415
+
+        compile_steps(model, ops, pool, options)
+        compile_sampling(torch.zeros(1, shape.vocab_size, dtype=dtype, device=device), ops)
+    else:
+        model.bind(ops)
+        check_model(model, make_ops, dtype)
     card = card_of(
         options, shape, pool, weights_digest(options.model_dir), max_model_len_of(options, shape, num_blocks)
     )
     return TorchEngine(card, model, ops, pool, options, None)
 
 
-def _ops_of(shape: ModelShape, pool: torch.Tensor) -> CpuPagedOps:
-    return CpuPagedOps(shape, pool)
+def _ops_on(device: torch.device) -> MakeOps:
+    """What makes operations on the device."""
+    if device.type == "cpu":
+        return lambda shape, pool, *_: CpuPagedOps(shape, pool)
+    from kvrelay.engine.backends.cuda.ops import CudaPagedOps  # noqa: PLC0415 - a CPU worker may lack Triton
+
+    return CudaPagedOps
 
 
 def _checkpoint_dtype(options: EngineOptions) -> str:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = math.log2(math.e)
+_LOG2_E = tl.constexpr(LOG2_E)
 # The largest magnitude `to_half` gives: far from fp16's 65504, and far enough from its subnormals for the smallest that matter.
 _HALF_RANGE = tl.constexpr(16384.0)
 
@@ -54,6 +55,16 @@ def _load_tile(
 
 @triton.jit
 @no_type_check
+def cap(scores, softcap):
+    """`softcap * tanh(scores / softcap)` of scores in base 2: those that come and those that go are scaled by log2(e).
+
+    tanh(y) is 1 - 2 / (1 + exp(2 y)), which needs no other instruction than the softmax does.
+    """
+    return softcap * _LOG2_E * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 / softcap))))
+
+
+@triton.jit
+@no_type_check
 def _weigh(scores, row_max, row_sum):
     """A step of the online softmax: weights, the factor of what came before, and the new `row_max` and `row_sum`."""
     new_max = tl.maximum(row_max, tl.max(scores, axis=1))
@@ -76,6 +87,7 @@ def accumulate(
     table_ptr,
     head_ptr,
     scale_log2,
+    softcap,
     window,
     pool_stride_block,
     pool_stride_value,
@@ -85,6 +97,7 @@ def accumulate(
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -113,6 +126,8 @@ def accumulate(
         key_ptrs = head_ptr + offsets[:, None] + dims[None, :]
         keys = _load_tile(key_ptrs, present, HEAD_DIM, HEAD_DIM_PAD, HAS_SCALES, MASKED)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
+        if HAS_SOFTCAP:
+            scores = cap(scores, softcap)
         if MASKED:
             distance = query_positions[:, None] - positions[None, :]
             visible = distance >= 0
@@ -139,9 +154,11 @@ def accumulate_boxes(
     block_rows,
     value_rows,
     scale_log2,
+    softcap,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
 ):
     """`accumulate` over the keys `[0, key_end)`, all visible to every row, of which each tile lies in one block.
 
@@ -159,6 +176,8 @@ def accumulate_boxes(
         if HAS_SCALES:
             keys = keys.to(tl.float16)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
+        if HAS_SOFTCAP:
+            scores = cap(scores, softcap)
         weights, correction, row_max, row_sum = _weigh(scores, row_max, row_sum)
         values = boxes.load([row + value_rows, 0])
         if HAS_SCALES:

@@ -87,3 +87,13 @@ def require_window(sliding_window: int | None) -> None:
     """Raise ValueError unless `sliding_window` is None or at least 1."""
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window is {sliding_window}, expected None or >= 1")
+
+
+def require_scores(num_q_heads: int, softcap: float | None, sinks: torch.Tensor | None) -> None:
+    """Raise ValueError unless `softcap` is None or above 0, and `sinks` None or contiguous floats `[num_q_heads]`."""
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}, expected None or a number above 0")
+    if sinks is not None:
+        require_shape("sinks", sinks, (num_q_heads,))
+        require_dtype("sinks", sinks, *FLOAT_DTYPES)
+        require_unit_stride("sinks", sinks)

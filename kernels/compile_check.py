@@ -171,10 +171,19 @@ def _record(case: str, call: Callable[[], object]) -> list[Launch]:
 
 
 def _attention_launches(
-    head_dim: int, num_q_heads: int, num_kv_heads: int, dtype: torch.dtype, window: int | None, *, fp8: bool = False
+    head_dim: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    window: int | None,
+    *,
+    fp8: bool = False,
+    softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> list[Launch]:
     case = f"{_NAMES[dtype]} d{head_dim} {num_q_heads}/{num_kv_heads}"
     case += (" fp8 pool" if fp8 else "") + (f" window {window}" if window else "")
+    case += (" softcap" if softcap else "") + (" sinks" if has_sinks else "")
     pool = torch.empty((2, 2, 2, num_kv_heads, 16, head_dim), dtype=torch.float8_e4m3fn if fp8 else dtype)
     scales = torch.empty((2, 2, num_kv_heads)) if fp8 else None
     qkv = torch.empty((4, num_q_heads + 2 * num_kv_heads, head_dim), dtype=dtype)
@@ -185,7 +194,9 @@ def _attention_launches(
     long = torch.empty((4,), dtype=torch.int64)
     table = torch.empty((32, head_dim // 2))
     workspace = decode_attention.DecodeWorkspace.allocate(4, num_q_heads, head_dim, 33, "cpu")
+    sinks = torch.empty((num_q_heads,), dtype=dtype) if has_sinks else None
     options: dict[str, Any] = {"scale": 0.1, "sliding_window": window, "out": out, "kv_scales": scales}
+    options |= {"softcap": softcap, "sinks": sinks}
 
     def call() -> None:
         rotary.rotary_kv_write(q, k, v, table, table, long, pool, 1, long, scales)
@@ -250,7 +261,7 @@ def _linear_launches() -> list[Launch]:
 
 
 def launches(target: Target) -> list[Launch]:
-    """The representative specialisations for a target: SmolLM2-135M, Llama-3-8B, and the edges of the tile tables."""
+    """The representative specialisations for a target: SmolLM2-135M, Llama-3-8B, Gemma 2, gpt-oss, the edges of the tile tables."""
     # What a wrapper asks the device that it launches on.
     with mock.patch.object(prefill_attention, "looks_ahead", return_value=target != ("cuda", 80)):
         found = _all_launches()
@@ -283,6 +294,10 @@ def _all_launches() -> list[Launch]:
         *_attention_launches(128, 32, 8, bf16, None, fp8=True),
         *_attention_launches(64, 9, 3, bf16, None, fp8=True),
         *_attention_launches(256, 16, 8, bf16, None, fp8=True),
+        *_attention_launches(256, 8, 4, bf16, 4096, softcap=50.0),
+        *_attention_launches(128, 32, 16, bf16, None, softcap=50.0),
+        *_attention_launches(64, 64, 8, bf16, 128, has_sinks=True),
+        *_attention_launches(64, 64, 8, bf16, None, has_sinks=True),
         *_attention_launches(64, 9, 3, torch.float32, None),
         *_attention_launches(128, 32, 8, torch.float32, None),
     ):

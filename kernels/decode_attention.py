@@ -17,11 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.kernels.attention_tiles import LOG2_E, to_half
+from kvrelay.kernels.attention_tiles import LOG2_E, cap, to_half
 from kvrelay.kernels.checks import (
     PoolGeometry,
     next_power_of_2,
     require_dtype,
+    require_scores,
     require_shape,
     require_unit_stride,
     require_window,
@@ -39,6 +40,7 @@ from kvrelay.kernels.prefill_attention import paged_prefill_attention_reference
 # A tensor core's tile has 16 rows; a group of fewer query heads is padded up to it.
 _MIN_ROWS = 16
 _MIN_SEQS = 16
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ def paged_decode_attention_reference(
     sliding_window: int | None,
     out: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """The same contract as `paged_decode_attention`; reads lengths on the host."""
     out[seq_lens == 0] = 0
@@ -140,6 +144,8 @@ def paged_decode_attention_reference(
         max_query_len=1,
         out=result,
         kv_scales=kv_scales,
+        softcap=softcap,
+        sinks=sinks,
     )
     out[rows] = result
 
@@ -162,12 +168,14 @@ def _decode_split_kernel(
     pool_ptr,
     pairs_ptr,
     kv_scales_ptr,
+    sinks_ptr,
     block_tables_ptr,
     seq_lens_ptr,
     partial_out_ptr,
     partial_lse_ptr,
     plan_ptr,
     scale_log2,
+    softcap,
     window,
     num_seqs,
     q_stride_seq,
@@ -190,6 +198,8 @@ def _decode_split_kernel(
     MAX_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     # Neighbouring programs read neighbouring heads of the same blocks.
     kv_head = tl.program_id(0)
@@ -225,6 +235,12 @@ def _decode_split_kernel(
     # running maximum is finite after the first tile.
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        # As if it had been the sequence's first key: its weight is 1, and it has no value.
+        is_first = item == first_split
+        sinks = tl.load(sinks_ptr + heads, mask=rows < GROUP, other=0.0).to(tl.float32) * _LOG2_E
+        row_max = tl.where(is_first, sinks, row_max)
+        row_sum += tl.where(is_first, 1.0, 0.0)
     acc = tl.zeros([ROWS, ACC_DIMS], tl.float32)
     # Over an fp8 pool `acc` has the even dimensions, and this one the odd.
     acc_odd = tl.zeros([ROWS, ACC_DIMS], tl.float32)
@@ -254,6 +270,8 @@ def _decode_split_kernel(
         else:
             values = tl.load(key_ptrs + pool_stride_value, mask=load_mask, other=0.0)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
+        if HAS_SOFTCAP:
+            scores = cap(scores, softcap)
         scores = tl.where(visible[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         correction = tl.exp2(row_max - new_max)
@@ -287,6 +305,8 @@ def paged_decode_attention(
     workspace: DecodeWorkspace,
     out: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attention of the last position of every sequence; its key and value are already in the pool.
 
@@ -300,6 +320,8 @@ def paged_decode_attention(
         workspace: for at least num_seqs sequences of this num_q_heads and head_dim; overwritten.
         out: as q; every row is written.
         kv_scales: `[num_layers, 2, num_kv_heads]` fp32, what an fp8 pool was written with; else None.
+        softcap: None, or scores become softcap * tanh(scores / softcap).
+        sinks: None, or `[num_q_heads]` floats: scores of one more key for each head, which has no value.
 
     Raises:
         ValueError: a shape, dtype, stride or bound is not as above.
@@ -319,6 +341,7 @@ def paged_decode_attention(
         require_dtype(name, tensor, torch.int32)
         require_unit_stride(name, tensor)
     require_window(sliding_window)
+    require_scores(num_q_heads, softcap, sinks)
     max_splits = workspace.max_splits
     max_seqs = workspace.plan.shape[0]
     require_shape("partial_out", workspace.partial_out, (max_splits + 2 * max_seqs, num_q_heads, head_dim))
@@ -334,12 +357,14 @@ def paged_decode_attention(
         layer_pool,
         None if kv_scales is None else layer_pool.view(torch.int16),
         None if kv_scales is None else kv_scales[layer],
+        sinks,
         block_tables,
         seq_lens,
         workspace.partial_out,
         workspace.partial_lse,
         workspace.plan,
         scale * LOG2_E,
+        softcap or 0.0,
         sliding_window or 0,
         num_seqs,
         q.stride(0),
@@ -362,6 +387,8 @@ def paged_decode_attention(
         MAX_SPLITS=max_splits,
         HAS_WINDOW=sliding_window is not None,
         HAS_SCALES=kv_scales is not None,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

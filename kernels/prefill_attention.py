@@ -22,6 +22,7 @@ from kvrelay.kernels.checks import (
     PoolGeometry,
     next_power_of_2,
     require_dtype,
+    require_scores,
     require_shape,
     require_unit_stride,
     require_window,
@@ -36,6 +37,8 @@ from kvrelay.kernels.prefill_tiles import (
     nvidia_capability,
     tile_loads,
 )
+
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 def gather_context(
@@ -62,6 +65,8 @@ def paged_prefill_attention_reference(
     max_query_len: int,
     out: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     loads: TileLoads | None = None,
 ) -> None:
     """The same contract as `paged_prefill_attention`, in at least fp32, whatever `loads`; reads lengths on the host."""
@@ -78,13 +83,18 @@ def paged_prefill_attention_reference(
         by_group = (end - start, num_kv_heads, q.shape[1] // num_kv_heads, head_dim)
         query = q[start:end].to(dtype).view(by_group).permute(1, 2, 0, 3)
         scores = query @ keys[:, None].transpose(-1, -2) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         query_positions = torch.arange(seq_len - (end - start), seq_len, device=q.device)[:, None]
         distance = query_positions - torch.arange(seq_len, device=q.device)[None, :]
         visible = distance >= 0
         if sliding_window is not None:
             visible &= distance < sliding_window
-        probabilities = scores.masked_fill(~visible, -math.inf).softmax(-1)
-        result = probabilities @ values[:, None]
+        scores = scores.masked_fill(~visible, -math.inf)
+        if sinks is not None:
+            of_heads = sinks.to(dtype).view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, of_heads), dim=-1)
+        result = scores.softmax(-1)[..., :seq_len] @ values[:, None]
         out[start:end] = result.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
 
 
@@ -99,11 +109,13 @@ def _prefill_attention_kernel(
     pool_ptr,
     boxes,
     kv_scales_ptr,
+    sinks_ptr,
     block_tables_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
     out_ptr,
     scale_log2,
+    softcap,
     window,
     q_stride_token,
     q_stride_head,
@@ -122,6 +134,8 @@ def _prefill_attention_kernel(
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     LOOK_AHEAD: tl.constexpr,
     BY_BOXES: tl.constexpr,
 ):
@@ -163,6 +177,10 @@ def _prefill_attention_kernel(
     # A finite floor, not -inf: a row that sees none of a tile's keys must not compute inf - inf.
     row_max = tl.full([ROWS], -1.0e30, tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        # As if it had been the first key: its weight is 1, and it has no value.
+        row_max = tl.load(sinks_ptr + heads).to(tl.float32) * _LOG2_E
+        row_sum = tl.full([ROWS], 1.0, tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM_PAD], tl.float32)
     if BY_BOXES:
         # Row numbers, and so all factors of them, fit 31 bits (`box_obstacle`).
@@ -178,9 +196,11 @@ def _prefill_attention_kernel(
             (pool_stride_block // HEAD_DIM).to(tl.int32),
             NUM_KV_HEADS * BLOCK_SIZE,
             scale_log2,
+            softcap,
             BLOCK_SIZE,
             KEYS,
             HAS_SCALES,
+            HAS_SOFTCAP,
         )
     elif not HAS_WINDOW:
         acc, row_max, row_sum = accumulate(
@@ -195,6 +215,7 @@ def _prefill_attention_kernel(
             table_ptr,
             head_ptr,
             scale_log2,
+            softcap,
             window,
             pool_stride_block,
             pool_stride_value,
@@ -204,6 +225,7 @@ def _prefill_attention_kernel(
             KEYS,
             HAS_WINDOW,
             HAS_SCALES,
+            HAS_SOFTCAP,
             LOOK_AHEAD,
             False,
         )
@@ -219,6 +241,7 @@ def _prefill_attention_kernel(
         table_ptr,
         head_ptr,
         scale_log2,
+        softcap,
         window,
         pool_stride_block,
         pool_stride_value,
@@ -228,6 +251,7 @@ def _prefill_attention_kernel(
         KEYS,
         HAS_WINDOW,
         HAS_SCALES,
+        HAS_SOFTCAP,
         LOOK_AHEAD,
         True,
     )
@@ -252,6 +276,8 @@ def paged_prefill_attention(
     max_query_len: int,
     out: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     loads: TileLoads | None = None,
 ) -> None:
     """Causal attention; a sequence's queries are the last `query_len` positions of its context.
@@ -267,6 +293,8 @@ def paged_prefill_attention(
         max_query_len: host upper bound of the query lengths; sizes the grid.
         out: as q; rows `[0, query_start_loc[-1])` are written, later ones are left alone.
         kv_scales: `[num_layers, 2, num_kv_heads]` fp32, what an fp8 pool was written with; else None.
+        softcap: None, or scores become softcap * tanh(scores / softcap).
+        sinks: None, or `[num_q_heads]` floats: scores of one more key for each head, which has no value.
         loads: how tiles without a mask are loaded; None: `tile_loads` of the device, the pool and the window.
 
     Raises:
@@ -274,7 +302,8 @@ def paged_prefill_attention(
     """
     geometry = PoolGeometry.of(pool, layer)
     require_shape("q", q, ("num_tokens", "num_q_heads", geometry.head_dim))
-    group = geometry.group_size(q.shape[1])
+    num_q_heads = q.shape[1]
+    group = geometry.group_size(num_q_heads)
     require_shape("out", out, q.shape)
     require_compute_dtype(pool, kv_scales, q=q)
     for name, tensor in (("q", q), ("out", out)):
@@ -292,6 +321,7 @@ def paged_prefill_attention(
         require_dtype(name, tensor, torch.int32)
         require_unit_stride(name, tensor)
     require_window(sliding_window)
+    require_scores(num_q_heads, softcap, sinks)
     if max_query_len < 0:
         raise ValueError(f"max_query_len is {max_query_len}, expected >= 0")
     if loads is None:
@@ -306,11 +336,13 @@ def paged_prefill_attention(
         layer_pool,
         layer_boxes(layer_pool) if loads is TileLoads.BOXES else None,
         None if kv_scales is None else kv_scales[layer],
+        sinks,
         block_tables,
         query_start_loc,
         seq_lens,
         out,
         scale * LOG2_E,
+        softcap or 0.0,
         sliding_window or 0,
         q.stride(0),
         q.stride(1),
@@ -329,6 +361,8 @@ def paged_prefill_attention(
         KEYS=tile.keys,
         HAS_WINDOW=sliding_window is not None,
         HAS_SCALES=kv_scales is not None,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
         LOOK_AHEAD=looks_ahead(q.device),
         BY_BOXES=loads is TileLoads.BOXES,
         num_warps=tile.num_warps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -66,6 +66,23 @@ class StepGraphs(Protocol):
 
         They last until the next call, and may be changed: whoever samples from them launches that before.
         """
+
+
+class Model(Protocol):
+    """A forward pass over paged K/V."""
+
+    def forward(self, token_ids: torch.Tensor, step: Any) -> torch.Tensor:
+        """Hidden states ``[num_tokens, hidden]``; K/V of all tokens are in the pool afterwards. ``step``: the operations' own."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[n, hidden]`` -> ``[n, vocab]``"""
+
+
+class StepOps(SamplerOps, Protocol):
+    """The sampler's operations, and steps for a model."""
+
+    def begin_step(self, batch: Batch) -> Any:
+        """What the model's ``forward`` takes."""
 
 
 class PagedOps(SamplerOps, Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,29 +18,27 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.config.model import ModelShape
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
-from kvrelay.engine.models.ops import PagedOps
 from kvrelay.engine.models.transformers_gate import probe_layers
 from kvrelay.engine.models.transformers_model import TransformersModel
 from kvrelay.engine.step.batch import build_batch
 from kvrelay.engine.step.plan import PlanRow, SlotJoin, StepPlan, TableDelta
 from kvrelay.engine.step.slots import Slots
 
-_BLOCK_SIZE = 4
+_BLOCK_SIZE = 8
 _CHUNK = 13  # tokens of a step and sequence
 _LENGTHS = (31, 18)
 _WINDOW = 8  # in place of longer ones
 # Relative distance of logits, by the number format. Another mask, scale or position is off by 0.1 and more.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}
 
-MakeOps = Callable[[ModelShape, torch.Tensor], PagedOps]
+MakeOps = Callable[[ModelShape, torch.Tensor, int, int], Any]
+"""Operations (PagedOps) over a pool ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, for so many tokens of a
+sequence and so many sequences."""
 
 
 @torch.inference_mode()
 def check_model(model: TransformersModel, make_ops: MakeOps, dtype: torch.dtype) -> None:
-    """Raises ModelError if logits are not those of transformers.
-
-    ``make_ops``: operations over a pool ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
-    """
+    """Raises ModelError if logits are not those of transformers."""
     try:
         _compare(model, make_ops, dtype)
     except ModelError:
@@ -57,7 +56,9 @@ def _compare(model: TransformersModel, make_ops: MakeOps, dtype: torch.dtype) ->
         ours = _paged_logits(model, shape, prompts, make_ops, dtype)
         with model.plain_attention():
             for token_ids, logits in zip(prompts, ours, strict=True):
-                inputs = {"input_ids": torch.tensor([token_ids]), "position_ids": torch.arange(len(token_ids))[None]}
+                device = logits.device
+                positions = torch.arange(len(token_ids), device=device)[None]
+                inputs = {"input_ids": torch.tensor([token_ids], device=device), "position_ids": positions}
                 expected = model.model(**inputs, use_cache=False).logits[0].float()
                 distance = float((logits.float() - expected).norm() / expected.norm())
                 if not distance <= _TOLERANCES[dtype]:
@@ -89,27 +90,25 @@ def _paged_logits(
 ) -> list[torch.Tensor]:
     """Of each prompt, ``[its length, vocab]``."""
     num_blocks = [-(-len(token_ids) // _BLOCK_SIZE) for token_ids in prompts]
-    pool = KvPool(geometry_of(shape, _BLOCK_SIZE, dtype), sum(num_blocks), torch.device("cpu"))
-    ops = make_ops(shape, pool.tensor)
+    pool = KvPool(geometry_of(shape, _BLOCK_SIZE, dtype), sum(num_blocks), model.model.device)
+    ops = make_ops(shape, pool.tensor, max(num_blocks) * _BLOCK_SIZE, len(prompts))
     blocks = iter(torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(2)).tolist())
     params = SamplingParams(max_tokens=1, temperature=0.0)
     slots = Slots(len(prompts), max(num_blocks))
-    slots.apply(
-        StepPlan(
-            rows=(),
-            joins=tuple(SlotJoin(slot, "check", tuple(ids), len(ids), params) for slot, ids in enumerate(prompts)),
-            tables=tuple(
-                TableDelta(slot, 0, tuple(next(blocks) for _ in range(count))) for slot, count in enumerate(num_blocks)
-            ),
-        )
+    joins = tuple(SlotJoin(slot, "check", tuple(ids), len(ids), params) for slot, ids in enumerate(prompts))
+    tables = tuple(
+        TableDelta(slot, 0, tuple(next(blocks) for _ in range(count))) for slot, count in enumerate(num_blocks)
     )
     hidden: list[list[torch.Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), _CHUNK):
-        rows = [
+        rows = tuple(
             PlanRow(slot, start, min(_CHUNK, len(ids) - start)) for slot, ids in enumerate(prompts) if start < len(ids)
-        ]
-        batch = build_batch(StepPlan(rows=tuple(rows)), slots, _BLOCK_SIZE)
-        states = model.forward(torch.from_numpy(batch.token_ids), ops.begin_step(batch))
+        )
+        plan = StepPlan(rows=rows) if start else StepPlan(rows=rows, joins=joins, tables=tables)
+        slots.apply(plan)
+        batch = build_batch(plan, slots, _BLOCK_SIZE)
+        (token_ids,) = ops.upload((batch.token_ids,))
+        states = model.forward(token_ids, ops.begin_step(batch))
         for index, row in enumerate(rows):
             hidden[row.slot].append(states[batch.query_start_loc[index] : batch.query_start_loc[index + 1]])
     return [model.logits(torch.cat(parts)) for parts in hidden]

@@ -79,10 +79,12 @@ def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         _PROBE, lambda *_, mask_function, local_size=None, **__: _Mark(mask_function, local_size)
     )
     model.set_attn_implementation(_PROBE)
-    ids = torch.arange(_NUM_TOKENS)[None] % model.config.get_text_config().vocab_size
+    positions = torch.arange(_NUM_TOKENS, device=model.device)[None]
     try:
         with torch.inference_mode():
-            model(input_ids=ids, position_ids=torch.arange(_NUM_TOKENS)[None], use_cache=False)
+            model(
+                input_ids=positions % model.config.get_text_config().vocab_size, position_ids=positions, use_cache=False
+            )
     except ModelError:
         raise
     except Exception as error:

@@ -30,6 +30,7 @@ from kvrelay.engine.models.transformers_gate import AttentionLayer, probe_layers
 _OURS = "kvrelay"
 _PLAIN = "eager"
 _LEAKING_ROPES = ("dynamic", "longrope")  # their factor follows the longest sequence of a batch
+_HEAD_DIM_STEP = 16  # what attention kernels take
 _ROUTERS = ("Router", "Gate")
 _BOUND = "kvrelay_bound"  # an attention module's attribute
 
@@ -189,8 +190,10 @@ def _rows(heads: torch.Tensor, head_dim: int, copies: int = 1) -> torch.Tensor:
     return functional.pad(rows, (0, head_dim - rows.shape[2])) if rows.shape[2] < head_dim else rows.contiguous()
 
 
-def load_model(directory: Path, dtype: torch.dtype) -> TransformersModel:
-    """Load the checkpoint in ``directory`` and find out what it asks of attention. No code of the checkpoint's is run.
+def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> TransformersModel:
+    """Load the checkpoint in ``directory`` to ``device``, and find out what it asks of attention.
+
+    It passes the host's memory. No code of the checkpoint's is run.
 
     Raises ModelError on what we do not serve, naming it.
     """
@@ -209,7 +212,7 @@ def load_model(directory: Path, dtype: torch.dtype) -> TransformersModel:
                 f"{directory}: {len(names)} tensors are {kind.split('_')[0]} for {type(model).__name__}, {names[0]} the first: the "
                 "checkpoint is not complete, or of another model"
             )
-    model.eval()
+    model.eval().to(device)
     layers = probe_layers(model)
     made = TransformersModel(model, layers, _shape_of(model, layers, dtype))
     made.use_our_attention()
@@ -232,7 +235,7 @@ def _shape_of(model: PreTrainedModel, layers: list[AttentionLayer], dtype: torch
         num_layers=len(layers),
         num_q_heads=first.num_q_heads,
         num_kv_heads=max(layer.num_kv_heads for layer in layers),
-        head_dim=max(layer.head_dim for layer in layers),
+        head_dim=-(-max(layer.head_dim for layer in layers) // _HEAD_DIM_STEP) * _HEAD_DIM_STEP,
         max_position_embeddings=longest,
         sliding_windows=tuple(layer.window for layer in layers),
         has_plain_scores=all(layer.has_plain_scores for layer in layers),

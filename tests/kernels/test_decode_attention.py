@@ -35,6 +35,8 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         sliding_window: int | None = None,
         max_splits: int = 4,
         fp8: bool = False,
+        softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         num_q_heads, num_kv_heads = heads
         pool_dtype = torch.float8_e4m3fn if fp8 else dtype
@@ -49,7 +51,9 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         workspace = DecodeWorkspace.allocate(len(seq_lens) + 2, num_q_heads, head_dim, max_splits, device)
         workspace.partial_out.fill_(math.nan)
         workspace.partial_lse.fill_(math.nan)
+        sinks = torch.linspace(-2, 3, num_q_heads).to(dtype).to(device) if has_sinks else None
         options = {"scale": head_dim**-0.5, "sliding_window": sliding_window, "kv_scales": scales}
+        options |= {"softcap": softcap, "sinks": sinks}
         paged_decode_attention(q, pool, 1, tables, lens, **options, workspace=workspace, out=out)
         wide = pool if fp8 else pool.double()
         paged_decode_attention_reference(q.double(), wide, 1, tables, lens, **options, out=expected)
@@ -86,6 +90,18 @@ def test_block_sizes(check: Callable[..., None], block_size: int) -> None:
 @pytest.mark.parametrize("sliding_window", [1, 7, 128, 300, 1000])
 def test_sliding_windows(check: Callable[..., None], sliding_window: int) -> None:
     check([3, 700], sliding_window=sliding_window, heads=(3, 1), head_dim=32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(1.5, False), (None, True), (1.5, True)])
+@pytest.mark.parametrize("window", [None, 200])
+def test_softcaps_and_sinks(
+    check: Callable[..., None], dtype: torch.dtype, softcap: float | None, has_sinks: bool, window: int | None
+) -> None:
+    """A sequence in one split, one in several, and padding."""
+    check(
+        [3, 700, 0], heads=(6, 2), head_dim=32, dtype=dtype, softcap=softcap, has_sinks=has_sinks, sliding_window=window
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -30,6 +30,8 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         dtype: torch.dtype = torch.bfloat16,
         sliding_window: int | None = None,
         fp8: bool = False,
+        softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         num_q_heads, num_kv_heads = heads
         pool_dtype = torch.float8_e4m3fn if fp8 else dtype
@@ -46,7 +48,8 @@ def check(device: str, randn: Randn, paged_context: PagedContext, assert_close: 
         expected = torch.full(q.shape, math.nan, dtype=torch.float64, device=device)
         # A generous bound: the grid may be larger than the batch needs.
         options = {"scale": head_dim**-0.5, "sliding_window": sliding_window, "max_query_len": max(query_lens) + 40}
-        options |= {"kv_scales": scales}
+        sinks = torch.linspace(-2, 3, num_q_heads).to(dtype).to(device) if has_sinks else None
+        options |= {"kv_scales": scales, "softcap": softcap, "sinks": sinks}
         paged_prefill_attention(padded_q, pool, 1, tables, starts, lens, **options, out=out)
         wide = pool if fp8 else pool.double()
         paged_prefill_attention_reference(q.double(), wide, 1, tables, starts, lens, **options, out=expected)
@@ -94,6 +97,18 @@ def test_block_sizes(check: Callable[..., None], block_size: int) -> None:
 @pytest.mark.parametrize("sliding_window", [1, 7, 64, 100, 1000])
 def test_sliding_windows(check: Callable[..., None], sliding_window: int) -> None:
     check([90, 33], [90, 211], sliding_window=sliding_window, heads=(3, 1), head_dim=32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(1.5, False), (None, True), (1.5, True)])
+@pytest.mark.parametrize("window", [None, 30])
+def test_softcaps_and_sinks(
+    check: Callable[..., None], dtype: torch.dtype, softcap: float | None, has_sinks: bool, window: int | None
+) -> None:
+    check(
+        [45, 5, 1], [45, 75, 90], heads=(6, 2), head_dim=32, dtype=dtype, softcap=softcap, has_sinks=has_sinks,
+        sliding_window=window,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -117,7 +117,6 @@ def test_a_rope_that_follows_the_longest_sequence_bounds_the_length(kind: str, t
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"device": "cuda"}, "no GPU|on CPUs only"),
         ({"weight_format": "int8"}, "--weight-format is int8"),
         ({"kv_dtype": "fp8"}, "--kv-dtype is fp8"),
     ],

@@ -56,8 +56,8 @@ PROMPTS = [torch.randint(3, VOCAB, (count,), generator=_GENERATOR).tolist() for 
 
 def engine_of(directory: Path, **changes: Any) -> TorchEngine:
     """Over a small pool, in float32."""
-    chosen: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": NUM_BLOCKS, **changes}
-    options = EngineOptions(model_dir=directory, model_id="tiny", block_size=BLOCK_SIZE, **chosen)
+    chosen: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE}
+    options = EngineOptions(model_dir=directory, model_id="tiny", **(chosen | changes))
     return load_transformers_engine(options, lambda done, total: None)
 
 
@@ -81,12 +81,13 @@ class Run:
 
     def __init__(self, engine: TorchEngine) -> None:
         self.engine = engine
+        self.block_size = engine.card.layout.block_size
         self._free = list(torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)).tolist())
         self.outputs: dict[str, list[SampledToken]] = {}
 
     def blocks(self, num_tokens: int) -> list[int]:
         """Blocks that nobody else has."""
-        return [self._free.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))]
+        return [self._free.pop() for _ in range(-(-num_tokens // self.block_size))]
 
     def step(self, sequences: list[Sequence]) -> None:
         """One step of a chunk, or a token, each."""
@@ -98,11 +99,19 @@ class Run:
                 self.outputs.setdefault(row.sequence.request_id, []).append(token)
 
 
+class Done:
+    """A reader that reads at once."""
+
+    is_done = True
+
+
 def handed_over(sequence: Sequence, source: Run, target: Run) -> Sequence:
     """The sequence on another engine, which has the bytes of its blocks."""
-    blocks = target.blocks(len(sequence.block_table) * BLOCK_SIZE)
+    blocks = target.blocks(len(sequence.block_table) * target.block_size)
     for there, here in zip(sequence.block_table, blocks, strict=True):
-        view = source.engine.store.open_read(there)
+        read = source.engine.store.open_read(there)
+        view = read if isinstance(read, memoryview) else read.wait(Done(), 10.0)
+        assert view is not None, f"no staging memory for block {there}"
         target.engine.store.open_write(here)[:] = view
         target.engine.store.close_write(here)
         source.engine.store.close_read(there)
@@ -112,12 +121,12 @@ def handed_over(sequence: Sequence, source: Run, target: Run) -> Sequence:
     return moved
 
 
-def relayed(prefill: Run, decode: Run) -> Iterator[list[SampledToken]]:
-    """All tokens of all prompts: the first ones by one engine, the others by another."""
+def relayed(prefill: Run, decode: Run, num_tokens: int = NUM_TOKENS) -> Iterator[list[SampledToken]]:
+    """``num_tokens`` tokens of all prompts: the first two by one engine, the others by another."""
     params = SamplingParams(max_tokens=100, temperature=0.0, num_logprobs=VOCAB)
     waiting = [
         Sequence(
-            str(index), 1, list(prompt), len(prompt), params, 0.0, block_table=prefill.blocks(len(prompt) + NUM_TOKENS)
+            str(index), 1, list(prompt), len(prompt), params, 0.0, block_table=prefill.blocks(len(prompt) + num_tokens)
         )
         for index, prompt in enumerate(PROMPTS)
     ]
@@ -132,7 +141,7 @@ def relayed(prefill: Run, decode: Run) -> Iterator[list[SampledToken]]:
         computing = [one for one in computing if one not in done]
     while decoding:
         decode.step(decoding)
-        decoding = [one for one in decoding if len(one.token_ids) < one.num_prompt_tokens + NUM_TOKENS]
+        decoding = [one for one in decoding if len(one.token_ids) < one.num_prompt_tokens + num_tokens]
     for index in range(len(PROMPTS)):
         yield prefill.outputs[str(index)] + decode.outputs[str(index)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -13,12 +14,13 @@ from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.backends.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
 from kvrelay.engine.backends.cuda.memory import GpuMemory
-from kvrelay.engine.backends.cuda.ops import CudaOps, StepInputs
+from kvrelay.engine.backends.cuda.ops import CudaOps, CudaPagedOps, StepInputs
 from kvrelay.engine.backends.options import EngineOptions, asked_blocks
-from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.decoder import DecoderModel
+from kvrelay.engine.models.ops import Model
 from kvrelay.engine.sampling.rows import Asking
 from kvrelay.engine.sampling.sampled import UnderWay
 from kvrelay.engine.sampling.sampler import sample
@@ -32,6 +34,9 @@ from kvrelay.kernels.decode_attention import decode_batch_sizes
 from kvrelay.kernels.kv_scales import require_e4m3
 
 logger = logging.getLogger(__name__)
+
+MakeTrial = Callable[[KvPool, int, int], tuple[Model, CudaPagedOps]]
+"""A model over a pool, for so many tokens of a sequence and so many sequences, and its operations."""
 
 
 def cuda_model(
@@ -89,8 +94,20 @@ def require_weight_format(rounding: Rounding | None, device: torch.device) -> No
         raise ModelError(f"--weight-format is fp8, but {error}") from error
 
 
+def trial_model(config: ModelConfig, weights: ModelWeights, options: EngineOptions) -> MakeTrial:
+    """A model over a pool that is only there to measure; ``weights`` stay whole."""
+
+    def make(pool: KvPool, max_model_len: int, max_num_seqs: int) -> tuple[DecoderModel, CudaOps]:
+        kv_scales = unit_kv_scales(config) if pool.tensor.dtype == torch.float8_e4m3fn else None
+        ops = cuda_ops(config, pool, max_model_len, replace(options, max_num_seqs=max_num_seqs), kv_scales)
+        # The model empties the list of layers that it is given, and multiplies with the very same matrices.
+        return DecoderModel(config, replace(weights, layers=list(weights.layers)), ops), ops
+
+    return make
+
+
 def measure_memory(
-    config: ModelConfig, weights: ModelWeights, kv_dtype: torch.dtype, device: torch.device, options: EngineOptions
+    shape: ModelShape, make: MakeTrial, kv_dtype: torch.dtype, device: torch.device, options: EngineOptions
 ) -> GpuMemory:
     """The GPU's memory, with the weights there. The largest step is run to measure what it takes.
 
@@ -99,7 +116,7 @@ def measure_memory(
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        pool_nbytes = run_largest_step(config, weights, kv_dtype, device, options)
+        pool_nbytes = run_largest_step(shape, make, kv_dtype, device, options)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"no memory is left beside the weights for the largest step, of {options.max_batched_tokens} tokens ({error}): lower "
@@ -116,18 +133,18 @@ def measure_memory(
 
 @torch.inference_mode()
 def run_largest_step(
-    config: ModelConfig, weights: ModelWeights, kv_dtype: torch.dtype, device: torch.device, options: EngineOptions
+    shape: ModelShape, make: MakeTrial, kv_dtype: torch.dtype, device: torch.device, options: EngineOptions
 ) -> int:
     """Compute as many tokens as a step may have, and sample for as many sequences, over a pool of its own.
 
-    Returns that pool's bytes; it is not larger than one whose size is given. ``weights`` stay whole.
+    Returns that pool's bytes; it is not larger than one whose size is given.
     """
-    geometry = geometry_of(config, options.block_size, kv_dtype)
+    geometry = geometry_of(shape, options.block_size, kv_dtype)
     asked = asked_blocks(options, geometry.block_nbytes)
     num_tokens = options.max_batched_tokens
     if asked is not None:
         num_tokens = max(1, min(num_tokens, asked * options.block_size))
-    max_len = min(num_tokens, options.max_model_len or num_tokens, config.max_position_embeddings)
+    max_len = min(num_tokens, options.max_model_len or num_tokens, shape.max_position_embeddings)
     sampling = SamplingParams(max_tokens=1, top_p=0.9, typical_p=0.9, num_logprobs=0)
     prompts, num_blocks = [], 0
     for start in range(0, num_tokens, max_len):
@@ -136,12 +153,8 @@ def run_largest_step(
         num_blocks += len(blocks)
         prompts.append((length, tuple(blocks)))
     pool = KvPool(geometry, num_blocks, device)
-    kv_scales = unit_kv_scales(config) if kv_dtype == torch.float8_e4m3fn else None
     # Of very short sequences more make up a step than ever run.
-    slots_of = replace(options, max_num_seqs=max(options.max_num_seqs, len(prompts)))
-    ops = cuda_ops(config, pool, max_len, slots_of, kv_scales)
-    # The model empties the list of layers that it is given, and multiplies with the very same matrices.
-    model = DecoderModel(config, replace(weights, layers=list(weights.layers)), ops)
+    model, ops = make(pool, max_len, max(options.max_num_seqs, len(prompts)))
     slots, batch = _made_up(prompts, sampling, options.block_size)
     hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
     num_sampled = min(options.max_num_seqs, num_tokens)
@@ -151,7 +164,7 @@ def run_largest_step(
 
 
 @torch.inference_mode()
-def compile_steps(model: DecoderModel, ops: CudaOps, pool: KvPool, options: EngineOptions) -> None:
+def compile_steps(model: Model, ops: CudaPagedOps, pool: KvPool, options: EngineOptions) -> None:
     """Compute single tokens beside a prompt, in the spare block of ``pool``, for each number of them that has a kernel of its own.
 
     Compiled when a step first has so many, it would stall all streams. Over the very pool: by its shape kernels are chosen.
@@ -165,7 +178,7 @@ def compile_steps(model: DecoderModel, ops: CudaOps, pool: KvPool, options: Engi
 
 
 @torch.inference_mode()
-def compile_sampling(logits: torch.Tensor, ops: CudaOps) -> None:
+def compile_sampling(logits: torch.Tensor, ops: CudaPagedOps) -> None:
     """Sample from ``logits`` ``[1, vocab]`` with penalties, with and without a token under way, which are kernels of their own:
     compiled when a stream first asks for them, they would stall all."""
     sampling = SamplingParams(max_tokens=2, repetition_penalty=1.1, top_p=0.9)

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.engine.backends.cuda.linear import RoundedLinear
-from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
-from kvrelay.engine.models.ops import Linear
+from kvrelay.engine.models.ops import PLAIN, Linear, Scores
 from kvrelay.engine.sampling.filters import filter_typical_rows
 from kvrelay.engine.sampling.penalties import Penalties
 from kvrelay.engine.sampling.rows import SamplingRows
@@ -58,26 +58,95 @@ class PagedKv:
     loads: tuple[TileLoads, ...]  # of each layer's prefill attention
 
 
-class CudaStep:
-    """Implements StepContext for one batch: single-token rows by the decode kernel, the others by the prefill kernel."""
+class CudaPagedStep:
+    """Implements PagedStep for one batch: single-token rows by the decode kernel, the others by the prefill kernel."""
 
     def __init__(
         self,
         inputs: StepInputs,
-        config: ModelConfig,
+        shape: ModelShape,
         kv: PagedKv,
-        tables: tuple[torch.Tensor, torch.Tensor],
         workspace: DecodeWorkspace,
         block_tables: torch.Tensor,
     ) -> None:
         """``block_tables``: of all slots."""
-        self._config = config
+        self._block_tables = block_tables.index_select(0, inputs.slots)
+        self._shape = shape
         self._kv = kv
-        self._cos, self._sin = tables
         self._workspace = workspace
         self._inputs = inputs
-        self._block_tables = block_tables.index_select(0, inputs.slots)
-        self._scale = config.head_dim**-0.5
+        self._scale = shape.head_dim**-0.5
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """See PagedStep."""
+        return self._inputs.positions
+
+    def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        """See PagedStep. Not into an fp8 pool."""
+        pool, block_size = self._kv.pool, self._kv.pool.shape[4]
+        blocks, offsets = self._inputs.slot_mapping // block_size, self._inputs.slot_mapping % block_size
+        # A broken sequence's NaN would outlive it: attention reads a block's unwritten tail under a mask, and 0 * NaN is NaN.
+        pool[blocks, layer, 0, :, offsets] = key.nan_to_num(0.0, 0.0, 0.0)
+        pool[blocks, layer, 1, :, offsets] = value.nan_to_num(0.0, 0.0, 0.0)
+
+    def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
+        """See PagedStep."""
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        inputs, window = self._inputs, self._shape.sliding_windows[layer]
+        scale = self._scale if scores.scale is None else scores.scale
+        sinks = None if scores.sinks is None else scores.sinks.detach()
+        split = inputs.num_decode_rows
+        if split:
+            paged_decode_attention(
+                query[:split],
+                self._kv.pool,
+                layer,
+                self._block_tables[:split],
+                inputs.seq_lens[:split],
+                scale=scale,
+                sliding_window=window,
+                workspace=self._workspace,
+                out=out[:split],
+                kv_scales=self._kv.kv_scales,
+                softcap=scores.softcap,
+                sinks=sinks,
+            )
+        if split < inputs.seq_lens.shape[0]:
+            paged_prefill_attention(
+                query[split:],
+                self._kv.pool,
+                layer,
+                self._block_tables[split:],
+                inputs.query_start_loc,
+                inputs.seq_lens[split:],
+                scale=scale,
+                sliding_window=window,
+                max_query_len=inputs.max_query_len,
+                out=out[split:],
+                kv_scales=self._kv.kv_scales,
+                softcap=scores.softcap,
+                sinks=sinks,
+                loads=self._kv.loads[layer],
+            )
+        return out
+
+
+class CudaStep(CudaPagedStep):
+    """Implements StepContext for one batch."""
+
+    def __init__(
+        self,
+        inputs: StepInputs,
+        shape: ModelShape,
+        kv: PagedKv,
+        workspace: DecodeWorkspace,
+        block_tables: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """``block_tables``: of all slots."""
+        super().__init__(inputs, shape, kv, workspace, block_tables)
+        self._cos, self._sin = tables
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
         """See StepContext."""
@@ -96,41 +165,6 @@ class CudaStep:
         )
         return query
 
-    def attention(self, query: torch.Tensor, layer: int) -> torch.Tensor:
-        """See StepContext."""
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        inputs, window = self._inputs, self._config.sliding_windows[layer]
-        split = inputs.num_decode_rows
-        if split:
-            paged_decode_attention(
-                query[:split],
-                self._kv.pool,
-                layer,
-                self._block_tables[:split],
-                inputs.seq_lens[:split],
-                scale=self._scale,
-                sliding_window=window,
-                workspace=self._workspace,
-                out=out[:split],
-                kv_scales=self._kv.kv_scales,
-            )
-        if split < inputs.seq_lens.shape[0]:
-            paged_prefill_attention(
-                query[split:],
-                self._kv.pool,
-                layer,
-                self._block_tables[split:],
-                inputs.query_start_loc,
-                inputs.seq_lens[split:],
-                scale=self._scale,
-                sliding_window=window,
-                max_query_len=inputs.max_query_len,
-                out=out[split:],
-                kv_scales=self._kv.kv_scales,
-                loads=self._kv.loads[layer],
-            )
-        return out
-
 
 def _changes(deltas: Seq[TableDelta], max_blocks: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
     """Where ``deltas`` change tables of ``max_blocks``, laid out one behind the other, and to which blocks."""
@@ -148,12 +182,12 @@ def _num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-class CudaOps:
-    """Implements Ops."""
+class CudaPagedOps:
+    """Implements PagedOps: for models that rotate and normalise by themselves."""
 
     def __init__(
         self,
-        config: ModelConfig,
+        shape: ModelShape,
         pool: torch.Tensor,
         max_model_len: int,
         max_num_seqs: int,
@@ -167,21 +201,19 @@ class CudaOps:
         if kv_scales is not None:
             require_e4m3(pool.device)
         require_compute_dtype(pool, kv_scales)
-        self._config = config
+        self._shape = shape
         capability = nvidia_capability(pool.device)
-        loads = tuple(tile_loads(capability, pool, window) for window in config.sliding_windows)
+        loads = tuple(tile_loads(capability, pool, window) for window in shape.sliding_windows)
         self._kv = PagedKv(pool, kv_scales, loads)
         self._uploader = Uploader(pool.device)
-        cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
-        self._tables = (cos.to(pool.device), sin.to(pool.device))
         # Of all slots, and of one more: before the first step so many rows and a prompt are tried.
         max_blocks = -(-max_model_len // pool.shape[4])
         self.block_tables = torch.zeros(max_num_seqs + 1, max_blocks, dtype=torch.int32, device=pool.device)
         self._num_multiprocessors = _num_multiprocessors(pool.device)
         self._compiled: set[tuple[int, int, bool]] = set()  # rounded matrices' shapes, and whether they have no bias
-        max_splits = splits_for_device(self._num_multiprocessors, config.num_kv_heads)
+        max_splits = splits_for_device(self._num_multiprocessors, shape.num_kv_heads)
         self._workspace = DecodeWorkspace.allocate(
-            max_num_seqs, config.num_q_heads, config.head_dim, max_splits, pool.device
+            max_num_seqs, shape.num_q_heads, shape.head_dim, max_splits, pool.device
         )
 
     def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
@@ -199,8 +231,8 @@ class CudaOps:
         """See Ops."""
         return self._uploader.upload(arrays)
 
-    def begin_step(self, batch: Batch) -> CudaStep:
-        """See Ops."""
+    def begin_step(self, batch: Batch) -> CudaPagedStep:
+        """See PagedOps."""
         return self.step_of(self.inputs_of(batch))
 
     def inputs_of(self, batch: Batch) -> StepInputs:
@@ -224,21 +256,9 @@ class CudaOps:
             self.block_tables.view(-1)[places_there] = block_ids_there
         return StepInputs(positions, slot_mapping, slots, seq_lens, query_start_loc, num_decode, batch.max_query_len)
 
-    def step_of(self, inputs: StepInputs) -> CudaStep:
+    def step_of(self, inputs: StepInputs) -> CudaPagedStep:
         """A step over numbers that are on the device."""
-        return CudaStep(inputs, self._config, self._kv, self._tables, self._workspace, self.block_tables)
-
-    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        return rms_norm(hidden, weight, self._config.rms_norm_eps)
-
-    def add_rms_norm(self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        return add_rms_norm(hidden, residual, weight, self._config.rms_norm_eps)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        return silu_mul(gate_up)
+        return CudaPagedStep(inputs, self._shape, self._kv, self._workspace, self.block_tables)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See SamplerOps."""
@@ -274,3 +294,41 @@ class CudaOps:
         draws = np.minimum(rows.uniforms.astype(np.float32), np.nextafter(np.float32(1), np.float32(0)))
         of_rows = self._uploader.upload((rows.temperature, rows.top_k, rows.top_p, rows.min_p, draws))
         return sample(logits, *of_rows)
+
+
+class CudaOps(CudaPagedOps):
+    """Implements Ops."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: torch.Tensor,
+        max_model_len: int,
+        max_num_seqs: int,
+        kv_scales: torch.Tensor | None = None,
+    ) -> None:
+        """``kv_scales``: see CudaPagedOps, and what it raises."""
+        super().__init__(config, pool, max_model_len, max_num_seqs, kv_scales)
+        self._config = config
+        cos, sin = cos_sin_tables(config.rope, config.head_dim, max_model_len)
+        self._tables = (cos.to(pool.device), sin.to(pool.device))
+
+    def begin_step(self, batch: Batch) -> CudaStep:
+        """See Ops."""
+        return self.step_of(self.inputs_of(batch))
+
+    def step_of(self, inputs: StepInputs) -> CudaStep:
+        """A step over numbers that are on the device."""
+        return CudaStep(inputs, self._config, self._kv, self._workspace, self.block_tables, self._tables)
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return rms_norm(hidden, weight, self._config.rms_norm_eps)
+
+    def add_rms_norm(self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return add_rms_norm(hidden, residual, weight, self._config.rms_norm_eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return silu_mul(gate_up)

@@ -76,7 +76,8 @@ engine = torch_engine.TorchEngine.load(options, lambda done, total: None)
 config = load_config(options.model_dir)
 weights = load_weights(options.model_dir, config, torch.bfloat16, torch.device("cpu"), lambda done, total: None)
 # What a start does on a GPU.
-cuda.run_largest_step(config, weights, torch.bfloat16, torch.device("cpu"), options)
+trial = cuda.trial_model(config, weights, options)
+cuda.run_largest_step(config, trial, torch.bfloat16, torch.device("cpu"), options)
 cuda.compile_steps(engine._model, engine._ops, engine._pool, options)
 cuda.compile_sampling(torch.zeros(1, config.vocab_size), engine._ops)
 known = {name: set(found) for name, found in keys.items()}

@@ -89,7 +89,7 @@ import torch
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine import torch_engine
 from kvrelay.engine.step import uploads
-from kvrelay.engine.backends.cuda.build import compile_sampling, compile_steps, decode_graphs, run_largest_step
+from kvrelay.engine.backends.cuda.build import compile_sampling, compile_steps, decode_graphs, run_largest_step, trial_model
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.leader import Leader
@@ -162,7 +162,7 @@ def outputs(with_graphs):
         # What measures the memory on a GPU; the weights can be served afterwards. Prompts of 96 and 4 tokens; of what fits.
         for num_tokens, num_blocks, taken in ((20, 32, 2), (100, 32, 7), (100, 1, 1)):
             chosen = replace(options, max_batched_tokens=num_tokens, num_blocks=num_blocks)
-            pool_nbytes = run_largest_step(config, weights, torch.float32, device, chosen)
+            pool_nbytes = run_largest_step(config, trial_model(config, weights, chosen), torch.float32, device, chosen)
             assert pool_nbytes == taken * engine.card.block_nbytes, (num_tokens, num_blocks, pool_nbytes)
         assert len(weights.layers) == config.num_layers
         compile_steps(engine._model, engine._ops, engine._pool, options)  # they run as they are on a GPU
