@@ -20,12 +20,13 @@ _REFIT_STEPS = 4  # a fit takes 0.1 ms
 _AUTO_FACTOR = 1.4  # without a budget of its own such a step takes so many times as long as one without prompts …
 _AUTO_LEAST_S = 0.010  # … or this long, where that is more: nobody sees 100 tokens/s stutter
 _MIN_PROMPT_SHARE = 0.25  # of the time of a step without prompts, whatever the budget: prompts move on
-_NUM_BARE = 12  # steps without prompts that count: sequences come, go, and get longer …
+_NUM_BARE = 12  # steps without prompts that count: sequences come, go, and get longer; of so many sequences as now …
+_NUM_ALIKE = 3  # … the latest alone, since a few more rows may cost a step nothing, or half its time …
 _BARE_EVERY = 32  # … and how often there is one …
 _BARE_EVERY_EARLY = 3  # … while too few are known
 _NUM_MIXED = 8  # steps with prompts whose median counts: the later tokens of a prompt cost more
-# A GPU reads the weights anyway, and computes so many more tokens in no time. Smaller chunks would pay for launches alone.
-_LEAST_TOKENS = {"cuda": 64}
+# Smaller chunks pay for launches, weights and half-empty tiles alone: the fewer tokens, the dearer each, the fewer.
+_LEAST_TOKENS = {"cpu": 8, "cuda": 64}
 _UNKNOWN_TOKENS = 32  # of the first steps with prompts; a CPU core computes the demo model's in 10 ms
 _GROWTH = 2  # from what was measured to what is tried
 
@@ -113,9 +114,11 @@ class MixedSteps:
         ``max_tokens``: of prompts in a step, at most. ``device_type``: what computes, "cpu" or "cuda".
         """
         self._itl_budget_s = itl_budget_s
-        self._least_tokens = min(max_tokens, _LEAST_TOKENS.get(device_type, 1))
+        self._least_tokens = min(max_tokens, _LEAST_TOKENS[device_type])
         self._max_tokens = max_tokens
-        self._bare = StepCosts(_NUM_BARE, refit_steps=1, fixed_share=0.9)  # over the sequences that generate
+        # Of steps without prompts: over the sequences that generate, and by their number.
+        self._bare = StepCosts(_NUM_BARE, refit_steps=1, fixed_share=0.9)
+        self._bare_s: dict[int, deque[float]] = {}
         self._alone = StepCosts()  # over tokens of prompts: steps in which nobody generates
         # Of the others: tokens of prompts, and what each of them added. No line is fitted to these: their number follows from what
         # they cost, and that from their place in the prompt.
@@ -128,14 +131,15 @@ class MixedSteps:
             return
         if num_prompt_tokens == 0:
             self._bare.observe(num_generating, step_s)
+            self._bare_s.setdefault(num_generating, deque(maxlen=_NUM_ALIKE)).append(step_s)
             self._num_since_bare = 0
         elif num_generating == 0:
             self._alone.observe(num_prompt_tokens, step_s)
         else:
             self._num_since_bare += 1
-            if (bare := self._bare.cost) is not None:
+            if (bare_s := self._without_prompts_s(num_generating)) is not None:
                 # Not nothing: else a budget would buy any number.
-                added_s = max(step_s - bare.step_s(num_generating), step_s / 100)
+                added_s = max(step_s - bare_s, step_s / 100)
                 self._added.append((num_prompt_tokens, added_s / num_prompt_tokens))
 
     def prompt_tokens(self, num_generating: int) -> int:
@@ -145,31 +149,38 @@ class MixedSteps:
         """
         if num_generating == 0 or self._itl_budget_s == 0:
             return self._max_tokens
-        bare, token_s = self._bare.cost, self._token_s
-        if self._num_since_bare + 1 >= (_BARE_EVERY_EARLY if bare is None else _BARE_EVERY):
+        bare_s, token_s = self._without_prompts_s(num_generating), self._token_s
+        if self._num_since_bare + 1 >= (_BARE_EVERY_EARLY if bare_s is None else _BARE_EVERY):
             return 0
-        if bare is None or token_s is None:
+        if bare_s is None or token_s is None:
             return min(self._max_tokens, _UNKNOWN_TOKENS)
-        num_tokens = self._tokens_beside(bare.step_s(num_generating), token_s)
+        num_tokens = self._tokens_beside(bare_s, token_s)
         largest = max((num for num, _ in self._added), default=0)
         return min(num_tokens, self._max_tokens, max(_UNKNOWN_TOKENS, _GROWTH * largest))
 
     def tokens_per_s(self, num_generating: int) -> float | None:
         """Tokens of prompts that steps beside so many sequences compute within the budget; 0: none. None: not known yet."""
-        bare, token_s = self._bare.cost, self._token_s
+        bare_s, token_s = self._without_prompts_s(num_generating), self._token_s
         if num_generating == 0 and (alone := self._alone.cost) is not None:
             num_tokens = min(self._max_tokens, max(_UNKNOWN_TOKENS, _GROWTH * self._alone.largest_step))
             return num_tokens / alone.step_s(num_tokens)
         if token_s is None or num_generating == 0:
             return None if token_s is None else 1 / token_s
-        if bare is None:
+        if bare_s is None:
             return None
-        bare_s, num_tokens = bare.step_s(num_generating), self._max_tokens
+        num_tokens = self._max_tokens
         if self._itl_budget_s != 0:
             if budget_beside(bare_s, self._itl_budget_s) <= bare_s:
                 return 0.0
             num_tokens = min(num_tokens, self._tokens_beside(bare_s, token_s))
         return num_tokens / (bare_s + num_tokens * token_s)
+
+    def _without_prompts_s(self, num_generating: int) -> float | None:
+        """What a step of so many sequences takes alone; None: not known yet."""
+        if self._bare.cost is None:
+            return None
+        alike = self._bare_s.get(num_generating)
+        return statistics.median(alike) if alike else self._bare.cost.step_s(num_generating)
 
     def _tokens_beside(self, bare_s: float, token_s: float) -> int:
         return max(self._least_tokens, tokens_beside(bare_s, token_s, self._itl_budget_s))

@@ -131,18 +131,35 @@ def test_nobody_sees_a_fast_device_take_ten_milliseconds() -> None:
     assert budget_beside(0.02, 0.005) == 0.005
 
 
-def test_a_gpu_computes_no_chunks_that_cost_it_nothing_but_launches() -> None:
+@pytest.mark.parametrize(("device_type", "least"), [("cuda", 64), ("cpu", 8)])
+def test_chunks_do_not_shrink_to_what_they_cost_whatever_is_in_them(device_type: str, least: int) -> None:
     """Whatever of prompts is in a step, it takes 4 ms more: by their cost tokens would become ever fewer, and dearer."""
-    steps = MixedSteps(None, 512, "cuda")
+    steps = MixedSteps(None, 512, device_type)
     for _ in range(20):
         steps.observe(0, 8, 0.0065)
     for _ in range(200):
         if num_tokens := steps.prompt_tokens(8):
-            assert num_tokens >= 32
+            assert num_tokens >= min(least, 32)
             steps.observe(num_tokens, 8, 0.0105 + 2e-5 * num_tokens)
         else:
             steps.observe(0, 8, 0.0065)
-    assert steps.tokens_per_s(8) == pytest.approx(64 / 0.01178, rel=0.05)
+    assert steps.tokens_per_s(8) == pytest.approx(least / (0.0105 + 2e-5 * least), rel=0.05)
+
+
+def test_a_sequence_that_costs_a_step_half_its_time_is_no_cost_of_prompts_before_it_nor_after() -> None:
+    """As where a product of five rows takes other ways than one of four."""
+    steps = MixedSteps(None, 512)
+    took_s = {4: 0.014, 5: 0.022}
+    for num_generating in [4] * 8 + [5] * 8 + [4] * 8:
+        steps.observe(0, num_generating, took_s[num_generating])
+    ratios = []
+    for number in range(64):
+        num_generating = 4 + number // 8 % 2
+        num_tokens = steps.prompt_tokens(num_generating)
+        step_s = took_s[num_generating] + 3e-4 * num_tokens
+        steps.observe(num_tokens, num_generating, step_s)
+        ratios.append(step_s / took_s[num_generating])
+    assert all(ratio < 1.45 for ratio in ratios[3:])
 
 
 def test_what_tokens_cost_is_approached() -> None:
