@@ -24,11 +24,13 @@ _NUM_BARE = 12  # steps without prompts that count: sequences come, go, and get 
 _NUM_ALIKE = 3  # … the latest alone, since a few more rows may cost a step nothing, or half its time …
 _BARE_EVERY = 32  # … and how often there is one …
 _BARE_EVERY_EARLY = 3  # … while too few are known
-_NUM_MIXED = 8  # steps with prompts whose median counts: the later tokens of a prompt cost more
+_NUM_MIXED = 8  # steps with prompts that count: the later tokens of a prompt cost more
 # Smaller chunks pay for launches, weights and half-empty tiles alone: the fewer tokens, the dearer each, the fewer.
 _LEAST_TOKENS = {"cpu": 8, "cuda": 64}
 _UNKNOWN_TOKENS = 32  # of the first steps with prompts; a CPU core computes the demo model's in 10 ms
-_GROWTH = 2  # from what was measured to what is tried
+_GROWTH = (
+    1.25  # from what was measured to what is tried: what a few tokens add is hardly more than what steps differ by
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +157,14 @@ class MixedSteps:
         if bare_s is None or token_s is None:
             return min(self._max_tokens, _UNKNOWN_TOKENS)
         num_tokens = self._tokens_beside(bare_s, token_s)
-        largest = max((num for num, _ in self._added), default=0)
-        return min(num_tokens, self._max_tokens, max(_UNKNOWN_TOKENS, _GROWTH * largest))
+        largest = int(_GROWTH * max((num for num, _ in self._added), default=0)) or _UNKNOWN_TOKENS
+        return min(num_tokens, self._max_tokens, max(self._least_tokens, largest))
 
     def tokens_per_s(self, num_generating: int) -> float | None:
         """Tokens of prompts that steps beside so many sequences compute within the budget; 0: none. None: not known yet."""
         bare_s, token_s = self._without_prompts_s(num_generating), self._token_s
         if num_generating == 0 and (alone := self._alone.cost) is not None:
-            num_tokens = min(self._max_tokens, max(_UNKNOWN_TOKENS, _GROWTH * self._alone.largest_step))
+            num_tokens = min(self._max_tokens, max(_UNKNOWN_TOKENS, int(_GROWTH * self._alone.largest_step)))
             return num_tokens / alone.step_s(num_tokens)
         if token_s is None or num_generating == 0:
             return None if token_s is None else 1 / token_s
@@ -189,7 +191,8 @@ class MixedSteps:
     def _token_s(self) -> float | None:
         """What a token of a prompt adds to a step; until that was seen, what it costs in steps of its own."""
         if self._added:
-            return statistics.median(token_s for _, token_s in self._added)
+            # The upper quartile: too many tokens stall a stream, too few of them are made up for.
+            return sorted(token_s for _, token_s in self._added)[3 * (len(self._added) - 1) // 4]
         return None if self._alone.cost is None else self._alone.cost.token_s
 
 
