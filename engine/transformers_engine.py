@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.backends.cpu.ops import CpuPagedOps
+from kvrelay.engine.backends.cpu.build import cpu_paged_ops
 from kvrelay.engine.backends.options import EngineOptions, device_of, dtype_of, num_blocks_of
 from kvrelay.engine.config.model import SUPPORTED_DTYPES
 from kvrelay.engine.kv.geometry import geometry_of
@@ -46,7 +46,7 @@ def load_transformers_engine(options: EngineOptions, progress: Callable[[int, in
     progress(num_bytes, num_bytes)
     shape, memory = model.shape, None
     geometry = geometry_of(shape, options.block_size, dtype)
-    make_ops = _ops_on(device)
+    make_ops = _ops_on(device, options)
     if device.type == "cuda":
         from kvrelay.engine.backends.cuda.build import measure_memory  # noqa: PLC0415 - a CPU worker may lack Triton
 
@@ -71,10 +71,10 @@ def load_transformers_engine(options: EngineOptions, progress: Callable[[int, in
     return TorchEngine(card, model, ops, pool, options, None)
 
 
-def _ops_on(device: torch.device) -> MakeOps:
+def _ops_on(device: torch.device, options: EngineOptions) -> MakeOps:
     """What makes operations on the device."""
     if device.type == "cpu":
-        return lambda shape, pool, *_: CpuPagedOps(shape, pool)
+        return lambda shape, pool, *_: cpu_paged_ops(options, shape, pool)
     from kvrelay.engine.backends.cuda.ops import CudaPagedOps  # noqa: PLC0415 - a CPU worker may lack Triton
 
     return CudaPagedOps

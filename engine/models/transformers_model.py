@@ -66,12 +66,11 @@ class TransformersModel:
 
     def bind(self, ops: PagedOps) -> None:
         """From now on products run in the form that ``ops`` multiplies fastest with; each weight is taken over, one by one."""
-        tied = self.model.get_input_embeddings().weight
         for parent in list(self.model.modules()):
             if any(word in type(parent).__name__ for word in _ROUTERS):
                 continue  # small, and they multiply with their weights by themselves
             for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear and child.weight is not tied:
+                if type(child) is nn.Linear:
                     bias = None if child.bias is None else child.bias.detach()
                     product = ops.make_linear(child.weight.detach(), bias)
                     setattr(parent, name, _Product(product, child.weight.detach()))

@@ -25,7 +25,7 @@ def test_kernels_compute_what_transformers_does(
     model = saved(model_type, tmp_path)
     is_cuda = torch.cuda.is_available()
     if not is_cuda:
-        monkeypatch.setattr(transformers_engine, "_ops_on", lambda _: CudaPagedOps)
+        monkeypatch.setattr(transformers_engine, "_ops_on", lambda *_: CudaPagedOps)
     changes = {"block_size": BLOCK_SIZE, "device": "cuda" if is_cuda else "cpu"}
     engines = [engine_of(tmp_path, **changes) for _ in range(2)]
     outputs = relayed(*map(Run, engines), num_tokens=4)

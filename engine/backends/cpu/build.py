@@ -9,11 +9,11 @@ import torch
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends.cpu.native import CpuKernels, CpuKernelsError
 from kvrelay.engine.backends.cpu.native.compiled import default_cache_dir
-from kvrelay.engine.backends.cpu.native_ops import NativeCpuOps
-from kvrelay.engine.backends.cpu.ops import CpuOps
+from kvrelay.engine.backends.cpu.native_ops import NativeCpuOps, NativeCpuPagedOps
+from kvrelay.engine.backends.cpu.ops import CpuOps, CpuPagedOps
 from kvrelay.engine.backends.options import EngineOptions
-from kvrelay.engine.config.model import ModelConfig
-from kvrelay.engine.models.ops import Ops
+from kvrelay.engine.config.model import ModelConfig, ModelShape
+from kvrelay.engine.models.ops import Ops, PagedOps
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +21,17 @@ logger = logging.getLogger(__name__)
 def cpu_kernels(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> CpuKernels:
     """Our kernels for a model in ``dtype``, compiled if need be. Raises CpuKernelsError, which says why there are none."""
     widths = (config.hidden_size, config.intermediate_size)
+    if not CpuKernels.fit(head_dim=config.head_dim, widths=widths):
+        raise CpuKernelsError(f"they have no code for head_dim {config.head_dim} with widths {widths}")
+    return load_kernels(options, dtype)
+
+
+def load_kernels(options: EngineOptions, dtype: torch.dtype) -> CpuKernels:
+    """Our kernels for any model in ``dtype``, compiled if need be. Raises CpuKernelsError."""
     if options.cpu_kernels == "torch":
         raise CpuKernelsError("--cpu-kernels is torch")
     if dtype != torch.bfloat16:
         raise CpuKernelsError(f"they are for bfloat16, not {dtype}")
-    if not CpuKernels.fit(head_dim=config.head_dim, widths=widths):
-        raise CpuKernelsError(f"they have no code for head_dim {config.head_dim} with widths {widths}")
     return CpuKernels.load(default_cache_dir())
 
 
@@ -37,6 +42,19 @@ def why_no_cpu_kernels(options: EngineOptions, config: ModelConfig) -> str | Non
     except CpuKernelsError as error:
         return str(error)
     return None
+
+
+def cpu_paged_ops(options: EngineOptions, shape: ModelShape, pool: torch.Tensor) -> PagedOps:
+    """Operations for a model that brings its own layers: our kernels where they run, and the model has scores that they compute."""
+    try:
+        if not shape.has_plain_scores or not CpuKernels.fit(head_dim=shape.head_dim, widths=()):
+            raise CpuKernelsError(
+                f"they have no code for the scores, or heads of {shape.head_dim}, of {shape.architecture}"
+            )
+        return NativeCpuPagedOps(shape, pool, load_kernels(options, pool.dtype))
+    except CpuKernelsError as error:
+        logger.debug("no kernels of our own on this CPU, torch operations instead: %s", error)
+        return CpuPagedOps(shape, pool)
 
 
 def cpu_ops(

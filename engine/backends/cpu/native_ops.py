@@ -17,9 +17,9 @@ import torch
 from kvrelay.engine.backends.cpu.linear import Int8Linear, NativeLinear, has_packed_linear
 from kvrelay.engine.backends.cpu.native import CpuKernels
 from kvrelay.engine.backends.cpu.native.library import Step
-from kvrelay.engine.backends.cpu.ops import CpuOps, cos_sin_rows
-from kvrelay.engine.config.model import ModelConfig
-from kvrelay.engine.models.ops import Linear
+from kvrelay.engine.backends.cpu.ops import CpuPagedOps, KvWriter, cos_sin_rows
+from kvrelay.engine.config.model import ModelConfig, ModelShape
+from kvrelay.engine.models.ops import PLAIN, Linear, Scores
 from kvrelay.engine.sampling.penalties import Penalties
 from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.step.batch import Batch
@@ -27,63 +27,75 @@ from kvrelay.engine.step.slots import Ints
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, Weight, rounded
 
 
-class NativeCpuStep:
-    """Implements StepContext for one batch."""
+class NativeCpuPagedStep:
+    """Implements PagedStep for one batch of a model without softcaps and sinks."""
 
     def __init__(
         self,
         batch: Batch,
-        config: ModelConfig,
+        shape: ModelShape,
         pool: torch.Tensor,
-        tables: tuple[torch.Tensor, torch.Tensor],
         kernels: CpuKernels,
+        tables: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
+        """``tables``: cosines and sines, for kernels that rotate."""
         self._kernels = kernels
-        self._windows = config.sliding_windows
+        self._windows = shape.sliding_windows
+        self._batch = batch
+        self._pool = pool
+        self._writer: KvWriter | None = None
         _, num_layers, _, kv_heads, block_size, head_dim = pool.shape
         of_batch = (batch.positions, batch.slot_mapping, batch.block_tables, batch.seq_lens, batch.query_start_loc)
         arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in of_batch]
         positions, slots, block_tables, seq_lens, query_starts = arrays
-        self._kept = (pool, tables, arrays)  # the kernels have their addresses
+        self._kept = (tables, arrays)  # the kernels have their addresses
+        cos, sin = (0, 0) if tables is None else (table.data_ptr() for table in tables)
         self._step = Step(
-            pool=pool.data_ptr(), cos=tables[0].data_ptr(), sin=tables[1].data_ptr(),
-            positions=_address(positions), slots=_address(slots),
+            pool=pool.data_ptr(), cos=cos, sin=sin, positions=_address(positions), slots=_address(slots),
             block_tables=_address(block_tables), seq_lens=_address(seq_lens), query_starts=_address(query_starts),
             num_tokens=len(positions), num_rows=len(seq_lens), max_blocks=block_tables.shape[1], num_layers=num_layers,
-            q_heads=config.num_q_heads, kv_heads=kv_heads, block_size=block_size, head_dim=head_dim,
+            q_heads=shape.num_q_heads, kv_heads=kv_heads, block_size=block_size, head_dim=head_dim,
         )  # fmt: skip
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """See PagedStep."""
+        return torch.from_numpy(self._batch.positions)
+
+    def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        """See PagedStep."""
+        if self._writer is None:
+            self._writer = KvWriter(self._batch, self._pool)
+        self._writer.write(key, value, layer)
+
+    def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
+        """See PagedStep."""
+        return self._kernels.attention(self._step, layer, query, self._windows[layer], scores.scale)
+
+
+class NativeCpuStep(NativeCpuPagedStep):
+    """Implements StepContext for one batch."""
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
         """See StepContext."""
         return self._kernels.rotary_kv_write(self._step, layer, query, key, value)
 
-    def attention(self, query: torch.Tensor, layer: int) -> torch.Tensor:
-        """See StepContext."""
-        return self._kernels.attention(self._step, layer, query, self._windows[layer])
 
-
-class NativeCpuOps:
-    """Implements Ops for a bf16 ``pool``. Sampling is that of :class:`CpuOps`."""
+class NativeCpuPagedOps:
+    """Implements PagedOps for a bf16 ``pool``, of a model without softcaps and sinks. Sampling is that of :class:`CpuPagedOps`."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        pool: torch.Tensor,
-        max_model_len: int,
-        kernels: CpuKernels,
-        *,
-        has_int8_weights: bool = False,
+        self, shape: ModelShape, pool: torch.Tensor, kernels: CpuKernels, *, has_int8_weights: bool = False
     ) -> None:
         """The model must :meth:`CpuKernels.fit`."""
-        self._plain = CpuOps(config, pool, max_model_len, has_int8_weights=has_int8_weights)
-        self._config = config
+        self._plain = CpuPagedOps(shape, pool, has_int8_weights=has_int8_weights)
+        self._shape = shape
         self._pool = pool
-        self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
         self._kernels = kernels
         self._has_int8_weights = has_int8_weights
 
     def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """See Ops, and CpuOps."""
+        """See PagedOps, and CpuPagedOps."""
         if not has_native_linear(self._kernels, weight):
             return self._plain.make_linear(weight, bias)
         if isinstance(weight, RoundedWeight):
@@ -96,21 +108,9 @@ class NativeCpuOps:
         """See Ops."""
         return self._plain.upload(arrays)
 
-    def begin_step(self, batch: Batch) -> NativeCpuStep:
-        """See Ops."""
-        return NativeCpuStep(batch, self._config, self._pool, self._tables, self._kernels)
-
-    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        return self._kernels.rms_norm(None, hidden.contiguous(), weight, self._config.rms_norm_eps)
-
-    def add_rms_norm(self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        return self._kernels.rms_norm(hidden, residual, weight, self._config.rms_norm_eps)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        return self._kernels.silu_mul(gate_up)
+    def begin_step(self, batch: Batch) -> NativeCpuPagedStep:
+        """See PagedOps."""
+        return NativeCpuPagedStep(batch, self._shape, self._pool, self._kernels)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See SamplerOps. The kernel is for bf16; logits that were processed are fp32."""
@@ -123,6 +123,40 @@ class NativeCpuOps:
     def draw_tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """See SamplerOps."""
         return self._plain.draw_tokens(logits, rows)
+
+
+class NativeCpuOps(NativeCpuPagedOps):
+    """Implements Ops for a bf16 ``pool``."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pool: torch.Tensor,
+        max_model_len: int,
+        kernels: CpuKernels,
+        *,
+        has_int8_weights: bool = False,
+    ) -> None:
+        """The model must :meth:`CpuKernels.fit`."""
+        super().__init__(config, pool, kernels, has_int8_weights=has_int8_weights)
+        self._config = config
+        self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
+
+    def begin_step(self, batch: Batch) -> NativeCpuStep:
+        """See Ops."""
+        return NativeCpuStep(batch, self._config, self._pool, self._kernels, self._tables)
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return self._kernels.rms_norm(None, hidden.contiguous(), weight, self._config.rms_norm_eps)
+
+    def add_rms_norm(self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return self._kernels.rms_norm(hidden, residual, weight, self._config.rms_norm_eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See Ops."""
+        return self._kernels.silu_mul(gate_up)
 
 
 def has_native_linear(kernels: CpuKernels, weight: Weight) -> bool:

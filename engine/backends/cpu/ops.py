@@ -22,6 +22,25 @@ from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, Weight, rounded
 
 
+class KvWriter:
+    """Writes a batch's keys and values into a pool ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``."""
+
+    def __init__(self, batch: Batch, pool: torch.Tensor) -> None:
+        _, _, _, num_kv_heads, block_size, head_dim = pool.shape
+        self._flat_pool = pool.view(-1, head_dim)
+        self._rows_per_layer = 2 * num_kv_heads * block_size
+        blocks, offsets = np.divmod(batch.slot_mapping, block_size)
+        first = blocks * (pool.shape[1] * self._rows_per_layer) + offsets
+        rows = first[:, None] + np.arange(2 * num_kv_heads) * block_size
+        self._new_rows = torch.from_numpy(rows.reshape(-1))  # of the flat pool, layer 0
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+        """Both ``[num_tokens, num_kv_heads, head_dim]``."""
+        # A broken sequence's NaN would outlive it: attention reads a block's unwritten tail under a mask, and 0 * NaN is NaN.
+        kv = torch.cat((key, value), dim=1).nan_to_num_(0.0, 0.0, 0.0)
+        self._flat_pool.index_copy_(0, self._new_rows + layer * self._rows_per_layer, kv.view(-1, kv.shape[-1]))
+
+
 class CpuPagedStep:
     """Implements PagedStep for one batch."""
 
@@ -32,7 +51,6 @@ class CpuPagedStep:
         pool: torch.Tensor,
         scratch: AttentionScratch,
     ) -> None:
-        _, _, _, num_kv_heads, block_size, head_dim = pool.shape
         self._windows = shape.sliding_windows
         self._plans = {
             window: AttentionPlan(
@@ -41,18 +59,11 @@ class CpuPagedStep:
             for window in set(shape.sliding_windows)
         }
         self.positions = torch.from_numpy(batch.positions)
-        self._flat_pool = pool.view(-1, head_dim)
-        self._rows_per_layer = 2 * num_kv_heads * block_size
-        blocks, offsets = np.divmod(batch.slot_mapping, block_size)
-        first = blocks * (pool.shape[1] * self._rows_per_layer) + offsets
-        rows = first[:, None] + np.arange(2 * num_kv_heads) * block_size
-        self._new_rows = torch.from_numpy(rows.reshape(-1))  # of the flat pool, layer 0
+        self._writer = KvWriter(batch, pool)
 
     def kv_write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
         """See PagedStep."""
-        # A broken sequence's NaN would outlive it: attention reads a block's unwritten tail under a mask, and 0 * NaN is NaN.
-        kv = torch.cat((key, value), dim=1).nan_to_num_(0.0, 0.0, 0.0)
-        self._flat_pool.index_copy_(0, self._new_rows + layer * self._rows_per_layer, kv.view(-1, kv.shape[-1]))
+        self._writer.write(key, value, layer)
 
     def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
         """See PagedStep."""

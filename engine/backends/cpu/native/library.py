@@ -125,13 +125,17 @@ class CpuKernels:
         )  # fmt: skip
         return rotated
 
-    def attention(self, step: Step, layer: int, query: torch.Tensor, window: int | None) -> torch.Tensor:
+    def attention(
+        self, step: Step, layer: int, query: torch.Tensor, window: int | None, scale: float | None = None
+    ) -> torch.Tensor:
         """Attention of ``query`` ``[num_tokens, q_heads, head_dim]`` over the pool, in the same shape.
+
+        ``scale``: of the scores; None: 1 / sqrt(head_dim).
 
         A token's result has the same bits whatever else is in the step, and however its sequence was cut into steps.
         """
         query = query.contiguous()
         out = torch.empty_like(query)
-        scale = query.shape[-1] ** -0.5
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
         self._attention(ctypes.byref(step), layer, query.data_ptr(), window or 0, scale, out.data_ptr())
         return out
