@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -101,3 +102,14 @@ async def test_a_server_may_stop_at_once_or_without_a_start(probe: Probe, regist
     await server.stop()
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_signals_are_the_processs_while_a_server_runs(probe: Probe, registry: CollectorRegistry) -> None:
+    """By a method of uvicorn's that it does not document: without it SIGTERM would end the server and not drain the worker."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    server = AdminServer("127.0.0.1", 0, probe, registry)
+    port = await server.start()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        assert (await client.get("/health/live")).status_code == 200
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    await server.stop()
