@@ -27,7 +27,8 @@ from tests.engine.led import step
 
 from .tiny import VOCAB, NotTinyError, generate, text_types, tiny_model
 
-# One of each kind: windows, softcaps, sinks, experts, latent attention, unequal layers, learned positions, parallel layers, a state.
+# One of each kind: windows, softcaps, sinks, experts, latent attention, unequal layers, learned positions, parallel layers, a
+# state.
 _ALIKE = "llama gemma2 gemma4_text gpt_oss qwen3_moe deepseek_v3 mimo_v2_flash gpt2 cohere2 opt mamba2"
 ALIKE = frozenset(_ALIKE.split())
 _NATIVE = frozenset({"llama", "mistral", "qwen2", "qwen3"})
