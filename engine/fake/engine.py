@@ -153,12 +153,14 @@ class FakeEngine:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See Engine. Who waits hears KvMismatchError if a sampling row's K/V in the pool is not its tokens' K/V."""
-        assert self._launched is None or not self._launched.is_deferred, "the step in front was not told to sample"
+        # Behind an error there is none in front.
+        in_front = None if plan.resets else self._launched
+        assert in_front is None or not in_front.is_deferred, "the step in front was not told to sample"
         self._slots.apply(plan)
         shares = [Share(self._slots.sequences[row.slot].copy(), row) for row in plan.rows]
         for share in shares:
             self._require_fit(share)
-        behind = self._launched if any(row.is_fed for row in plan.rows) else None
+        behind = in_front if any(row.is_fed for row in plan.rows) else None
         self._launched = FakeStep(self._compute, shares, plan.sampling, self._slots, behind)
         return self._launched
 

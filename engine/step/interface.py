@@ -145,7 +145,8 @@ class Engine(Protocol):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Begin a step, of one row at least, and return before it is done.
 
-        Steps run in the order of their launches; two at most are under way. None may be deferred when the next one is launched.
+        Steps run in the order of their launches; two at most are under way. None may be deferred when the next one is launched, but
+        one that ``resets``.
 
         Raises ValueError on a row of no tokens, or of more than its tokens or its block table hold. The next plan then ``resets``.
         Model thread only.

@@ -47,9 +47,8 @@ class LedStep:
         """
         assert self._launched is not None, "a step of no rows samples nothing"
         assert self._launched.is_deferred, "a step samples once"
-        inputs = self._planner.sampling_inputs(self.samples)
         try:
-            self._launched.sample(inputs)
+            self._launched.sample(self._planner.sampling_inputs(self.samples))
         except BaseException:
             self._planner.reset()
             raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvrelay.common.sampling import SamplingParams
@@ -100,6 +102,26 @@ def test_a_step_that_breaks_when_tokens_are_taken_in_ends_all_in_it() -> None:
     rig.run(breaks=True)
     assert sorted(rig.failed) == ["ends", "first", "guided"]
     assert len(rig.outputs["waits"]) == 9
+
+
+class MaskBreaker(TokensState):
+    """A guide that makes no mask for its fourth token."""
+
+    def fill(self, bitmask: npt.NDArray[np.int32]) -> None:
+        if len(self.left) == 5:
+            raise RuntimeError("the guide is out of order")
+        super().fill(bitmask)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_guide_that_makes_no_mask_costs_no_other_its_answer(runs_ahead: bool) -> None:
+    """Also where the step waits for masks behind another one: what the engine was to be told with them is told again."""
+    rig = Rig(FakeEngine(CARD, runs_ahead=runs_ahead))
+    for name, guide in (("good0", TokensState), ("bad", MaskBreaker), ("good1", TokensState)):
+        rig.add(name, prompt_of(len(name)), GREEDY, handed_over=False, guide=guide(list(range(1, 9))))
+    rig.run(breaks=True)
+    assert rig.failed == ["bad"]
+    assert rig.outputs["good0"] == rig.outputs["good1"] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
