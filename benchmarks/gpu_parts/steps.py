@@ -15,6 +15,7 @@ from gpu_parts.running import Context, Finding, Note
 from gpu_parts.sizes import BLOCK_SIZE
 from gpu_parts.stepping import DecodeDriver, PrefillDriver, fill_pool, load_engine
 from gpu_parts.timing import busy_s
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 
 _WARM_UPS = 8
@@ -60,9 +61,8 @@ def _decode_steps(context: Context, steps: Sequence[tuple[int, int]], weight_for
     fill_pool(engine, context.generator())
     yield Note(f"{num_blocks} blocks of random K/V")
     for batch, length in steps:
-        driver = DecodeDriver(
-            engine, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens, seed=context.seed
-        )
+        settings = DecodeSchedulerSettings(max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
+        driver = DecodeDriver(engine, settings=settings, seed=context.seed)
         for _ in range(batch):
             driver.add_computed(length - 1, max_tokens=growth + 2)
         for _ in range(_WARM_UPS):
