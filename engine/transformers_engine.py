@@ -37,9 +37,7 @@ def load_transformers_engine(options: EngineOptions, progress: Callable[[int, in
             f"--kv-dtype is {options.kv_dtype}, which needs a model with a path of its own; leave it at auto"
         )
     num_bytes = sum(path.stat().st_size for path in checkpoint_files(options.model_dir))
-    dtype = dtype_of(
-        options.dtype, _checkpoint_dtype(options), device, lambda: "they are for models with a path of their own"
-    )
+    dtype = dtype_of(options.dtype, _checkpoint_dtype(options), device, lambda: "but for products and attention")
     torch.set_num_threads(options.num_threads)
     progress(0, num_bytes)
     model = load_model(options.model_dir, dtype, device)

@@ -45,7 +45,10 @@ def why_no_cpu_kernels(options: EngineOptions, config: ModelConfig) -> str | Non
 
 
 def cpu_paged_ops(options: EngineOptions, shape: ModelShape, pool: torch.Tensor) -> PagedOps:
-    """Operations for a model that brings its own layers: our kernels where they run, and the model has scores that they compute."""
+    """Operations for a model that brings its own layers: our kernels where they run, and the model has scores that they compute.
+
+    Raises ModelError if they are asked for and do not.
+    """
     try:
         if not shape.has_plain_scores or not CpuKernels.fit(head_dim=shape.head_dim, widths=()):
             raise CpuKernelsError(
@@ -53,6 +56,8 @@ def cpu_paged_ops(options: EngineOptions, shape: ModelShape, pool: torch.Tensor)
             )
         return NativeCpuPagedOps(shape, pool, load_kernels(options, pool.dtype))
     except CpuKernelsError as error:
+        if options.cpu_kernels == "native":
+            raise ModelError(f"--cpu-kernels is native, but {error}; use auto") from error
         logger.debug("no kernels of our own on this CPU, torch operations instead: %s", error)
         return CpuPagedOps(shape, pool)
 
