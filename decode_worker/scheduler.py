@@ -25,6 +25,7 @@ from kvrelay.decode_worker.progress import Progress
 from kvrelay.decode_worker.run_ahead import who_goes_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
@@ -44,7 +45,8 @@ class DecodeScheduler(Scheduler[Progress]):
         self._settings = settings
         self._searches = BeamSearches(blocks, max_model_len)
         itl_budget_s = None if settings.itl_budget_ms is None else settings.itl_budget_ms / 1000
-        self._steps = MixedSteps(itl_budget_s, settings.max_batched_tokens, device_type)
+        self._max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, device_type)
+        self._steps = MixedSteps(itl_budget_s, self._max_batched_tokens, device_type)
         # Whose prompt found no blocks, among how many, and the first of its hashes that was not cached.
         self._found_none: tuple[Sequence, int, list[bytes]] | None = None
         # What prompts would get now, beside those that generate; 0: nothing is left of the budget. None: not known yet.
@@ -96,7 +98,7 @@ class DecodeScheduler(Scheduler[Progress]):
         """Choose the next step's rows, of ``group`` alone if it is given: allocates blocks, admits, preempts."""
         plan = Schedule(rows=[])
         self._found_none = None
-        budget = self._settings.max_batched_tokens
+        budget = self._max_batched_tokens
         running = among(group, self.running)
         # Tokens that clients wait for come first: nobody's prompt may delay a sequence that generates, nor one that was
         # handed over complete.
@@ -137,7 +139,7 @@ class DecodeScheduler(Scheduler[Progress]):
         if going_on is None:
             return None
         num_generating = len(going_on.generating) + len(line.complete)
-        budget = min(self._settings.max_batched_tokens - num_generating, self._steps.prompt_tokens(num_generating))
+        budget = min(self._max_batched_tokens - num_generating, self._steps.prompt_tokens(num_generating))
         if budget < 0:
             return None
         num_left = [prompt.num_left for prompt in going_on.prompts]

@@ -13,8 +13,11 @@ class DecodeSchedulerSettings(SchedulerSettings):
     """How sequences are batched."""
 
     max_num_seqs: int = setting(64, "sequences that generate at a time", minimum=1)
-    max_batched_tokens: int = setting(
-        512, "tokens computed in one step: one per generating sequence, the rest for local prefill", minimum=16
+    max_batched_tokens: int | None = setting(
+        None,
+        "tokens computed in one step: one per generating sequence, the rest for local prefill; default: 512 on a CPU, 2048 on a "
+        "GPU",
+        minimum=16,
     )
     itl_budget_ms: float | None = setting(
         None,

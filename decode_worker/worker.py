@@ -12,6 +12,7 @@ from kvrelay.decode_worker.service import DecodeService, lease_owner
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.welcome import DataPorts
 from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import Engine
 from kvrelay.wire.control.ticker import every
 from kvrelay.wire.leases.lease import LeaseSettings, whole_block
@@ -46,12 +47,13 @@ class DecodeWorker(Worker[DecodeService]):
     """Implements :class:`kvrelay.common.process.Component`."""
 
     def __init__(self, engine: Engine, settings: DecodeSchedulerSettings, data_address: str, setup: Setup) -> None:
-        if settings.max_batched_tokens < settings.max_num_seqs:
+        card, network, num_threads = engine.card, setup.network, setup.data_sockets
+        max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, card.device_type)
+        if max_batched_tokens < settings.max_num_seqs:
             raise SettingsError(
-                f"--max-batched-tokens is {settings.max_batched_tokens}; it must be at least --max-num-seqs "
+                f"--max-batched-tokens is {max_batched_tokens}; it must be at least --max-num-seqs "
                 f"({settings.max_num_seqs}), so that every running sequence gets its token in every step"
             )
-        card, network, num_threads = engine.card, setup.network, setup.data_sockets
         blocks = setup.block_manager(card)
         service = DecodeService(setup.identity(card, settings), blocks, network.clock)
         scheduler = DecodeScheduler(settings, blocks, card.max_model_len, card.device_type)

@@ -239,5 +239,6 @@ def _shape_of(model: PreTrainedModel, layers: list[AttentionLayer], dtype: torch
         sliding_windows=tuple(layer.window for layer in layers),
         has_plain_scores=all(layer.has_plain_scores for layer in layers),
         dtype=str(dtype).removeprefix("torch."),
-        rope_text=f"as transformers' {type(model).__name__}",
+        # Another version may rotate, or round, otherwise.
+        rope_text=f"{type(model).__name__} of transformers {transformers.__version__}",
     )

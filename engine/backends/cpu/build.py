@@ -58,7 +58,9 @@ def cpu_paged_ops(options: EngineOptions, shape: ModelShape, pool: torch.Tensor)
     except CpuKernelsError as error:
         if options.cpu_kernels == "native":
             raise ModelError(f"--cpu-kernels is native, but {error}; use auto") from error
-        logger.debug("no kernels of our own on this CPU, torch operations instead: %s", error)
+        is_slower = options.cpu_kernels == "auto" and pool.dtype == torch.bfloat16
+        level = logging.WARNING if is_slower else logging.DEBUG
+        logger.log(level, "no kernels of our own on this CPU, the slower torch operations instead: %s", error)
         return CpuPagedOps(shape, pool)
 
 

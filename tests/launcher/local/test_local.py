@@ -285,7 +285,7 @@ def test_workers_of_one_gpu_have_shares_of_all_of_it_by_their_needs() -> None:
     assert isinstance(first, PrefillSettings)
     assert isinstance(second, DecodeSettings)
     assert (first.kv.kv_memory_fraction, second.kv.kv_memory_fraction) == (0.4, 0.5)
-    assert (first.scheduler.max_batched_tokens, second.scheduler.max_batched_tokens) == (None, 512)
+    assert (first.scheduler.max_batched_tokens, second.scheduler.max_batched_tokens) == (None, None)
     most = planned(LocalSettings.of(prefill=64, decode=64))  # with a fake engine; any share will do
     assert isinstance(parsed(PrefillSettings, most.specs[0]), PrefillSettings)
 
