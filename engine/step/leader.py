@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from kvrelay.engine.step.interface import Engine, LaunchedStep, StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.planner import Planner
-from kvrelay.engine.step.sequence import Sequence
+from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 
 
 class LedStep:
@@ -47,6 +47,9 @@ class LedStep:
         """
         assert self._launched is not None, "a step of no rows samples nothing"
         assert self._launched.is_deferred, "a step samples once"
+        for sequence, count in self.samples.items():
+            is_there = sequence.status is SequenceStatus.FINISHED or sequence.num_tokens == count
+            assert is_there, f"{sequence.key}: {sequence.num_tokens} tokens, not {count}"
         try:
             self._launched.sample(self._planner.sampling_inputs(self.samples))
         except BaseException:

@@ -124,7 +124,6 @@ class Planner:
                 over.append(place)
                 asking.append((None, 0))
                 continue
-            assert sequence.num_tokens == count, f"{sequence.key}: {sequence.num_tokens} tokens, not {count}"
             held = self._held[sequence]
             if held.num_tokens != count:
                 new_tokens.append((held.slot, held.learn(sequence)))
