@@ -39,7 +39,6 @@ def test_attention_that_comes_out_otherwise_than_transformers_is_refused(
 @pytest.mark.parametrize("fault", ["window", "position"])
 def test_windows_and_positions_are_checked(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("mistral", tmp_path)
-    attend = PagedStep
     if fault == "window":
         shape_of = transformers_model._shape_of
 
@@ -54,7 +53,7 @@ def test_windows_and_positions_are_checked(fault: str, tmp_path: Path, monkeypat
         class Shifted:
             """A step whose positions are one too high."""
 
-            def __init__(self, step: attend) -> None:
+            def __init__(self, step: PagedStep) -> None:
                 self.positions = step.positions.clamp(min=5)
                 self.kv_write, self.attention = step.kv_write, step.attention
 
