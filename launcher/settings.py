@@ -97,5 +97,10 @@ class VerifySettings:
     device: str = setting(
         "auto", "where the model runs; auto takes CUDA if there is a GPU", choices=("auto", "cpu", "cuda")
     )
+    backend: str = setting(
+        "auto",
+        "whose forward pass the deployments started here compute, as for a worker",
+        choices=("auto", "native", "transformers"),
+    )
     threads: int | None = setting(None, "CPU threads of each worker", minimum=1, maximum=1024)
     timeout_s: float = setting(600.0, "how long one request, or the start, may take", unit="s", minimum=1)

@@ -110,6 +110,7 @@ def _deployed(
         port=0,
         device=settings.device,
         dtype=settings.dtype,
+        backend=settings.backend,
         threads=settings.threads,
         room_timeout_s=settings.timeout_s,  # a slow machine takes minutes for all at once
         local_prefill="fallback",  # with a prefill worker, every prompt is handed over

@@ -183,12 +183,13 @@ def test_without_a_url_each_path_and_pass_has_a_deployment_of_its_own(
 ) -> None:
     started = fake_local_deployment(deployment, monkeypatch)
     deployment.num_handoffs = 20
-    assert cli.run(["verify", "--model", str(model), "--max-tokens", "3", "--dtype", "bfloat16"]) == 0
+    arguments = ["--max-tokens", "3", "--dtype", "bfloat16", "--backend", "transformers"]
+    assert cli.run(["verify", "--model", str(model), *arguments]) == 0
     assert "all 80 answers equal transformers" in capsys.readouterr().out
     assert [settings.deployment.prefill for settings in started] == [0, 0, 1, 1]
-    assert {(settings.components["dtype"], settings.components["local_prefill"]) for settings in started} == {
-        ("bfloat16", "fallback")
-    }
+    assert {
+        tuple(settings.components[name] for name in ("dtype", "backend", "local_prefill")) for settings in started
+    } == {("bfloat16", "transformers", "fallback")}
 
 
 def test_prompts_that_were_not_handed_over_prove_nothing(
