@@ -1,9 +1,10 @@
 """Weights from safetensors files into packed parameters, one tensor at a time.
 
 Parameters are allocated once, on the model's device, in the form the model computes with (q, k and v in one matrix, gate and
-up in one). On a CPU every checkpoint tensor is copied from the memory-mapped file into its place, so no weight is in memory
-twice. On a GPU safetensors reads it onto the device, and it is copied, and converted, into its place there: beside the
-parameters the device holds one tensor at a time, as the file has it, and the host none but that one.
+up in one). Of a model that is cut among ranks (:mod:`kvrelay.engine.config.cut`) only the rank's part of each tensor is read.
+On a CPU every checkpoint tensor is copied from the memory-mapped file into its place, so no weight is in memory twice. On a GPU
+safetensors reads it onto the device, and it is copied, and converted, into its place there: beside the parameters the device
+holds one tensor at a time, as the file has it, and the host none but that one.
 """
 
 from __future__ import annotations
@@ -13,22 +14,29 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, Weight
 
 Progress = Callable[[int, int], None]
 _SAMPLE_NBYTES = 4096  # of the digest
+_WHOLE = Cut()
+_Parts = tuple[tuple[str, int, range], ...]  # of a matrix: name, rows in the checkpoint, and which of them the rank has
 
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One decoder layer. Biases and q/k norms are None where the model has none."""
+    """One decoder layer, or a rank's part of it. Biases and q/k norms are None where the model has none.
+
+    Of ranks only the first has the biases of ``o`` and ``down``: products are summed over ranks.
+    """
 
     input_norm: torch.Tensor  # [hidden]
     qkv: Weight  # [q_size + 2 * kv_size, hidden]
@@ -46,7 +54,10 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class ModelWeights:
-    """All weights; ``lm_head`` is ``embed`` itself where the two are tied."""
+    """All weights; ``lm_head`` is ``embed`` itself where the two are tied.
+
+    A rank's ``embed`` and ``lm_head`` have ``Cut.vocab_part`` rows, zeros behind the vocabulary's end.
+    """
 
     embed: torch.Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
@@ -61,16 +72,18 @@ def load_weights(
     device: torch.device,
     progress: Progress,
     rounding: Rounding | None = None,
+    cut: Cut = _WHOLE,
 ) -> ModelWeights:
     """Load a checkpoint onto ``device``. ``progress`` hears (bytes done, bytes in all).
 
+    ``config``: of the whole model. ``cut``: the part to load; it is not rounded.
     ``rounding``: of the layers' projections, None for none; each tensor is rounded as it comes, so they are never there in full.
     At most the parameters, the checkpoint's largest tensor, in the file's dtype, and what rounding 2**24 elements takes in fp32
     (some 130 MiB) are on the device at a time; what torch keeps of that for later tensors is its own. Raises ModelError naming the
     file or tensor on a missing shard, a truncated file, a missing tensor or a wrong shape, and on a GPU too small for the model.
     """
     try:
-        return _load(directory, config, dtype, device, progress, rounding)
+        return _load(directory, config, dtype, device, progress, rounding, cut)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"the weights of {directory} in {dtype} do not fit the memory of {device} ({error}): free what others hold of it, "
@@ -85,26 +98,27 @@ def _load(
     device: torch.device,
     progress: Progress,
     rounding: Rounding | None,
+    cut: Cut,
 ) -> ModelWeights:
-    weights, places = _allocate(config, dtype, device, rounding)
+    assert cut.is_whole or rounding is None, (
+        f"rank {cut.rank} of {cut.num_ranks} would round rows of which it has a part"
+    )
+    weights, places = _allocate(config, dtype, device, rounding, cut)
     device_name = str(weights.norm.device)  # with its index, which safetensors would take for 0 if it were left out
     files = checkpoint_files(directory)
-    total = sum(path.stat().st_size for path in files)
+    total = sum(path.stat().st_size for path in files) // cut.num_ranks
     done = 0
     for path in files:
         try:
             with safe_open(path, framework="pt", device=device_name) as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    place = places.pop(name, None)
-                    if place is None:
+                    if name not in places:
                         _check_unused(path, name, config)
                         continue
-                    tensor = file.get_tensor(name)
-                    if tensor.shape != place.shape:
-                        raise ModelError(
-                            f"{path}: tensor {name} has shape {list(tensor.shape)}; config.json asks for {list(place.shape)}"
-                        )
-                    place.copy_(tensor)
+                    if (place := places.pop(name)) is None:
+                        continue
+                    tensor = place.read(path, file, name)
+                    place.target.copy_(tensor)
                     done += tensor.nbytes
                     del tensor  # else it would stay on the device while the next one is read
                     progress(min(done, total), total)
@@ -181,41 +195,81 @@ def _check_unused(path: Path, name: str, config: ModelConfig) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor of the checkpoint belongs."""
+
+    target: Weight
+    shape: tuple[int, ...]  # of the tensor …
+    part: tuple[range, ...]  # … and which of it the target holds, for each dimension
+
+    def read(self, path: Path, file: Any, name: str) -> torch.Tensor:
+        """What belongs there, from ``file``, which is open. Raises ModelError on another shape."""
+        is_whole = all(len(part) == size for part, size in zip(self.part, self.shape, strict=True))
+        tensor = file.get_tensor(name) if is_whole else file.get_slice(name)
+        shape = list(tensor.shape if is_whole else tensor.get_shape())
+        if shape != list(self.shape):
+            raise ModelError(f"{path}: tensor {name} has shape {shape}; config.json asks for {list(self.shape)}")
+        part: torch.Tensor = tensor if is_whole else tensor[tuple(slice(part.start, part.stop) for part in self.part)]
+        return part
+
+
 def _allocate(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, rounding: Rounding | None
-) -> tuple[ModelWeights, dict[str, Weight]]:
-    """Empty parameters, and where each checkpoint tensor belongs in them."""
-    places: dict[str, Weight] = {}
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, rounding: Rounding | None, cut: Cut
+) -> tuple[ModelWeights, dict[str, _Place | None]]:
+    """Empty parameters, and where each checkpoint tensor belongs in them; None: it is another rank's."""
+    places: dict[str, _Place | None] = {}
 
     def parameter(name: str, *shape: int) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=device)
-        places[name] = tensor
+        places[name] = _Place(tensor, shape, tuple(map(range, shape)))
         return tensor
 
-    def projection(prefix: str, parts: tuple[tuple[str, int], ...], num_columns: int) -> Weight:
-        shape = (sum(size for _, size in parts), num_columns)
+    def of_vocab(name: str) -> torch.Tensor:
+        tokens, num_rows = cut.vocab(config.vocab_size), cut.vocab_part(config.vocab_size)
+        tensor = torch.empty(num_rows, hidden, dtype=dtype, device=device)
+        tensor[len(tokens) :].zero_()
+        places[name] = _Place(tensor[: len(tokens)], (config.vocab_size, hidden), (tokens, range(hidden)))
+        return tensor
+
+    def projection(prefix: str, parts: _Parts, num_columns: int, columns: range) -> Weight:
+        shape = (sum(len(rows) for _, _, rows in parts), len(columns))
         matrix: Weight
         if rounding is None:
             matrix = torch.empty(shape, dtype=dtype, device=device)
         else:
             matrix = RoundedWeight.empty(shape, rounding, dtype, device)
         start = 0
-        for name, size in parts:
-            places[f"{prefix}{name}.weight"] = matrix[start : start + size]
-            start += size
+        for name, size, rows in parts:
+            target = matrix[start : start + len(rows)]
+            places[f"{prefix}{name}.weight"] = _Place(target, (size, num_columns), (rows, columns))
+            start += len(rows)
         return matrix
 
-    def packed_bias(prefix: str, parts: tuple[tuple[str, int], ...]) -> torch.Tensor:
-        tensor = torch.empty(sum(size for _, size in parts), dtype=dtype, device=device)
+    def packed_bias(prefix: str, parts: _Parts) -> torch.Tensor:
+        tensor = torch.empty(sum(len(rows) for _, _, rows in parts), dtype=dtype, device=device)
         start = 0
-        for name, size in parts:
-            places[f"{prefix}{name}.bias"] = tensor[start : start + size]
-            start += size
+        for name, size, rows in parts:
+            places[f"{prefix}{name}.bias"] = _Place(tensor[start : start + len(rows)], (size,), (rows,))
+            start += len(rows)
         return tensor
 
-    hidden, mid = config.hidden_size, config.intermediate_size
-    qkv_parts = (("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size))
-    gate_up_parts = (("gate_proj", mid), ("up_proj", mid))
+    def summed_bias(name: str) -> torch.Tensor | None:
+        if cut.rank == 0:
+            return parameter(name, hidden)
+        places[name] = None
+        return None
+
+    hidden, mid, size = config.hidden_size, config.intermediate_size, config.head_dim
+    q_rows = _elements(cut.heads(config.num_q_heads), size)
+    kv_rows = _elements(cut.heads(config.num_kv_heads), size)
+    middle, all_hidden = cut.columns(mid), range(hidden)
+    qkv_parts = (
+        ("q_proj", config.q_size, q_rows),
+        ("k_proj", config.kv_size, kv_rows),
+        ("v_proj", config.kv_size, kv_rows),
+    )
+    gate_up_parts = (("gate_proj", mid, middle), ("up_proj", mid, middle))
     layers: list[LayerWeights] = []
     for index in range(config.num_layers):
         layer, attention, mlp = (
@@ -226,20 +280,24 @@ def _allocate(
         layers.append(
             LayerWeights(
                 input_norm=parameter(f"{layer}input_layernorm.weight", hidden),
-                qkv=projection(attention, qkv_parts, hidden),
+                qkv=projection(attention, qkv_parts, hidden, all_hidden),
                 qkv_bias=packed_bias(attention, qkv_parts) if config.has_qkv_bias else None,
-                q_norm=parameter(f"{attention}q_norm.weight", config.head_dim) if config.has_qk_norm else None,
-                k_norm=parameter(f"{attention}k_norm.weight", config.head_dim) if config.has_qk_norm else None,
-                o=projection(attention, (("o_proj", hidden),), config.q_size),
-                o_bias=parameter(f"{attention}o_proj.bias", hidden) if config.has_o_bias else None,
+                q_norm=parameter(f"{attention}q_norm.weight", size) if config.has_qk_norm else None,
+                k_norm=parameter(f"{attention}k_norm.weight", size) if config.has_qk_norm else None,
+                o=projection(attention, (("o_proj", hidden, all_hidden),), config.q_size, q_rows),
+                o_bias=summed_bias(f"{attention}o_proj.bias") if config.has_o_bias else None,
                 post_norm=parameter(f"{layer}post_attention_layernorm.weight", hidden),
-                gate_up=projection(mlp, gate_up_parts, hidden),
+                gate_up=projection(mlp, gate_up_parts, hidden, all_hidden),
                 gate_up_bias=packed_bias(mlp, gate_up_parts) if config.has_mlp_bias else None,
-                down=projection(mlp, (("down_proj", hidden),), mid),
-                down_bias=parameter(f"{mlp}down_proj.bias", hidden) if config.has_mlp_bias else None,
+                down=projection(mlp, (("down_proj", hidden, all_hidden),), mid, middle),
+                down_bias=summed_bias(f"{mlp}down_proj.bias") if config.has_mlp_bias else None,
             )
         )
-    embed = parameter("model.embed_tokens.weight", config.vocab_size, hidden)
+    embed = of_vocab("model.embed_tokens.weight")
     norm = parameter("model.norm.weight", hidden)
-    lm_head = embed if config.has_tied_embeddings else parameter("lm_head.weight", config.vocab_size, hidden)
+    lm_head = embed if config.has_tied_embeddings else of_vocab("lm_head.weight")
     return ModelWeights(embed, layers, norm, lm_head), places
+
+
+def _elements(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)

@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.config.model import load_config
+from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.config.model import ModelConfig, load_config
 from kvrelay.engine.weights.checkpoint import ModelWeights, load_weights, weights_digest
 from tests.engine.conftest import SIZES, save_model
 
@@ -74,6 +75,7 @@ class Device:
         self.kind = kind
         self.asked: set[str] = set()  # devices that files were opened for
         self.live_nbytes = self.peak_nbytes = self.largest_nbytes = 0
+        self.read_nbytes = 0
         self.fails_at: str | None = None
 
     def open(self, path: Path, framework: str, device: str) -> DeviceFile:
@@ -82,6 +84,7 @@ class Device:
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         held = torch.empty_like(tensor, device=self.kind).copy_(tensor)
+        self.read_nbytes += held.nbytes
         self.largest_nbytes = max(self.largest_nbytes, held.nbytes)
         self.live_nbytes += held.nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
@@ -113,6 +116,23 @@ class DeviceFile:
         if name == self._device.fails_at:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.96 GiB")
         return self._device.hold(self._file.get_tensor(name))
+
+    def get_slice(self, name: str) -> DeviceSlice:
+        return DeviceSlice(self._device, self._file.get_slice(name))
+
+
+class DeviceSlice:
+    """A tensor of which a part is asked for."""
+
+    def __init__(self, device: Device, whole: Any) -> None:
+        self._device = device
+        self._whole = whole
+
+    def get_shape(self) -> list[int]:
+        return list(self._whole.get_shape())
+
+    def __getitem__(self, part: tuple[slice, ...]) -> torch.Tensor:
+        return self._device.hold(self._whole[part])
 
 
 @pytest.fixture
@@ -293,3 +313,58 @@ def test_the_digest_tells_checkpoints_apart(llama: tuple[Path, Any], copy: Path)
     assert weights_digest(copy) == digest
     (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     assert weights_digest(copy) != digest
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("num_ranks", [2, 6])
+def test_ranks_have_each_element_once_and_read_no_more(
+    opened: Device, tmp_path: Path, model: str, num_ranks: int
+) -> None:
+    """Two K/V heads: at six ranks each is there three times."""
+    save_model(tmp_path, MODELS[model])
+    config = load_config(tmp_path)
+    whole = parameters(load(tmp_path))
+    cuts = [Cut(rank, num_ranks) for rank in range(num_ranks)]
+    read_before, parts = opened.read_nbytes, []
+    for cut in cuts:
+        parts.append(parameters(load_weights(tmp_path, config, torch.float32, CPU, lambda done, total: None, cut=cut)))
+        assert opened.read_nbytes - read_before <= sum(part.nbytes for part in parts[-1].values())
+        read_before = opened.read_nbytes
+    for name, tensor in whole.items():
+        field = name.rpartition(".")[2]
+        own = [part[name] for part in parts if name in part]
+        if field in ("o_bias", "down_bias"):
+            assert len(own) == 1, "a bias that is added once for each rank"
+            assert torch.equal(own[0], tensor)
+        elif "norm" in field:
+            assert all(torch.equal(one, tensor) for one in own)
+        elif field in ("embed", "lm_head"):
+            assert torch.equal(torch.cat(own)[: len(tensor)], tensor)
+            assert not torch.cat(own)[len(tensor) :].any()
+        elif field in ("o", "down"):
+            assert torch.equal(torch.cat(own, dim=1), tensor)
+        else:
+            assert_joined(field, config, cuts, own, tensor)
+
+
+def assert_joined(
+    field: str, config: ModelConfig, cuts: list[Cut], own: list[torch.Tensor], whole: torch.Tensor
+) -> None:
+    """Of q, k and v, or gate and up, each rank has its rows of the first, then of the next."""
+    sizes = [config.q_size, config.kv_size, config.kv_size]
+    parts = [[cut.config(config).q_size, *[cut.config(config).kv_size] * 2] for cut in cuts]
+    if field.startswith("gate_up"):
+        sizes = [config.intermediate_size] * 2
+        parts = [[cut.config(config).intermediate_size] * 2 for cut in cuts]
+    split = [tensor.split(part) for tensor, part in zip(own, parts, strict=True)]
+    for place, expected_part in enumerate(whole.split(sizes)):
+        rows = [one[place] for one in split]
+        num_copies = sum(map(len, rows)) // len(expected_part)
+        assert torch.equal(torch.cat(rows[::num_copies]), expected_part)
+        assert all(torch.equal(one, rows[index // num_copies * num_copies]) for index, one in enumerate(rows))
+
+
+def test_a_tensor_that_is_too_small_for_its_ranks_is_named(copy: Path) -> None:
+    edit(copy, lm_head__weight=torch.ones(100, 48))
+    with pytest.raises(ModelError, match=r"lm_head\.weight has shape \[100, 48\]; config\.json asks for \[199, 48\]"):
+        load_weights(copy, load_config(copy), torch.float32, CPU, lambda done, total: None, cut=Cut(1, 2))

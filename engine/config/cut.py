@@ -1,0 +1,75 @@
+"""How a model of the Llama family is cut among ranks that compute each step together. Pure: sizes in, ranges out.
+
+As in Megatron-LM (Shoeybi et al., 2019): a rank has some query heads with the K/V heads that these attend to, some columns of the
+MLP and some rows of the vocabulary. So a layer's first products need nothing of other ranks, and what the second ones give is
+summed over all. Norms are on every rank. K/V heads that are fewer than ranks are there several times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.model import ModelConfig, ModelShape
+
+_COLUMNS_AT_ONCE = 64  # of the MLP, where the model's number of columns allows: products like them together
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One rank's part of a model; without arguments it is all of it."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is but one rank."""
+        return self.num_ranks == 1
+
+    def heads(self, num_heads: int) -> range:
+        """The rank's heads of ``num_heads``, which fit (:func:`require_fit`); at least one."""
+        first, end = (rank * num_heads // self.num_ranks for rank in (self.rank, self.rank + 1))
+        return range(first, max(first + 1, end))
+
+    def columns(self, num_columns: int) -> range:
+        """The rank's columns of an MLP: ranks have equally many, but for a rest."""
+        unit = _COLUMNS_AT_ONCE
+        while unit > 1 and (num_columns % unit or num_columns // unit < self.num_ranks):
+            unit //= 2
+        first, end = (rank * (num_columns // unit) // self.num_ranks * unit for rank in (self.rank, self.rank + 1))
+        return range(first, end)
+
+    def vocab(self, vocab_size: int) -> range:
+        """The rank's tokens. Every rank but the last ones has ``vocab_part``, so that parts can be gathered as equals."""
+        part = self.vocab_part(vocab_size)
+        return range(min(vocab_size, self.rank * part), min(vocab_size, (self.rank + 1) * part))
+
+    def vocab_part(self, vocab_size: int) -> int:
+        """Of how many tokens every rank computes logits; those behind the vocabulary's end mean nothing."""
+        return -(-vocab_size // self.num_ranks)
+
+    def config(self, config: ModelConfig) -> ModelConfig:
+        """The model as the rank computes it; the vocabulary stays whole."""
+        return replace(
+            config,
+            num_q_heads=len(self.heads(config.num_q_heads)),
+            num_kv_heads=len(self.heads(config.num_kv_heads)),
+            intermediate_size=len(self.columns(config.intermediate_size)),
+        )
+
+
+def require_fit(shape: ModelShape, num_ranks: int) -> None:
+    """Raise ModelError, with the numbers of ranks that fit, unless every rank gets as many heads as any other."""
+    if _fits(shape, num_ranks):
+        return
+    fitting = [count for count in range(1, shape.num_q_heads + 1) if _fits(shape, count)]
+    raise ModelError(
+        f"--tensor-parallel is {num_ranks}; {shape.architecture} has {shape.num_q_heads} query and {shape.num_kv_heads} K/V heads, "
+        f"which fit {', '.join(map(str, fitting))} ranks: take one of these"
+    )
+
+
+def _fits(shape: ModelShape, num_ranks: int) -> bool:
+    are_kv_heads_alike = shape.num_kv_heads % num_ranks == 0 or num_ranks % shape.num_kv_heads == 0
+    return shape.num_q_heads % num_ranks == 0 and are_kv_heads_alike
