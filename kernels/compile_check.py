@@ -33,6 +33,7 @@ from kvrelay.kernels import (
     activation,
     decode_attention,
     decode_splits,
+    grouped_linear,
     norm,
     penalties,
     prefill_attention,
@@ -57,6 +58,7 @@ _KERNELS = {
         activation._silu_mul_kernel,
         decode_splits.decode_combine_kernel,
         decode_attention._decode_split_kernel,
+        grouped_linear._grouped_linear_kernel,
         norm._rms_norm_kernel,
         penalties._penalties_kernel,
         prefill_attention._prefill_attention_kernel,
@@ -260,6 +262,25 @@ def _linear_launches() -> list[Launch]:
     return [launch for launch in found if launch.kernel != "_add_splits_kernel" or "int8" in launch.case]
 
 
+def _expert_launches() -> list[Launch]:
+    """Every tile over weights in 16 bits, as gpt-oss has biases; the formats of 8 bits with the tile of few rows."""
+    found: list[Launch] = []
+    for num_tokens, dtype, name in (
+        (16, torch.bfloat16, "bf16"),
+        (16, torch.int8, "int8"),
+        (16, torch.float8_e4m3fn, "e4m3"),
+        (512, torch.bfloat16, "bf16"),
+        (2048, torch.bfloat16, "bf16"),
+    ):
+        x, weight = torch.empty((num_tokens, 2880), dtype=torch.bfloat16), torch.empty((32 * 64, 2880), dtype=dtype)
+        bias, scale = torch.empty((32 * 64,), dtype=torch.bfloat16), None if name == "bf16" else torch.empty((32 * 64,))
+        routes = grouped_linear.plan_routes(torch.zeros((num_tokens, 4), dtype=torch.int64), 32)
+        factors = torch.empty((num_tokens, 4))
+        call = partial(grouped_linear.grouped_linear, x, weight, routes, bias=bias, scale=scale, factors=factors)
+        found += _record(f"bf16 {name}, 4 of 32 experts, {num_tokens} rows", call)
+    return found
+
+
 def launches(target: Target) -> list[Launch]:
     """The representative specialisations for a target: SmolLM2-135M, Llama-3-8B, Gemma 2, gpt-oss, the edges of the tile tables."""
     # What a wrapper asks the device that it launches on.
@@ -307,7 +328,7 @@ def _all_launches() -> list[Launch]:
             is_representative |= launch.case == "bf16 d128 32/8 fp8 pool"
         if is_representative or launch.kernel.startswith(("_prefill", "_decode_split")):
             found.append(launch)
-    return [*found, *_linear_launches()]
+    return [*found, *_linear_launches(), *_expert_launches()]
 
 
 def compile_launch(launch: Launch, target: Target) -> KernelResources:

@@ -44,15 +44,15 @@ class DecoderModel:
 
         Side effect: K/V of every token are written into the pool.
         """
-        ops, layers = self._ops, self._layers
+        ops, layers, eps = self._ops, self._layers, self._config.rms_norm_eps
         residual = F.embedding(token_ids, self._embed)
-        hidden = ops.rms_norm(residual, layers[0].input_norm)
+        hidden = ops.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
             hidden = self._attention(hidden, layer, index, step)
-            hidden = ops.add_rms_norm(hidden, residual, layer.post_norm)
+            hidden = ops.add_rms_norm(hidden, residual, layer.post_norm, eps)
             hidden = layer.down(ops.silu_mul(layer.gate_up(hidden)))
             is_last = index + 1 == len(layers)
-            hidden = ops.add_rms_norm(hidden, residual, self._norm if is_last else layers[index + 1].input_norm)
+            hidden = ops.add_rms_norm(hidden, residual, self._norm if is_last else layers[index + 1].input_norm, eps)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,8 @@ class DecoderModel:
         key = key.view(-1, config.num_kv_heads, config.head_dim)
         value = value.view(-1, config.num_kv_heads, config.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
-            query, key = ops.rms_norm(query, layer.q_norm), ops.rms_norm(key, layer.k_norm)
+            query = ops.rms_norm(query, layer.q_norm, config.rms_norm_eps)
+            key = ops.rms_norm(key, layer.k_norm, config.rms_norm_eps)
         query = step.rotary_kv_write(query, key, value, index)
         attended = step.attention(query, index)
         return layer.o(attended.flatten(-2))

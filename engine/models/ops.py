@@ -10,10 +10,15 @@ import torch
 
 from kvrelay.engine.sampling.sampler import SamplerOps
 from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.weights.experts import ExpertWeights
 from kvrelay.engine.weights.rounding import Weight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """``[n, in]`` -> ``[n, out]``"""
+Activation = Callable[[torch.Tensor], torch.Tensor]
+"""``[n, width]`` -> ``[n, intermediate]``, row by row"""
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(``[n, hidden]``, expert ids ``[n, k]`` int64, factors ``[n, k]``) -> ``[n, hidden]``: factors times outputs, added up"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +47,14 @@ class PagedStep(Protocol):
         """Causal attention over the pool, ``[num_tokens, num_q_heads, head_dim]``, within the layer's window."""
 
 
-class StepContext(Protocol):
-    """What the layers of one step need beside their activations."""
+class StepContext(PagedStep, Protocol):
+    """One step of a model whose layers are ours."""
 
     def rotary_kv_write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
         """Rotate q and k to their positions, write k and v into the pool, return the rotated q.
 
         q ``[num_tokens, num_q_heads, head_dim]``, k and v ``[num_tokens, num_kv_heads, head_dim]``; q may be changed in place.
         """
-
-    def attention(self, query: torch.Tensor, layer: int) -> torch.Tensor:
-        """Causal attention over the pool, ``[num_tokens, num_q_heads, head_dim]``."""
 
 
 class StepGraphs(Protocol):
@@ -94,20 +96,22 @@ class PagedOps(SamplerOps, Protocol):
     def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         """The product with ``weight`` ``[out, in]``, plus ``bias`` ``[out]``, in whatever layout is fastest here."""
 
+    def make_experts(self, weights: ExpertWeights, activation: Activation) -> Experts:
+        """A layer of experts, in whatever layout is fastest here. Reads nothing of experts that no token goes to."""
 
-class Ops(SamplerOps, Protocol):
-    """A device's operations, the sampler's among them."""
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Root-mean-square norm over the last dimension, computed in fp32."""
+
+
+class Ops(PagedOps, Protocol):
+    """A device's operations for models whose layers are ours."""
 
     def begin_step(self, batch: Batch) -> StepContext:
         """Prepare one step's indices on the device."""
 
-    def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """See PagedOps."""
-
-    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Root-mean-square norm over the last dimension, computed in fp32."""
-
-    def add_rms_norm(self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def add_rms_norm(
+        self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
         """``residual += hidden`` in place, then its norm."""
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

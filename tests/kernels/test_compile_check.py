@@ -50,6 +50,7 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
         "_add_splits_kernel",
         "_decode_split_kernel",
         "_dequantise_kernel",
+        "_grouped_linear_kernel",
         "_penalties_kernel",
         "_prefill_attention_kernel",
         "_rms_norm_kernel",
@@ -64,6 +65,15 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
     _check_attention([row for row in rows if "attention" in row["kernel"] or "decode_split" in row["kernel"]])
     _check_boxes([row for row in rows if row["kernel"] == "_prefill_attention_kernel"])
     _check_linears([row for row in rows if row["kernel"] == "_weight_only_linear_kernel"])
+    _check_experts([row for row in rows if row["kernel"] == "_grouped_linear_kernel"])
+
+
+def _check_experts(rows: list[dict[str, Any]]) -> None:
+    """Weights and gathered rows come 16 bytes at a time and meet tensor cores, many rows by the newest instruction."""
+    for row in (row for row in rows if row["loops"] is not None):
+        assert set(row["loops"]["global_loads"]) == {"16"}, row
+        newest = {"cuda:80": "mma", "cuda:90": "wgmma", "cuda:100": "tcgen05"}[row["target"]]
+        assert row["loops"]["matrix_kind"] == ("mma" if " 16 rows" in row["case"] else newest), row
 
 
 def _check_linears(rows: list[dict[str, Any]]) -> None:

@@ -14,16 +14,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvrelay.engine.backends.cpu.experts import CpuExperts, GroupedLinear, NativeGroupedLinear, SplitLinear
 from kvrelay.engine.backends.cpu.linear import Int8Linear, NativeLinear, has_packed_linear
 from kvrelay.engine.backends.cpu.native import CpuKernels
 from kvrelay.engine.backends.cpu.native.library import Step
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps, KvWriter, cos_sin_rows
 from kvrelay.engine.config.model import ModelConfig, ModelShape
-from kvrelay.engine.models.ops import PLAIN, Linear, Scores
+from kvrelay.engine.models.ops import PLAIN, Activation, Experts, Linear, Scores
 from kvrelay.engine.sampling.penalties import Penalties
 from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.slots import Ints
+from kvrelay.engine.weights.experts import ExpertWeights
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, Weight, rounded
 
 
@@ -104,6 +106,26 @@ class NativeCpuPagedOps:
             return self.make_linear(rounded(weight, Rounding.INT8), bias)
         return NativeLinear(self._kernels, weight, bias)
 
+    def make_experts(self, weights: ExpertWeights, activation: Activation) -> Experts:
+        """See PagedOps."""
+
+        def grouped(weight: Weight, bias: torch.Tensor | None, num_experts: int) -> GroupedLinear:
+            if (
+                isinstance(weight, RoundedWeight)
+                or self._has_int8_weights
+                or not has_native_linear(self._kernels, weight)
+            ):
+                return SplitLinear(self.make_linear, weight, bias, num_experts)
+            return NativeGroupedLinear(self._kernels, weight, bias, num_experts)
+
+        return CpuExperts(weights, activation, grouped)
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See PagedOps."""
+        if not CpuKernels.has_norm(hidden.shape[-1]):
+            return self._plain.rms_norm(hidden, weight, eps)
+        return self._kernels.rms_norm(None, hidden.contiguous(), weight, eps)
+
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """See Ops."""
         return self._plain.upload(arrays)
@@ -146,13 +168,11 @@ class NativeCpuOps(NativeCpuPagedOps):
         """See Ops."""
         return NativeCpuStep(batch, self._config, self._pool, self._kernels, self._tables)
 
-    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def add_rms_norm(
+        self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
         """See Ops."""
-        return self._kernels.rms_norm(None, hidden.contiguous(), weight, self._config.rms_norm_eps)
-
-    def add_rms_norm(self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        return self._kernels.rms_norm(hidden, residual, weight, self._config.rms_norm_eps)
+        return self._kernels.rms_norm(hidden, residual, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See Ops."""

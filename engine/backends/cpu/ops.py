@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.engine.backends.cpu.attention import AttentionPlan, AttentionScratch
+from kvrelay.engine.backends.cpu.experts import CpuExperts, SplitLinear
 from kvrelay.engine.backends.cpu.linear import Int8Linear, PackedLinear, PlainLinear, has_packed_linear
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
-from kvrelay.engine.models.ops import PLAIN, Linear, Scores
+from kvrelay.engine.models.ops import PLAIN, Activation, Experts, Linear, Scores
 from kvrelay.engine.sampling.draw import draw_tokens
 from kvrelay.engine.sampling.penalties import Penalties, penalize
 from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.step.batch import Batch
+from kvrelay.engine.weights.experts import ExpertWeights
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, Weight, rounded
 
 
@@ -116,6 +119,17 @@ class CpuPagedOps:
             return self.make_linear(rounded(weight, Rounding.INT8), bias)
         return PackedLinear(weight, bias) if self._packs else PlainLinear(weight, bias)
 
+    def make_experts(self, weights: ExpertWeights, activation: Activation) -> Experts:
+        """See PagedOps."""
+        return CpuExperts(weights, activation, partial(SplitLinear, self.make_linear))
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See PagedOps."""
+        wide = hidden.to(torch.float32, copy=True)
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        scale = squares.div_(wide.shape[-1]).add_(eps).rsqrt_()
+        return wide.mul_(scale).to(hidden.dtype).mul_(weight)
+
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """See Ops. They are there already."""
         return [torch.from_numpy(array) for array in arrays]
@@ -152,16 +166,11 @@ class CpuOps(CpuPagedOps):
         """See Ops."""
         return CpuStep(batch, self._config, self._pool, self._scratch, self._tables)
 
-    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def add_rms_norm(
+        self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
         """See Ops."""
-        wide = hidden.to(torch.float32, copy=True)
-        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        scale = squares.div_(wide.shape[-1]).add_(self._config.rms_norm_eps).rsqrt_()
-        return wide.mul_(scale).to(hidden.dtype).mul_(weight)
-
-    def add_rms_norm(self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        return self.rms_norm(residual.add_(hidden), weight)
+        return self.rms_norm(residual.add_(hidden), weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See Ops."""

@@ -11,16 +11,18 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from kvrelay.engine.backends.cuda.experts import CudaExperts
 from kvrelay.engine.backends.cuda.linear import RoundedLinear
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
-from kvrelay.engine.models.ops import PLAIN, Linear, Scores
+from kvrelay.engine.models.ops import PLAIN, Activation, Experts, Linear, Scores
 from kvrelay.engine.sampling.filters import filter_typical_rows
 from kvrelay.engine.sampling.penalties import Penalties
 from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.plan import TableDelta
 from kvrelay.engine.step.uploads import Joined, Uploader
+from kvrelay.engine.weights.experts import ExpertWeights
 from kvrelay.engine.weights.rounding import RoundedWeight, Weight
 from kvrelay.kernels.activation import silu_mul
 from kvrelay.kernels.decode_attention import DecodeWorkspace, paged_decode_attention, splits_for_device
@@ -227,6 +229,14 @@ class CudaPagedOps:
             return linear
         return lambda hidden: F.linear(hidden, weight, bias)
 
+    def make_experts(self, weights: ExpertWeights, activation: Activation) -> Experts:
+        """See PagedOps."""
+        return CudaExperts(weights, activation)
+
+    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See PagedOps."""
+        return rms_norm(hidden, weight, eps)
+
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """See Ops."""
         return self._uploader.upload(arrays)
@@ -321,13 +331,11 @@ class CudaOps(CudaPagedOps):
         """A step over numbers that are on the device."""
         return CudaStep(inputs, self._config, self._kv, self._workspace, self.block_tables, self._tables)
 
-    def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def add_rms_norm(
+        self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
         """See Ops."""
-        return rms_norm(hidden, weight, self._config.rms_norm_eps)
-
-    def add_rms_norm(self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        return add_rms_norm(hidden, residual, weight, self._config.rms_norm_eps)
+        return add_rms_norm(hidden, residual, weight, eps)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See Ops."""

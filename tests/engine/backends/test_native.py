@@ -93,7 +93,7 @@ def test_norms(kernels: CpuKernels, rows: int, width: int) -> None:
     plain = CpuOps(config_of((2, 2), 32), torch.zeros(1, 2, 2, 2, 16, 32, dtype=torch.bfloat16), 64)
     hidden, residual, weight = bf16(rows, width), bf16(rows, width, seed=1, scale=5), bf16(width, seed=2)
     theirs = residual.clone()
-    expected = plain.add_rms_norm(hidden, theirs, weight)
+    expected = plain.add_rms_norm(hidden, theirs, weight, 1e-5)
     found = kernels.rms_norm(hidden, residual, weight, 1e-5)
     assert torch.equal(residual, theirs)
     # The sum of squares is added up in another order: now and then a result lies on the other side of a rounding.
@@ -114,6 +114,23 @@ def test_silu_mul(kernels: CpuKernels, rows: int) -> None:
     broken = bf16(2, 64)
     broken[0, 3] = float("nan")
     assert kernels.silu_mul(broken).isnan().sum() == 1
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_of_experts_are_those_of_each_alone(kernels: CpuKernels, has_bias: bool) -> None:
+    """Bit for bit, also of many rows, and of none."""
+    counts, outs, ins = [3, 0, 1, 130, 6], 70, 48
+    starts = torch.tensor([0, *itertools.accumulate(counts)])
+    hidden, weight = bf16(sum(counts), ins), bf16(len(counts) * outs, ins, seed=1)
+    bias = torch.randn(len(counts) * outs, generator=torch.Generator().manual_seed(2)) if has_bias else None
+    panels = kernels.pack_weight(weight, len(counts))
+    found = kernels.grouped_linear(hidden, panels, bias, starts, outs)
+    for expert, (first, last) in enumerate(itertools.pairwise(starts.tolist())):
+        own = slice(expert * outs, (expert + 1) * outs)
+        alone = kernels.linear(
+            hidden[first:last], kernels.pack_weight(weight[own]), None if bias is None else bias[own], outs
+        )
+        assert torch.equal(found[first:last], alone)
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 300, 49_152])

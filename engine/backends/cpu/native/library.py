@@ -49,10 +49,13 @@ class CpuKernels:
         self._pack.argtypes = (pointer, pointer, integer, integer)
         self._linear = library.kvrelay_linear
         self._linear.argtypes = (pointer, pointer, pointer, pointer, integer, integer, integer)
+        self._grouped_linear = library.kvrelay_grouped_linear
+        self._grouped_linear.argtypes = (*(pointer,) * 5, *(integer,) * 3)
         # Else the processor has none, and products are of floats.
         self.has_bf16_dot_products: bool = bool(library.kvrelay_has_bf16_dot_products())
         for function in (
             self._rms_norm, self._silu_mul, self._argmax, self._rotary, self._attention, self._pack, self._linear,
+            self._grouped_linear,
         ):  # fmt: skip
             function.restype = None
 
@@ -68,7 +71,12 @@ class CpuKernels:
     @staticmethod
     def fit(*, head_dim: int, widths: tuple[int, ...]) -> bool:
         """Whether there is code for a model with this head size, and norms and activations of these widths."""
-        return head_dim in _HEAD_DIMS and all(width % _LANES == 0 for width in widths)
+        return head_dim in _HEAD_DIMS and all(map(CpuKernels.has_norm, widths))
+
+    @staticmethod
+    def has_norm(width: int) -> bool:
+        """Whether there is code for norms of this width."""
+        return width % _LANES == 0
 
     def rms_norm(
         self, hidden: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -88,14 +96,18 @@ class CpuKernels:
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width)
         return out
 
-    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """``weight`` ``[outputs, inputs]``, inputs even, as :meth:`linear` reads it; up to 47 outputs larger."""
-        outputs, inputs = weight.shape
+    def pack_weight(self, weight: torch.Tensor, num_experts: int = 1) -> torch.Tensor:
+        """``weight`` ``[outputs, inputs]``, inputs even, as :meth:`linear` reads it; up to 47 outputs larger, for each expert.
+
+        Of several experts, one below the other, as :meth:`grouped_linear` reads it.
+        """
+        outputs, inputs = weight.shape[0] // num_experts, weight.shape[1]
         if inputs % 2:
             raise ValueError(f"a weight of {inputs} inputs; they are multiplied in pairs")
         weight = weight.contiguous()
-        panels = weight.new_empty((-(-outputs // _PANEL) * _PANEL, inputs))
-        self._pack(weight.data_ptr(), panels.data_ptr(), outputs, inputs)
+        panels = weight.new_empty((num_experts, -(-outputs // _PANEL) * _PANEL, inputs))
+        for expert in range(num_experts):
+            self._pack(weight[expert * outputs].data_ptr(), panels[expert].data_ptr(), outputs, inputs)
         return panels
 
     def linear(
@@ -106,6 +118,33 @@ class CpuKernels:
         out = hidden.new_empty((rows, num_outputs))
         added = None if bias is None else bias.data_ptr()
         self._linear(hidden.data_ptr(), panels.data_ptr(), added, out.data_ptr(), rows, num_outputs, inputs)
+        return out
+
+    def grouped_linear(
+        self,
+        hidden: torch.Tensor,
+        panels: torch.Tensor,
+        bias: torch.Tensor | None,
+        starts: torch.Tensor,
+        num_outputs: int,
+    ) -> torch.Tensor:
+        """As :meth:`linear`, rows ``starts[e] .. starts[e + 1] - 1`` with the weight and the bias of expert ``e``.
+
+        ``starts`` ``[num_experts + 1]`` int64. Only experts with rows are read.
+        """
+        rows, inputs = hidden.shape
+        out = hidden.new_empty((rows, num_outputs))
+        added = None if bias is None else bias.data_ptr()
+        self._grouped_linear(
+            hidden.data_ptr(),
+            panels.data_ptr(),
+            added,
+            out.data_ptr(),
+            starts.data_ptr(),
+            len(panels),
+            num_outputs,
+            inputs,
+        )
         return out
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-// Products of bf16 rows with a weight matrix, cut into panels (linear.h).
+// Products of bf16 rows with a weight matrix, or with those of experts, cut into panels (linear.h).
+
+#include <vector>
 
 #include "linear.h"
 
@@ -35,6 +37,32 @@ void kvrelay_linear(const bf16* hidden, const bf16* panels, const float* bias, b
     for (int64_t panel = 0; panel < (outputs + kPanel - 1) / kPanel; ++panel)
         for (int64_t first = 0; first < rows; first += kRowsAtOnce)
             multiply_panel(product, panel, first, std::min(rows, first + kRowsAtOnce));
+}
+
+// Rows lie by their experts: those of expert e are starts[e] .. starts[e + 1] - 1. `panels` and `bias` are of one expert after the
+// other, of whom only those with rows are read.
+void kvrelay_grouped_linear(const bf16* hidden, const bf16* panels, const float* bias, bf16* out, const int64_t* starts,
+                            int64_t experts, int64_t outputs, int64_t inputs) {
+    const int64_t num_panels = (outputs + kPanel - 1) / kPanel;
+    const std::unique_ptr<uint32_t[]> expanded = expanded_rows({hidden, panels, bias, out, starts[experts], outputs, inputs});
+    struct Piece {
+        int64_t expert, first, last;
+    };
+    std::vector<Piece> pieces;
+    for (int64_t expert = 0; expert < experts; ++expert)
+        for (int64_t first = starts[expert]; first < starts[expert + 1]; first += kRowsAtOnce)
+            pieces.push_back({expert, first, std::min(starts[expert + 1], first + kRowsAtOnce)});
+    const int64_t num_pieces = static_cast<int64_t>(pieces.size());
+    // Experts differ in their rows: who has few takes more panels.
+#pragma omp parallel for collapse(2) schedule(dynamic, 4)
+    for (int64_t index = 0; index < num_pieces; ++index)
+        for (int64_t panel = 0; panel < num_panels; ++panel) {
+            const Piece& piece = pieces[index];
+            const Product product{hidden, panels + piece.expert * num_panels * kPanel * inputs,
+                                  bias == nullptr ? nullptr : bias + piece.expert * outputs, out, starts[experts], outputs, inputs,
+                                  expanded.get()};
+            multiply_panel(product, panel, piece.first, piece.last);
+        }
 }
 
 }  // extern "C"

@@ -1,0 +1,35 @@
+"""Experts on a GPU: one launch of our grouped kernel for each of their two products."""
+
+from __future__ import annotations
+
+import torch
+
+from kvrelay.engine.models.ops import Activation
+from kvrelay.engine.weights.experts import ExpertWeights
+from kvrelay.engine.weights.rounding import RoundedWeight, Weight
+from kvrelay.kernels.grouped_linear import Routes, grouped_linear, plan_routes
+
+
+class CudaExperts:
+    """Implements ``Experts`` (:mod:`kvrelay.engine.models.ops`)."""
+
+    def __init__(self, weights: ExpertWeights, activation: Activation) -> None:
+        """Keeps ``weights`` as they are."""
+        self._weights = weights
+        self._activation = activation
+
+    def __call__(self, hidden: torch.Tensor, expert_ids: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """See Experts."""
+        weights = self._weights
+        routes = plan_routes(expert_ids, weights.num_experts)
+        gate_up = _multiply(hidden, weights.gate_up, weights.gate_up_bias, routes)
+        out = _multiply(self._activation(gate_up), weights.down, weights.down_bias, routes, factors)
+        return out.view(*expert_ids.shape, -1).sum(dim=1)
+
+
+def _multiply(
+    rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None, routes: Routes, factors: torch.Tensor | None = None
+) -> torch.Tensor:
+    if isinstance(weight, RoundedWeight):
+        return grouped_linear(rows, weight.values, routes, bias=bias, scale=weight.scale, factors=factors)
+    return grouped_linear(rows, weight, routes, bias=bias, factors=factors)

@@ -1,0 +1,54 @@
+"""Which experts a token goes to, and how much each of them counts. Pure functions of a router's logits.
+
+Sources: Mixtral (Jiang et al. 2024) and Qwen for softmax; DeepSeek-V2 and -V3 (2024) for groups, sigmoid and the bias that
+balances load; gpt-oss takes the softmax of the chosen logits, which is that of all, normalised.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+
+class Scoring(enum.Enum):
+    """What becomes of logits."""
+
+    SOFTMAX = enum.auto()
+    SIGMOID = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """How a family routes."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    scoring: Scoring = Scoring.SOFTMAX
+    is_normalised: bool = True  # a token's factors add up to 1 (before they are scaled)
+    num_groups: int = 1  # of neighbouring experts
+    top_groups: int = 1  # to which a token's experts belong
+    scale: float = 1.0  # of all factors
+
+
+def route(logits: torch.Tensor, router: Router, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[num_tokens, num_experts]`` -> (expert ids int64, factors fp32), both ``[num_tokens, top_k]``.
+
+    ``bias`` ``[num_experts]``: on scores where experts are chosen, not on factors; a group then counts by its two best experts,
+    without by its best.
+    """
+    wide = logits.float()
+    scores = wide.softmax(dim=-1) if router.scoring is Scoring.SOFTMAX else wide.sigmoid()
+    ranks = scores if bias is None else scores + bias
+    if router.num_groups > 1:
+        groups = ranks.view(len(ranks), router.num_groups, -1)
+        of_groups = groups.amax(dim=-1) if bias is None else groups.topk(2, dim=-1).values.sum(dim=-1)
+        chosen = torch.zeros_like(of_groups, dtype=torch.bool)
+        chosen.scatter_(1, of_groups.topk(router.top_groups, dim=-1).indices, True)
+        ranks = groups.masked_fill(~chosen[:, :, None], -torch.inf).view_as(scores)
+    expert_ids = ranks.topk(router.top_k, dim=-1).indices
+    factors = scores.gather(1, expert_ids)
+    if router.is_normalised:
+        factors = factors / (factors.sum(dim=-1, keepdim=True) + 1e-20)
+    return expert_ids, factors * router.scale
