@@ -42,7 +42,7 @@ class Load:
         self._tokens_of_others = 0
         self._reported_free_blocks: int | None = None
         self._num_done = 0  # uncomputed tokens of our own attempts that the last report says are computed
-        self._known_s = 0.0  # when that was so
+        self._known_s = 0.0  # since when what is known to wait is computed
         self._num_given_back = 0  # blocks of attempts that the last report counts and that are over
 
     def open(self, key: Key, num_tokens: int, now_s: float, *, is_sent: bool, num_to_compute: int) -> None:
@@ -56,11 +56,15 @@ class Load:
         self._num_uncomputed += attempt.num_uncomputed
         self._num_unreported_blocks += self._blocks_for(num_tokens)
 
-    def on_first_token(self, key: Key, now_s: float) -> None:
-        """The attempt's prompt is computed: whoever takes part in it knows of it by now."""
+    def on_first_token(self, key: Key, now_s: float, tokens_per_s: float | None) -> None:
+        """The attempt's prompt is computed: whoever takes part in it knows of it by now.
+
+        ``tokens_per_s``: of prompts, that the worker computes. Time that this prompt does not account for went into the next.
+        """
         if (attempt := self._attempts.get(key)) is not None:
+            num_computed = max(0, attempt.num_uncomputed - self._num_done)
+            self._known_s = min(now_s, self._known_s + num_computed / tokens_per_s) if tokens_per_s else now_s
             self._forget(attempt)
-            self._known_s = now_s
             attempt.is_computed = True
             if attempt.known_s is None:
                 attempt.known_s = now_s

@@ -146,7 +146,7 @@ class WorkerPool:
         """An attempt on these workers has its first token: the next prompt may have its place."""
         for worker in workers:
             if worker.load is not None:
-                worker.load.on_first_token(key, self._network.clock())
+                worker.load.on_first_token(key, self._network.clock(), worker.tokens_per_s)
         self.changed.set()
 
     def close_attempt(self, key: Key, workers: Sequence[Worker], num_tokens: int) -> None:

@@ -148,6 +148,11 @@ class Worker:
         is_leaving = self.is_retiring or (self.status is not None and self.status.state is WorkerState.DRAINING)
         return self.welcome is not None and self.client.is_up and not is_leaving and not self.misfit
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of prompts, that it would compute now, as it last reported; None: not known."""
+        return None if self.status is None else self.status.prompt_tokens_per_s
+
     def differences(self, other: Worker) -> str:
         """How its KV layout differs from that of ``other``; empty if it does not, or if one of them is not up."""
         if self.welcome is None or other.welcome is None:
@@ -181,7 +186,7 @@ class Worker:
             num_blocks=card.num_blocks,
             block_size=card.layout.block_size,
             max_running=0 if status is None else status.max_running,
-            tokens_per_s=None if status is None else status.prompt_tokens_per_s,
+            tokens_per_s=self.tokens_per_s,
         )
 
 

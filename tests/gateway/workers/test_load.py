@@ -29,7 +29,7 @@ def test_what_is_over_counts_no_more() -> None:
     load.open(("r", 1), 160, 0.0, is_sent=True, num_to_compute=160)
     load.on_status(status(running=3, tokens=1160, free=50), 1.0)
     assert (load.num_requests, load.num_waiting_tokens, load.num_free_blocks(100)) == (3, 1160, 50)
-    load.on_first_token(("r", 1), 1.1)
+    load.on_first_token(("r", 1), 1.1, None)
     assert load.num_waiting_tokens == 1000
     load.close(("r", 1), 320)
     assert (load.num_requests, load.num_free_blocks(100)) == (2, 70)
@@ -61,7 +61,7 @@ def test_a_decode_worker_hears_of_a_request_from_a_prefill_worker() -> None:
     assert load.num_waiting_tokens == 0, "it computes nothing of the prompt"
     load.on_status(status(), 1.0)
     assert (load.num_requests, load.num_free_blocks(100)) == (1, 90)
-    load.on_first_token(("r", 1), 1.5)
+    load.on_first_token(("r", 1), 1.5, None)
     load.on_status(status(running=1, free=90), 2.0)
     assert (load.num_requests, load.num_free_blocks(100)) == (1, 90)
 
@@ -80,7 +80,7 @@ def test_what_is_computed_of_a_prompt_by_the_report_waits_no_more() -> None:
     assert load.num_waiting_tokens == 900
     assert load.num_waiting_tokens_at(1.5, 400.0) == 700
     assert load.num_waiting_tokens_at(9.0, 400.0) == 0
-    load.on_first_token(("r", 1), 1.9)
+    load.on_first_token(("r", 1), 1.9, 400.0)
     assert load.num_waiting_tokens == 500
     assert load.num_waiting_tokens_at(2.0, 400.0) == pytest.approx(460)
     load.close(("s", 1), 500)
@@ -98,8 +98,28 @@ def test_what_is_to_be_computed_before_a_prompt_has_its_first_token_is_what_came
     assert load.num_tokens_until(("b", 1), 1.0, 500.0) == 1600
     assert load.num_tokens_until(("b", 1), 2.0, 500.0) == 1100
     assert load.num_tokens_until(("b", 1), 9.0, 500.0) == 1000, "as far as one knows it has not begun"
-    load.on_first_token(("a", 1), 2.0)
+    load.on_first_token(("a", 1), 2.0, 500.0)
     assert load.num_tokens_until(("c", 1), 2.0, 500.0) == 2000
+
+
+def test_a_first_token_does_not_take_back_what_was_computed_of_the_next_prompt() -> None:
+    """The worker computes both within a second of the last report; the second one has waited as long as before."""
+    load = Load(BLOCK)
+    for name in ("a", "b"):
+        load.open((name, 1), 1000, 0.0, is_sent=True, num_to_compute=1000)
+    load.on_status(status(running=2, tokens=1200), 1.0)
+    before = load.num_tokens_until(("b", 1), 1.9, 1000.0)
+    load.on_first_token(("a", 1), 1.9, 1000.0)
+    assert load.num_tokens_until(("b", 1), 1.9, 1000.0) == pytest.approx(max(before, 1000)), "as far as one knows"
+    assert load.num_waiting_tokens_at(1.9, 1000.0) == pytest.approx(300), "200 of the 900 since were the first one's"
+
+
+def test_a_first_token_from_another_worker_is_no_news_of_what_this_one_computes() -> None:
+    load = Load(BLOCK)
+    load.open(("local", 1), 1000, 0.0, is_sent=True, num_to_compute=1000)
+    load.open(("handed over", 1), 1000, 0.1, is_sent=False, num_to_compute=0)
+    load.on_first_token(("handed over", 1), 0.6, 500.0)
+    assert load.num_waiting_tokens_at(0.8, 500.0) == pytest.approx(600)
 
 
 def test_a_place_that_is_kept_is_taken_for_others() -> None:
@@ -126,7 +146,7 @@ def test_over_any_story_nothing_is_left_when_all_is_over(seed: int) -> None:
                 is_sent = chance.random() < 0.5
                 load.open(keys[-1], num_tokens, now_s, is_sent=is_sent, num_to_compute=num_to_compute)
             case 2:
-                load.on_first_token(key, now_s)
+                load.on_first_token(key, now_s, chance.choice((None, 0.0, 400.0)))
             case 3:
                 load.close(key, 7)
                 keys = [one for one in keys if one != key]
