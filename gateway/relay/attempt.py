@@ -167,8 +167,9 @@ class Attempt:
                 self._on_verified(self._request.output)
             case Preempted():
                 self._move()
-            case Withdrawn() if self._taking_back is not None and (place := self._taking_back.place) is not None:
-                self._request.place = place if place.decode.is_usable else None
+            case Withdrawn() if self._taking_back is not None and self._request.was_asked_back:
+                place = self._taking_back.place
+                self._request.place = place if place is not None and place.decode.is_usable else None
                 raise AttemptMovedError("taken_back")
             case DeadlinePassed():
                 raise self._request.timed_out()

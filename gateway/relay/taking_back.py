@@ -5,10 +5,11 @@ Now and then an attempt without a first token looks whether a decode worker woul
 the life of a request::
 
     LOOKING ──asks──▶ ASKED ──Withdrawn──▶ (the attempt is over, and the next one goes to the decode worker)
-       └───────────────┴──first token, or the attempt's end──▶ OVER
+       │               ├──no answer for a second──▶ UNANSWERED ──Withdrawn──▶ (over too, and the next one is routed anew)
+       └───────────────┴─────────────────────────────┴──first token, or the attempt's end──▶ OVER
 
-The place at the decode worker is kept meanwhile, so that others do not take it for free. A prefill worker that has begun with the
-prompt does not answer: the attempt goes on, and its first token gives the place back. Lives on the gateway's asyncio loop.
+The place at the decode worker is kept while ASKED, so that others do not take it for free. A prefill worker that has begun with
+the prompt does not answer: the attempt goes on. Lives on the gateway's asyncio loop.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kvrelay.gateway.workers.worker import Worker
 from kvrelay.wire.messages import Withdraw
 
 _LOOK_S = 0.5  # how often a prompt that waits looks
+_ANSWER_S = 1.0  # how long a place is kept for the answer, which comes between two steps
 
 FindSooner = Callable[[Worker, Key], Place | None]
 """A place where the prompt of this attempt at a prefill worker would be computed clearly sooner; None if there is none."""
@@ -32,12 +34,14 @@ FindSooner = Callable[[Worker, Key], Place | None]
 class _State(enum.Enum):
     LOOKING = "looking"
     ASKED = "asked"  # the prefill worker, and a place is kept
+    UNANSWERED = "unanswered"  # no place is kept any more
     OVER = "over"
 
 
 _TRANSITIONS = {
     _State.LOOKING: frozenset({_State.ASKED, _State.OVER}),
-    _State.ASKED: frozenset({_State.OVER}),
+    _State.ASKED: frozenset({_State.UNANSWERED, _State.OVER}),
+    _State.UNANSWERED: frozenset({_State.OVER}),
     _State.OVER: frozenset({_State.OVER}),
 }
 
@@ -62,9 +66,7 @@ class TakingBack:
         """The prompt is computed, or the attempt is over: nobody looks any more, and no place is kept."""
         self._advance(_State.OVER)
         self._timer.cancel()
-        if self.place is not None:
-            self._pool.give_place_back(self._next_key, self.place.decode)
-            self.place = None
+        self._give_place_back()
 
     def _look(self) -> None:
         place = self._find(self._prefill, self._key)
@@ -75,6 +77,16 @@ class TakingBack:
         self._request.was_asked_back = True
         self.place = place
         self._pool.keep_place(self._next_key, place.decode, self._request.num_tokens + 1, place.num_to_compute)
+        self._timer = asyncio.get_running_loop().call_later(_ANSWER_S, self._on_silence)
+
+    def _on_silence(self) -> None:
+        self._advance(_State.UNANSWERED)
+        self._give_place_back()
+
+    def _give_place_back(self) -> None:
+        if self.place is not None:
+            self._pool.give_place_back(self._next_key, self.place.decode)
+            self.place = None
 
     def _advance(self, state: _State) -> None:
         assert state in _TRANSITIONS[self._state], f"no transition {self._state.name} -> {state.name}"
