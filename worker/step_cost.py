@@ -21,7 +21,7 @@ _AUTO_FACTOR = 1.4  # without a budget of its own such a step takes so many time
 _AUTO_LEAST_S = 0.010  # … or this long, where that is more: nobody sees 100 tokens/s stutter
 _MIN_PROMPT_SHARE = 0.25  # of the time of a step without prompts, whatever the budget: prompts move on
 _NUM_BARE = 12  # steps without prompts that count: sequences come, go, and get longer; of so many sequences as now …
-_NUM_ALIKE = 3  # … the latest alone, since a few more rows may cost a step nothing, or half its time …
+_NUM_ALIKE = 8  # … the latest alone, since a few more rows may cost a step nothing, or half its time …
 _BARE_EVERY = 32  # … and how often there is one …
 _BARE_EVERY_EARLY = 3  # … while too few are known
 _NUM_MIXED = 8  # steps with prompts that count: the later tokens of a prompt cost more
@@ -110,7 +110,7 @@ def _fit(steps: deque[tuple[int, float]], fixed_s: float) -> StepCost:
 class MixedSteps:
     """What prompts may add to steps that generate, from what steps took without prompts, of prompts alone, and of both."""
 
-    def __init__(self, itl_budget_s: float | None, max_tokens: int, device_type: str = "cpu") -> None:
+    def __init__(self, itl_budget_s: float | None, max_tokens: int, device_type: str) -> None:
         """``itl_budget_s``: of a step, prompts included; 0: no bound; None: by what one takes without them.
 
         ``max_tokens``: of prompts in a step, at most. ``device_type``: what computes, "cpu" or "cuda".
@@ -181,8 +181,11 @@ class MixedSteps:
         """What a step of so many sequences takes alone; None: not known yet."""
         if self._bare.cost is None:
             return None
-        alike = self._bare_s.get(num_generating)
-        return statistics.median(alike) if alike else self._bare.cost.step_s(num_generating)
+        if alike := self._bare_s.get(num_generating):
+            # The lower quartile: a prompt's arrival disturbs the steps before it. Taken for too much, what others cost would make
+            # the budget larger, and what prompts add smaller.
+            return sorted(alike)[(len(alike) - 1) // 4]
+        return self._bare.cost.step_s(num_generating)
 
     def _tokens_beside(self, bare_s: float, token_s: float) -> int:
         return max(self._least_tokens, tokens_beside(bare_s, token_s, self._itl_budget_s))

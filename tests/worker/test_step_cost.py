@@ -86,7 +86,7 @@ def test_prompts_in_small_steps_take_longer() -> None:
 
 def test_a_step_takes_its_budget_whatever_tokens_and_other_sequences_cost() -> None:
     """Sequences come and go, a token's cost grows with a prompt; now and then a step shows what it takes without prompts."""
-    steps = MixedSteps(None, 512)
+    steps = MixedSteps(None, 512, "cpu")
     took: list[float] = []
     for number in range(600):
         num_generating, fixed_s, token_s = (4, 0.01, 2e-4 + 1e-6 * (number % 100)) if number < 300 else (16, 0.03, 4e-5)
@@ -102,7 +102,7 @@ def test_a_step_takes_its_budget_whatever_tokens_and_other_sequences_cost() -> N
 
 def test_sequences_that_join_are_no_cost_of_prompts() -> None:
     """Steps without prompts are rare while prompts wait, so what they take is known by how many generate in them."""
-    steps = MixedSteps(None, 512)
+    steps = MixedSteps(None, 512, "cpu")
     for num_generating in (1, 2, 4, 8, 16, 8, 4, 2, 1):
         steps.observe(0, num_generating, 0.01 + 0.002 * num_generating)
     for num_generating in range(1, 33):
@@ -148,7 +148,7 @@ def test_chunks_do_not_shrink_to_what_they_cost_whatever_is_in_them(device_type:
 
 def test_a_sequence_that_costs_a_step_half_its_time_is_no_cost_of_prompts_before_it_nor_after() -> None:
     """As where a product of five rows takes other ways than one of four."""
-    steps = MixedSteps(None, 512)
+    steps = MixedSteps(None, 512, "cpu")
     took_s = {4: 0.014, 5: 0.022}
     for num_generating in [4] * 8 + [5] * 8 + [4] * 8:
         steps.observe(0, num_generating, took_s[num_generating])
@@ -162,8 +162,21 @@ def test_a_sequence_that_costs_a_step_half_its_time_is_no_cost_of_prompts_before
     assert all(ratio < 1.45 for ratio in ratios[3:])
 
 
+def test_steps_that_a_prompts_arrival_disturbs_do_not_make_its_chunks_longer() -> None:
+    """Its bytes are read, and its blocks hashed, right before its first chunk; the next step without prompts comes much later."""
+    steps = MixedSteps(None, 512, "cpu")
+    for _ in range(3):
+        for number in range(60):
+            steps.observe(0, 4, 0.014 if number < 57 else 0.021)
+        for _ in range(60):
+            num_tokens = steps.prompt_tokens(4)
+            step_s = 0.014 + 2e-4 * num_tokens
+            steps.observe(num_tokens, 4, step_s)
+            assert step_s < 1.5 * 0.014
+
+
 def test_what_tokens_cost_is_approached() -> None:
-    steps = MixedSteps(10.0, 4096)
+    steps = MixedSteps(10.0, 4096, "cpu")
     while (num_tokens := steps.prompt_tokens(4)) == 0 or steps.tokens_per_s(4) is None:
         assert num_tokens <= 32
         steps.observe(num_tokens, 4, 0.01 + 1e-9 * num_tokens)
@@ -175,20 +188,20 @@ def test_what_tokens_cost_is_approached() -> None:
 
 
 def test_a_clock_that_stands_still_lets_prompts_move_on() -> None:
-    steps = MixedSteps(None, 512)
+    steps = MixedSteps(None, 512, "cpu")
     for _ in range(100):
         assert steps.prompt_tokens(4) == 32
         steps.observe(32, 4, 0.0)
 
 
 def test_without_a_bound_or_anybody_who_generates_prompts_have_whole_steps() -> None:
-    assert MixedSteps(0.0, 512).prompt_tokens(4) == 512
-    assert MixedSteps(None, 512).prompt_tokens(0) == 512
+    assert MixedSteps(0.0, 512, "cpu").prompt_tokens(4) == 512
+    assert MixedSteps(None, 512, "cpu").prompt_tokens(0) == 512
 
 
 def busy(budget_s: float | None) -> MixedSteps:
     """Four sequences generate in 20 ms, and a token of a prompt adds 0.5 ms."""
-    steps = MixedSteps(budget_s, 512)
+    steps = MixedSteps(budget_s, 512, "cpu")
     for _ in range(10):
         steps.observe(0, 4, 0.02)
     for _ in range(10):
@@ -205,7 +218,7 @@ def test_the_speed_is_what_the_budget_leaves(budget_s: float | None, tokens_per_
 
 
 def test_the_speed_of_an_idle_worker_is_that_of_whole_steps() -> None:
-    steps = MixedSteps(None, 512)
+    steps = MixedSteps(None, 512, "cpu")
     assert steps.tokens_per_s(0) is None
     for num_tokens in (512, 300, 512, 512):
         steps.observe(num_tokens, 0, 0.01 + 4e-4 * num_tokens)
