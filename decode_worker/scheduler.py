@@ -38,7 +38,7 @@ class DecodeScheduler(Scheduler[Progress]):
     """A decode worker's scheduler."""
 
     def __init__(
-        self, settings: DecodeSchedulerSettings, blocks: BlockManager, max_model_len: int, device_type: str = "cpu"
+        self, settings: DecodeSchedulerSettings, blocks: BlockManager, max_model_len: int, device_type: str
     ) -> None:
         """``device_type``: what computes, "cpu" or "cuda"."""
         super().__init__(blocks, max_model_len)

@@ -41,7 +41,7 @@ class PrefillScheduler(Scheduler[Computed]):
     """A prefill worker's scheduler."""
 
     def __init__(
-        self, settings: PrefillSchedulerSettings, blocks: BlockManager, max_model_len: int, device_type: str = "cpu"
+        self, settings: PrefillSchedulerSettings, blocks: BlockManager, max_model_len: int, device_type: str
     ) -> None:
         """``device_type``: what computes, "cpu" or "cuda": how large a step may be if the settings do not say."""
         super().__init__(blocks, max_model_len)

@@ -165,6 +165,7 @@ class Rig:
             DecodeSchedulerSettings(**settings),  # type: ignore[arg-type]
             self.blocks,
             min(card.max_model_len, self.blocks.num_blocks * card.layout.block_size),
+            "cpu",
         )
         self.outputs: dict[str, list[int]] = {}
         self.beams: dict[str, tuple[FinishedBeam, ...]] = {}  # of searches that have ended

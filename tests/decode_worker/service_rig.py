@@ -49,7 +49,7 @@ class Rig(ServiceRig[DecodeService]):
     def __init__(self, **settings: int) -> None:
         self.prompt_tokens_per_s: float | None = None
         blocks = BlockManager(CARD.num_blocks, BLOCK, lambda: 0.0)
-        self.scheduler = DecodeScheduler(DecodeSchedulerSettings(**settings), blocks, CARD.max_model_len)
+        self.scheduler = DecodeScheduler(DecodeSchedulerSettings(**settings), blocks, CARD.max_model_len, "cpu")
         super().__init__(CARD, blocks, self.scheduler, DecodeService)
         leases = LeaseTable(
             LeaseSettings(EPOCH, FINGERPRINT, BLOCK, whole_block(CARD.block_nbytes), 30.0),

@@ -154,7 +154,7 @@ def test_a_first_token_that_the_guide_does_not_allow_fails_the_attempt() -> None
 def test_a_preempted_sequence_goes_on_in_its_guide() -> None:
     rig = GuidedRig()
     rig.blocks = BlockManager(6, 4, lambda: 0.0)
-    rig.scheduler = DecodeScheduler(DecodeSchedulerSettings(), rig.blocks, 1000)
+    rig.scheduler = DecodeScheduler(DecodeSchedulerSettings(), rig.blocks, 1000, "cpu")
     rig.model._scheduler, rig.service.blocks = rig.scheduler, rig.blocks
     outputs = {"a": list(range(10, 18)), "b": list(range(20, 28))}
     for name, output in outputs.items():

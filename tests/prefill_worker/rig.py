@@ -23,7 +23,7 @@ class ModelRig:
     def __init__(self, engine: Engine, clock: Clock = lambda: 0.0, **settings: int) -> None:
         card = engine.card
         self.blocks = BlockManager(card.num_blocks, card.layout.block_size, lambda: 0.0)
-        self.scheduler = PrefillScheduler(PrefillSchedulerSettings(**settings), self.blocks, card.max_model_len)
+        self.scheduler = PrefillScheduler(PrefillSchedulerSettings(**settings), self.blocks, card.max_model_len, "cpu")
         self.tokens: dict[str, int] = {}  # the first one of each prompt
         self.failed: list[str] = []
         self.reports: list[Report[Computed]] = []

@@ -82,7 +82,7 @@ class Rig(ServiceRig[PrefillService]):
 
     def __init__(self) -> None:
         blocks = BlockManager(CARD.num_blocks, CARD.layout.block_size, lambda: 0.0)
-        self.scheduler = PrefillScheduler(PrefillSchedulerSettings(), blocks, CARD.max_model_len)
+        self.scheduler = PrefillScheduler(PrefillSchedulerSettings(), blocks, CARD.max_model_len, "cpu")
         super().__init__(CARD, blocks, self.scheduler, PrefillService)
         self.transfers = PlayedTransfers()
         self.links = PlayedLinks()

@@ -163,7 +163,7 @@ def serve(
     chance = random.Random(seed)
     blocks = BlockManager(num_blocks, BLOCK, lambda: 0.0)
     settings = PrefillSchedulerSettings(max_num_seqs=32, ttft_budget_ms=ttft_budget_ms)
-    scheduler = PrefillScheduler(settings, blocks, num_blocks * BLOCK)
+    scheduler = PrefillScheduler(settings, blocks, num_blocks * BLOCK, "cpu")
     served, now_s, coming = Served(), 0.0, sorted(arrivals, key=lambda arrival: arrival.at_s)
     held: list[tuple[float, Sequence]] = []
     for number in itertools.count():

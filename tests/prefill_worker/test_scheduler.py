@@ -26,7 +26,7 @@ class Rig:
 
     def __init__(self, num_blocks: int = 64, **settings: int) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK, lambda: 0.0)
-        self.scheduler = PrefillScheduler(PrefillSchedulerSettings(**settings), self.blocks, num_blocks * BLOCK)
+        self.scheduler = PrefillScheduler(PrefillSchedulerSettings(**settings), self.blocks, num_blocks * BLOCK, "cpu")
 
     def learn(self, token_s: float) -> None:
         """Steps have taken so long for each of their tokens."""
@@ -204,7 +204,7 @@ def test_without_a_budget_steps_are_full_and_nobody_overtakes() -> None:
 def test_a_block_as_large_as_a_step_is_computed_in_pieces() -> None:
     rig = Rig(max_batched_tokens=16)
     rig.blocks = BlockManager(64, 64, lambda: 0.0)
-    rig.scheduler = PrefillScheduler(PrefillSchedulerSettings(max_batched_tokens=16), rig.blocks, 4096)
+    rig.scheduler = PrefillScheduler(PrefillSchedulerSettings(max_batched_tokens=16), rig.blocks, 4096, "cpu")
     made = sequence("a", [1] * 40)
     made.chain = HashChain(b"model", 64)
     rig.scheduler.add(made)

@@ -154,7 +154,7 @@ class DecodeRig(_Rig):
 
     def __init__(self) -> None:
         super().__init__()
-        scheduler = DecodeScheduler(DecodeSchedulerSettings(), self.blocks, CARD.max_model_len)
+        scheduler = DecodeScheduler(DecodeSchedulerSettings(), self.blocks, CARD.max_model_len, "cpu")
         self.model = ModelWorker(Leader(self.engine), scheduler, self.metrics, self.reports.append, self.clock)
         self.service: DecodeService = DecodeService(self.identity, self.blocks, self.clock)
         self.leases = LeaseTable(
@@ -211,7 +211,7 @@ class PrefillRig(_Rig):
     def __init__(self) -> None:
         super().__init__()
         self.honest_link, self.fuzz_link = PlayedLink(), PlayedLink()
-        scheduler = PrefillScheduler(PrefillSchedulerSettings(), self.blocks, CARD.max_model_len)
+        scheduler = PrefillScheduler(PrefillSchedulerSettings(), self.blocks, CARD.max_model_len, "cpu")
         self.model = ModelWorker(Leader(self.engine), scheduler, self.metrics, self.reports.append, self.clock)
         self.service: PrefillService = PrefillService(self.identity, self.blocks, self.clock)
         transfers = TransferTable(
