@@ -26,6 +26,7 @@ from kvrelay.engine.backends.options import (
     rounding_of,
 )
 from kvrelay.engine.config.model import ModelShape, load_config
+from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
@@ -40,7 +41,8 @@ from kvrelay.engine.step.interface import BlockStore, DeviceFailedError, Launche
 from kvrelay.engine.step.plan import SamplingInputs, StepPlan
 from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.torch_step import Deferred, TorchStep
-from kvrelay.engine.weights.checkpoint import checkpoint_files, load_weights, weights_digest
+from kvrelay.engine.weights.checkpoint import load_weights, weights_digest
+from kvrelay.engine.weights.headers import checkpoint_files
 from kvrelay.engine.weights.kv_scales import kv_scales_digest, load_kv_scales
 
 
@@ -81,6 +83,7 @@ class TorchEngine:
     def load(cls, options: EngineOptions, progress: Callable[[int, int], None]) -> TorchEngine:
         """Load weights and allocate the pool. Raises ModelError naming what does not fit and the way out."""
         config = load_config(options.model_dir)
+        check_tokenizer(options.model_dir, config.vocab_size)
         device = device_of(options.device)
         dtype = dtype_of(options.dtype, config.dtype, device, partial(why_no_cpu_kernels, options, config))
         kv_dtype = kv_dtype_of(options.kv_dtype, dtype, device)

@@ -19,7 +19,8 @@ from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.models.transformers_check import MakeOps, check_model
 from kvrelay.engine.models.transformers_model import load_model
 from kvrelay.engine.torch_engine import TorchEngine, card_of, make_pool, max_model_len_of
-from kvrelay.engine.weights.checkpoint import checkpoint_files, weights_digest
+from kvrelay.engine.weights.checkpoint import weights_digest
+from kvrelay.engine.weights.headers import checkpoint_files
 
 
 def load_transformers_engine(options: EngineOptions, progress: Callable[[int, int], None]) -> TorchEngine:

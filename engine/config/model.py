@@ -17,6 +17,9 @@ from kvrelay.engine.config.rope import RopeConfig
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
+# No model is near them; numbers beyond are mistakes, and would overflow.
+_MOST = {"vocab_size": 2**28, "max_position_embeddings": 2**28}
+_MOST_OF_OTHERS = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,8 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
             raise ModelError(f"{directory}: config.json has no {name!r}")
         if not isinstance(value, int) or value < 1:
             raise ModelError(f"{directory}: {name!r} is {value!r}; it must be a positive integer")
+        if value > (most := _MOST.get(name, _MOST_OF_OTHERS)):
+            raise ModelError(f"{directory}: {name!r} is {value} in config.json; at most {most} is possible")
         return value
 
     if config.get("hidden_act", "silu") != "silu":

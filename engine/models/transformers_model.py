@@ -16,16 +16,19 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.model import ModelShape
+from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.models.ops import Linear, PagedOps, PagedStep, Scores
 from kvrelay.engine.models.transformers_gate import AttentionLayer, probe_layers
+from kvrelay.engine.weights.headers import check_full, check_layers, read_headers
 
 _OURS = "kvrelay"
 _PLAIN = "eager"
@@ -33,6 +36,8 @@ _LEAKING_ROPES = ("dynamic", "longrope")  # their factor follows the longest seq
 _HEAD_DIM_STEP = 16  # what attention kernels take
 _ROUTERS = ("Router", "Gate")
 _BOUND = "kvrelay_bound"  # an attention module's attribute
+_MOST_MODULES = 2**16  # layers, heads, experts: no model is near it, and to make so many would take for ever
+_LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError)
 
 
 @dataclass(slots=True)
@@ -192,30 +197,60 @@ def _rows(heads: torch.Tensor, head_dim: int, copies: int = 1) -> torch.Tensor:
 def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> TransformersModel:
     """Load the checkpoint in ``directory`` to ``device``, and find out what it asks of attention.
 
-    It passes the host's memory. No code of the checkpoint's is run.
+    It passes the host's memory. No code of the checkpoint's is run. What can be found out without memory for weights is found out
+    before any is taken.
 
     Raises ModelError on what we do not serve, naming it.
     """
     AttentionInterface.register(_OURS, _attend)
+    headers = read_headers(directory)
+    config = load_transformers_config(directory)
+    check_layers(directory, int(config.get_text_config().num_hidden_layers), headers)
+    check_full(headers)
+    check_tokenizer(directory, int(config.get_text_config().vocab_size))
+    _from_pretrained(directory, dtype, "meta")
+    model = _from_pretrained(directory, dtype, None).eval().to(device)
+    layers = probe_layers(model)
+    made = TransformersModel(model, layers, _shape_of(model, layers, dtype))
+    made.use_our_attention()
+    return made
+
+
+def load_transformers_config(directory: Path) -> PreTrainedConfig:
+    """``config.json`` as transformers understands it. Raises ModelError on a type that it does not know, or absurd counts."""
     try:
+        config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except _LOADING_ERRORS as error:
+        raise _not_loaded(directory, error) from error
+    for name, value in config.get_text_config().to_dict().items():
+        if name.startswith(("num_", "n_routed_")) and isinstance(value, int) and value > _MOST_MODULES:
+            raise ModelError(f"{directory}: {name!r} is {value} in config.json; at most {_MOST_MODULES} is possible")
+    return config
+
+
+def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None) -> PreTrainedModel:
+    """The whole model. On "meta" it takes no memory, and the names and shapes of tensors are compared all the same."""
+    try:
+        # Tensors of another shape are told, as those that are missing are; the library's own error does not name them.
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             str(directory), dtype=dtype, attn_implementation=_PLAIN, local_files_only=True, trust_remote_code=False,
-            use_safetensors=True, output_loading_info=True,
+            use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, device_map=device_map,
         )  # fmt: skip
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{directory} cannot be loaded by transformers: {reason}") from error
+    except _LOADING_ERRORS as error:
+        raise _not_loaded(directory, error) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, info[kind])):
             raise ModelError(
                 f"{directory}: {len(names)} tensors are {kind.split('_')[0]} for {type(model).__name__}, {names[0]} the first: the "
                 "checkpoint is not complete, or of another model"
             )
-    model.eval().to(device)
-    layers = probe_layers(model)
-    made = TransformersModel(model, layers, _shape_of(model, layers, dtype))
-    made.use_our_attention()
-    return made
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _not_loaded(directory: Path, error: Exception) -> ModelError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ModelError(f"{directory} cannot be loaded by transformers: {reason}")
 
 
 def _shape_of(model: PreTrainedModel, layers: list[AttentionLayer], dtype: torch.dtype) -> ModelShape:

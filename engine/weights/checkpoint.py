@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers, unreadable
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, Weight
 
@@ -79,8 +80,8 @@ def load_weights(
     ``config``: of the whole model. ``cut``: the part to load; it is not rounded.
     ``rounding``: of the layers' projections, None for none; each tensor is rounded as it comes, so they are never there in full.
     At most the parameters, the checkpoint's largest tensor, in the file's dtype, and what rounding 2**24 elements takes in fp32
-    (some 130 MiB) are on the device at a time; what torch keeps of that for later tensors is its own. Raises ModelError naming the
-    file or tensor on a missing shard, a truncated file, a missing tensor or a wrong shape, and on a GPU too small for the model.
+    (some 130 MiB) are on the device at a time; what torch keeps of that for later tensors is its own. Raises ModelError as
+    :func:`check_checkpoint` does, before any memory is taken, and on a GPU too small for the model.
     """
     try:
         return _load(directory, config, dtype, device, progress, rounding, cut)
@@ -100,6 +101,7 @@ def _load(
     rounding: Rounding | None,
     cut: Cut,
 ) -> ModelWeights:
+    check_checkpoint(directory, config)
     assert cut.is_whole or rounding is None, (
         f"rank {cut.rank} of {cut.num_ranks} would round rows of which it has a part"
     )
@@ -112,48 +114,41 @@ def _load(
         try:
             with safe_open(path, framework="pt", device=device_name) as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    if name not in places:
-                        _check_unused(path, name, config)
-                        continue
-                    if (place := places.pop(name)) is None:
-                        continue
-                    tensor = place.read(path, file, name)
+                    place = places.get(name)
+                    if place is None:
+                        continue  # the model is the same without it, or another rank has it
+                    tensor = place.read(file, name)
                     place.target.copy_(tensor)
                     done += tensor.nbytes
                     del tensor  # else it would stay on the device while the next one is read
                     progress(min(done, total), total)
         except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{path} cannot be read ({error}); it is truncated or no safetensors file: fetch it again"
-            ) from error
-    if places:
-        missing = sorted(places)
-        raise ModelError(f"{directory}: {len(missing)} tensors missing from the checkpoint, the first is {missing[0]}")
+            raise unreadable(path, error) from error
     progress(total, total)
     return weights
 
 
-def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in order. Raises ModelError if there are none or a shard is missing."""
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} cannot be read: {error}") from error
-        outside = [name for name in names if Path(name).name != name]
-        if outside:
-            raise ModelError(f"{index} names {outside[0]!r}, which lies outside the directory")
-        missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
+def check_checkpoint(directory: Path, config: ModelConfig) -> None:
+    """Whether the checkpoint's tensors are those that ``config`` asks for, by the headers of its files.
+
+    Raises ModelError naming the file and the tensor: a file is missing or truncated, or a tensor is missing, unknown, of another
+    shape, or in a quantised format.
+    """
+    headers = read_headers(directory)
+    check_layers(directory, config.num_layers, headers)
+    _, places = _allocate(config, torch.float32, torch.device("meta"), None, _WHOLE)
+    if missing := sorted(places.keys() - headers):
+        files = checkpoint_files(directory)
+        where = str(files[0]) if len(files) == 1 else f"the {len(files)} files in {directory}"
+        raise ModelError(f"{len(missing)} tensors are missing from {where}, the first is {missing[0]}")
+    for name, header in headers.items():
+        if (place := places.get(name)) is None:
+            _check_unused(header.path, name, config)
+        elif header.shape != place.shape:
             raise ModelError(
-                f"{directory}: shard {missing[0]} is missing ({len(missing)} of {len(names)}); fetch it again"
+                f"{header.path}: tensor {name} has shape {list(header.shape)}; config.json asks for {list(place.shape)}"
             )
-        return [directory / name for name in names]
-    single = directory / "model.safetensors"
-    if not single.is_file():
-        raise ModelError(f"{directory} has no model.safetensors (nor an index of shards); only safetensors are loaded")
-    return [single]
+    check_full({name: header for name, header in headers.items() if name in places})
 
 
 def weights_digest(directory: Path) -> str:
@@ -203,13 +198,10 @@ class _Place:
     shape: tuple[int, ...]  # of the tensor …
     part: tuple[range, ...]  # … and which of it the target holds, for each dimension
 
-    def read(self, path: Path, file: Any, name: str) -> torch.Tensor:
-        """What belongs there, from ``file``, which is open. Raises ModelError on another shape."""
+    def read(self, file: Any, name: str) -> torch.Tensor:
+        """What belongs there, from ``file``, which is open."""
         is_whole = all(len(part) == size for part, size in zip(self.part, self.shape, strict=True))
         tensor = file.get_tensor(name) if is_whole else file.get_slice(name)
-        shape = list(tensor.shape if is_whole else tensor.get_shape())
-        if shape != list(self.shape):
-            raise ModelError(f"{path}: tensor {name} has shape {shape}; config.json asks for {list(self.shape)}")
         part: torch.Tensor = tensor if is_whole else tensor[tuple(slice(part.start, part.stop) for part in self.part)]
         return part
 

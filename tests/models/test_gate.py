@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import tokenizers.models
 import torch
 from safetensors.torch import load_file, save_file
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine import torch_engine
+from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.models import transformers_model
 from kvrelay.engine.models.ops import PagedStep, Scores
+from kvrelay.engine.torch_engine import TorchEngine
 
 from .test_types import engine_of, saved
+from .tiny import VOCAB
 
 WRONG: dict[str, tuple[str, Callable[[Scores], Scores]]] = {
     "softcap": ("gemma2", lambda scores: replace(scores, softcap=None)),
@@ -68,39 +74,130 @@ def test_windows_and_positions_are_checked(fault: str, tmp_path: Path, monkeypat
 
 def test_a_long_window_is_checked_as_a_short_one(tmp_path: Path) -> None:
     saved("mistral", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": 200}))
+    configure(tmp_path, sliding_window=200)
     assert engine_of(tmp_path, max_model_len=64).card.max_model_len == 64
 
 
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes memory for weights fails the test."""
+    from_pretrained = transformers_model._from_pretrained
+
+    def refuse(directory: Path, dtype: torch.dtype, device_map: str | None) -> Any:
+        assert device_map == "meta", "weights were loaded"
+        return from_pretrained(directory, dtype, device_map)
+
+    monkeypatch.setattr(transformers_model, "_from_pretrained", refuse)
+
+
+def edit(directory: Path, **tensors: torch.Tensor | None) -> None:
+    """Change tensors of a checkpoint; None takes one out. Dots are written as ``__``."""
+    file = directory / "model.safetensors"
+    held = load_file(file)
+    for name, tensor in tensors.items():
+        held.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            held[name.replace("__", ".")] = tensor
+    save_file(held, file, metadata={"format": "pt"})
+
+
+def configure(directory: Path, **fields: Any) -> None:
+    """Change fields of ``config.json``."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
 @pytest.mark.parametrize(
-    ("kind", "match"), [("missing", "1 tensors are missing"), ("unknown", "1 tensors are unexpected")]
+    ("tensors", "match"),
+    [
+        ({"model__norm__weight": None}, "1 tensors are missing"),
+        ({"model__extra__weight": torch.zeros(3)}, "1 tensors are unexpected"),
+        ({"model__norm__weight": torch.zeros(63)}, r"1 tensors are mismatched .*model\.norm\.weight"),
+        (
+            {"model__layers__1__mlp__up_proj__weight": torch.zeros(96, 64, dtype=torch.int8)},
+            r"model\.safetensors: tensor model\.layers\.1\.mlp\.up_proj\.weight has format I8",
+        ),
+    ],
 )
-def test_a_checkpoint_of_other_tensors_is_refused(kind: str, match: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_memory")
+def test_a_checkpoint_of_other_tensors_is_refused(
+    tensors: dict[str, torch.Tensor | None], match: str, tmp_path: Path
+) -> None:
     saved("gemma2", tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    if kind == "missing":
-        del tensors["model.norm.weight"]
-    else:
-        tensors["model.extra.weight"] = torch.zeros(3)
-    save_file(tensors, file, metadata={"format": "pt"})
+    edit(tmp_path, **tensors)
     with pytest.raises(ModelError, match=match):
         engine_of(tmp_path)
 
 
+@pytest.mark.usefixtures("no_memory")
 def test_a_truncated_file_is_refused_by_name(tmp_path: Path) -> None:
     saved("gemma2", tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match="cannot be loaded by transformers"):
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read .*truncated"):
         engine_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("vocab_size", 10**12, "tensors are mismatched"),
+        ("hidden_size", 10**9, "tensors are mismatched"),
+        ("num_hidden_layers", 10**4, r"config\.json asks for 10000 layers, but the checkpoint has \d+ tensors"),
+        ("num_attention_heads", 10**9, "cannot be loaded by transformers: "),
+        ("num_experts", 10**9, "'num_experts' is 1000000000 in config.json; at most 65536 is possible"),
+    ],
+)
+@pytest.mark.usefixtures("no_memory")
+@pytest.mark.filterwarnings("ignore")
+def test_absurd_sizes_are_refused(name: str, value: int, match: str, tmp_path: Path) -> None:
+    saved("gemma2", tmp_path)
+    fields: dict[str, Any] = {name: value}
+    if name == "num_hidden_layers":
+        fields["layer_types"] = ["full_attention"] * value
+    configure(tmp_path, **fields)
+    with pytest.raises(ModelError, match=match):
+        engine_of(tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+@pytest.mark.usefixtures("no_memory")
+def test_a_tokenizer_of_another_model_is_refused(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("llama", tmp_path)
+    monkeypatch.setattr(torch_engine, "load_weights", lambda *_: pytest.fail("weights were loaded"))
+    load = engine_of if backend == "transformers" else native_engine_of
+    write_tokenizer(tmp_path, VOCAB + 1)
+    with pytest.raises(ModelError, match=rf"tokenizer\.json has token {VOCAB}, but the model has {VOCAB} tokens"):
+        load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
+        load(tmp_path)
+
+
+def test_a_tokenizer_with_a_token_more_that_was_added_is_taken(tmp_path: Path) -> None:
+    """As Gemma 3 has one for images."""
+    saved("llama", tmp_path)
+    write_tokenizer(tmp_path, VOCAB, added=["<image>"])
+    assert native_engine_of(tmp_path).card.vocab_size == VOCAB
+
+
+def write_tokenizer(directory: Path, num_words: int, added: list[str] | None = None) -> None:
+    """One word for each id."""
+    words = {f"w{index}": index for index in range(num_words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.add_special_tokens(added or [])
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def native_engine_of(directory: Path) -> TorchEngine:
+    """By our own forward pass."""
+    options = EngineOptions(model_dir=directory, model_id="tiny", device="cpu", dtype="float32", num_blocks=96)
+    return TorchEngine.load(options, lambda done, total: None)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_a_rope_that_follows_the_longest_sequence_bounds_the_length(kind: str, tmp_path: Path) -> None:
     saved("llama", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
     rope: dict[str, Any] = {
         "rope_type": kind,
         "rope_theta": 10000.0,
@@ -109,7 +206,7 @@ def test_a_rope_that_follows_the_longest_sequence_bounds_the_length(kind: str, t
     }
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    configure(tmp_path, rope_parameters=rope)
     assert engine_of(tmp_path).card.max_model_len == 64
 
 
@@ -131,7 +228,6 @@ def test_what_only_models_with_a_path_of_their_own_have_is_refused(
 
 def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
     saved("gemma2", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    configure(tmp_path, quantization_config={"quant_method": "gptq"})
     with pytest.raises(ModelError, match="quantized checkpoints are not supported"):
         engine_of(tmp_path)

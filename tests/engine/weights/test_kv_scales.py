@@ -18,7 +18,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.common.model_card import KvLayout
 from kvrelay.engine.config.model import ModelConfig, load_config
 from kvrelay.engine.kv.geometry import geometry_of
-from kvrelay.engine.weights.checkpoint import checkpoint_files
+from kvrelay.engine.weights.headers import checkpoint_files
 from kvrelay.engine.weights.kv_scales import kv_scales_digest, load_kv_scales
 from tests.engine.conftest import load
 

@@ -1,0 +1,110 @@
+"""What a checkpoint's files say they hold, read and checked before any memory is taken for weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from kvrelay.common.errors import ModelError
+
+_FULL = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """A tensor that lies in a file."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str  # in safetensors' words, such as "BF16"
+
+
+def read_headers(directory: Path) -> dict[str, TensorHeader]:
+    """All tensors of the checkpoint in ``directory``, by name.
+
+    Raises ModelError naming the file: one is missing or truncated, two hold the same tensor, or the index names a tensor that is
+    not where it says.
+    """
+    headers: dict[str, TensorHeader] = {}
+    for path in checkpoint_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    if name in headers:
+                        raise ModelError(f"{path}: tensor {name} is in {headers[name].path.name}, too")
+                    part = file.get_slice(name)
+                    headers[name] = TensorHeader(path, tuple(part.get_shape()), part.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise unreadable(path, error) from error
+    for name, file_name in _weight_map(directory).items():
+        if name not in headers or headers[name].path.name != file_name:
+            raise ModelError(
+                f"{directory / file_name} lacks tensor {name}, which {_index(directory).name} says is in it"
+            )
+    return headers
+
+
+def unreadable(path: Path, error: Exception) -> ModelError:
+    """What a file that safetensors cannot read is refused with."""
+    return ModelError(f"{path} cannot be read ({error}); it is truncated or no safetensors file: fetch it again")
+
+
+def check_full(headers: Mapping[str, TensorHeader]) -> None:
+    """Raises ModelError if a weight is in a quantised format, in a checkpoint whose configuration says nothing of that.
+
+    To convert its numbers as they are would leave their scales out.
+    """
+    for name, header in headers.items():
+        if header.dtype not in _FULL and (name.endswith("weight") or ".experts." in name):
+            raise ModelError(
+                f"{header.path}: tensor {name} has format {header.dtype}, of a quantised checkpoint, but config.json names no "
+                "quantisation of weights; it takes one in bf16, fp16 or fp32, or the config.json that belongs to it"
+            )
+
+
+def check_layers(directory: Path, num_layers: int, headers: Mapping[str, TensorHeader]) -> None:
+    """Raises ModelError on more layers than tensors: to make them, even without memory, would take for ever."""
+    if num_layers > len(headers):
+        raise ModelError(
+            f"{directory / 'config.json'} asks for {num_layers} layers, but the checkpoint has {len(headers)} tensors"
+        )
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, in order. Raises ModelError if there are none or a shard is missing."""
+    if _index(directory).exists():
+        names = sorted(set(_weight_map(directory).values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise ModelError(
+                f"{directory}: shard {missing[0]} is missing ({len(missing)} of {len(names)}); fetch it again"
+            )
+        return [directory / name for name in names]
+    single = directory / "model.safetensors"
+    if not single.is_file():
+        raise ModelError(f"{directory} has no model.safetensors (nor an index of shards); only safetensors are loaded")
+    return [single]
+
+
+def _index(directory: Path) -> Path:
+    return directory / "model.safetensors.index.json"
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    """File names by tensor, as the index has them; empty if there is no index. Raises ModelError."""
+    index = _index(directory)
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = {str(name): str(file_name) for name, file_name in weight_map.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} cannot be read: {error}") from error
+    outside = [name for name in names.values() if Path(name).name != name]
+    if outside:
+        raise ModelError(f"{index} names {outside[0]!r}, which lies outside the directory")
+    return names
