@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.common.sampling import FinishReason, SampledToken
-from kvrelay.decode_worker.beams import FinishedBeam
+from kvrelay.engine.beams.search import FinishedBeam
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.worker.suspects import Key
 

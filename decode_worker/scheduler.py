@@ -8,7 +8,7 @@ prompts have whole steps.
 When blocks run out, the youngest sequence gives its blocks up and waits to be recomputed, so the oldest is always served. While a
 sequence waits for blocks, hand-offs leave as many free as it needs (``BlockManager.set_aside``).
 
-Which sequences belong to one beam search, and are preempted and removed together, :mod:`kvrelay.decode_worker.beam_searches` knows.
+Which sequences belong to one beam search, and are preempted and removed together, :mod:`kvrelay.engine.beams` knows.
 
 Runs on the model thread alone. Knows no sockets and no clock.
 """
@@ -19,11 +19,11 @@ import bisect
 from collections.abc import Sequence as Seq
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.decode_worker.beam_searches import BeamSearches
 from kvrelay.decode_worker.line import look_at, overtaking, shares
 from kvrelay.decode_worker.progress import Progress
 from kvrelay.decode_worker.run_ahead import who_goes_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
+from kvrelay.engine.beams.searches import BeamSearches
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import StepRow
@@ -198,7 +198,8 @@ class DecodeScheduler(Scheduler[Progress]):
                 self._run(beam)
             for beam in change.ended:
                 self._end(beam)
-            progress += change.progress
+            if change.told is not None:
+                progress.append(Progress.of(change.told, beams=change.beams))
         self._tell_speed()
         return progress
 
@@ -285,7 +286,7 @@ class DecodeScheduler(Scheduler[Progress]):
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: Schedule) -> bool:
         """Give a running sequence the blocks that it writes to until it has ``num_tokens``; False if it gave way itself."""
-        while not (self._extend(sequence, num_tokens) and self._searches.unshare(sequence, plan)):
+        while not (self._extend(sequence, num_tokens) and self._searches.unshare(sequence, plan.copies)):
             victim = self._youngest_holder()
             assert victim is not None, "nobody holds blocks, yet there is no room"
             self._preempt(victim, plan)
@@ -323,7 +324,7 @@ class DecodeScheduler(Scheduler[Progress]):
         # A row of this step may already be the victim's, if it decodes while an older one prefills: it must not
         # compute into blocks that it no longer owns.
         plan.rows[:] = [row for row in plan.rows if row.sequence is not sequence]
-        plan.copies[:] = [copy for copy in plan.copies if copy.sequence is not sequence]
+        plan.copies.pop(sequence, None)
         self._blocks.release(owner_of(sequence), sequence.retention)
         sequence.block_table = []
         sequence.num_computed_tokens = 0

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvrelay.common.beam_check import invalid_first_token
 from kvrelay.common.block_hash import HashChain
 from kvrelay.decode_worker.cache_check import cache_miss
 from kvrelay.decode_worker.entries import DecodeEntry
@@ -41,7 +42,6 @@ from kvrelay.wire.messages import (
     Verified,
     Welcome,
 )
-from kvrelay.worker.beam_check import invalid_first_token
 from kvrelay.worker.entries import Phase
 from kvrelay.worker.model_worker import Add, Report
 from kvrelay.worker.service import Ports, Service

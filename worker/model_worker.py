@@ -154,7 +154,7 @@ class ModelWorker(Generic[P]):
         if plan.admitted:  # told before they compute, so that the offer of a prompt travels meanwhile
             self._emit(Report(started=tuple(sequence.key for sequence in plan.admitted)))
         if plan.copies:
-            self._engine.copy_blocks([(copy.source, copy.target) for copy in plan.copies])
+            self._engine.copy_blocks(list(plan.copies.values()))
         behind = self._launched[-1].step if self._launched else None
         self._launched.append(_Launched(plan, self._leader.launch(plan.rows, behind) if plan.rows else None))
 

@@ -22,15 +22,6 @@ P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """What ``sequence`` found in a block that it shared, copied into the one that it writes to instead."""
-
-    sequence: Sequence
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
 class Schedule:
     """One step's rows, and what must be copied before; ``admitted`` start with it, ``preempted`` lost their blocks.
 
@@ -38,7 +29,7 @@ class Schedule:
     """
 
     rows: list[StepRow]
-    copies: list[BlockCopy] = field(default_factory=list)
+    copies: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # of blocks, as (source, target)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvrelay.common.beam_check import invalid_beams, unfit_beams
 from kvrelay.common.block_hash import MAX_CACHE_SALT
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling_check import invalid_sampling
 from kvrelay.wire.messages import ABOUT_GUIDE, Failed, FailureCode, Offer, Status, Submit, WorkerState
-from kvrelay.worker.beam_check import invalid_beams, unfit_beams
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def refusal_of(
     # A prefill worker's own checks are not enough for an offer: a step that breaks on one sequence ends all in the batch.
     invalid = invalid_submit(request, identity.card)
     if invalid is None and decodes:
-        invalid = unfit_beams(request, identity.card, identity.max_running)
+        invalid = unfit_beams(request.sampling, request.num_prompt_tokens, identity.card, identity.max_running)
     if not decodes and isinstance(request, Submit) and request.decode is None:
         invalid = "a prefill worker needs a decode worker to hand over to"
     if is_known:
@@ -84,4 +84,7 @@ def invalid_submit(submit: Submit | Offer, card: ModelCard) -> str | None:
         return f"cache_salt has {len(submit.cache_salt)} characters; it must have at most {MAX_CACHE_SALT}"
     if submit.retention is not None and (problem := submit.retention.problem()) is not None:
         return problem
-    return invalid_sampling(submit.sampling, submit.num_prompt_tokens, card) or invalid_beams(submit, card)
+    sampling, num_prompt_tokens = submit.sampling, submit.num_prompt_tokens
+    return invalid_sampling(sampling, num_prompt_tokens, card) or invalid_beams(
+        sampling, num_prompt_tokens, num_tokens, card
+    )

@@ -12,12 +12,12 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import BeamSearch, SampledToken, SamplingParams
-from kvrelay.decode_worker.beams import FinishedBeam, Search, advance
 from kvrelay.decode_worker.progress import Progress
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import lease_owner
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import LeasedBlocks
+from kvrelay.engine.beams.search import FinishedBeam, Search, advance
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, candidates, fake_card, token_digests
 from kvrelay.engine.fake.step import FakeSlots
 from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind, sequence_owner

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvrelay.common.beam_check import _EXCLUDED, invalid_beams, invalid_first_token, unfit_beams
+from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import BeamSearch, FinishReason, Guide, GuideKind, SampledToken, SamplingParams, Watermark
 from kvrelay.engine.fake.engine import fake_card
 from kvrelay.wire.messages import Beam, FailureCode, Status, Submit, TokenDelta, Tokens, WorkerState
-from kvrelay.worker.beam_check import _EXCLUDED, invalid_beams, invalid_first_token, unfit_beams
 from kvrelay.worker.submit import WorkerIdentity, invalid_submit, refusal_of
 
 CARD = fake_card(num_blocks=64, block_size=4, max_model_len=200, vocab_size=1000)
@@ -21,6 +22,14 @@ def submit(search: BeamSearch, num_prompt_tokens: int = 6, num_replayed: int = 0
     params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "beam_search": search, **sampling})
     token_ids = list(range(num_prompt_tokens + num_replayed))
     return Submit(request_id="r", attempt=1, token_ids=token_ids, num_prompt_tokens=num_prompt_tokens, sampling=params)
+
+
+def invalid(request: Submit, card: ModelCard) -> str | None:
+    return invalid_beams(request.sampling, request.num_prompt_tokens, len(request.token_ids), card)
+
+
+def unfit(request: Submit, card: ModelCard, max_running: int) -> str | None:
+    return unfit_beams(request.sampling, request.num_prompt_tokens, card, max_running)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +71,7 @@ def test_values_out_of_range_are_named_with_their_limits(search: BeamSearch, det
 )
 def test_what_a_search_goes_without_is_named(sampling: dict[str, Any]) -> None:
     (name,) = sampling
-    detail = invalid_beams(submit(BeamSearch(width=2), **sampling), CARD)
+    detail = invalid(submit(BeamSearch(width=2), **sampling), CARD)
     assert detail is not None
     assert detail.startswith(f"beam_search goes without {name}")
 
@@ -78,11 +87,11 @@ def test_a_search_that_is_right_is_taken() -> None:
         search = BeamSearch(width=4, num_return=4, length_penalty=0.5, early_stopping=None)
         request = submit(search, temperature=temperature, num_logprobs=5, stop_token_ids=(1, 2))
         assert invalid_submit(request, CARD) is None
-        assert unfit_beams(request, CARD, 4) is None
+        assert unfit(request, CARD, 4) is None
 
 
 def test_a_search_does_not_start_behind_output() -> None:
-    detail = invalid_beams(submit(BeamSearch(width=2), num_replayed=3), CARD)
+    detail = invalid(submit(BeamSearch(width=2), num_replayed=3), CARD)
     assert detail == "a beam search starts at the prompt, not behind 3 tokens"
 
 
@@ -90,12 +99,12 @@ def test_a_result_must_fit_its_message() -> None:
     """What is let through at the limit fits, at the most bytes that a token and a log probability take."""
     card = fake_card(num_blocks=2**16, max_model_len=2**16)
     most = submit(BeamSearch(width=128, num_return=128), max_tokens=2**12)
-    assert invalid_beams(most, card) is None
-    detail = invalid_beams(submit(BeamSearch(width=128, num_return=128), max_tokens=2**12 + 1), card)
+    assert invalid(most, card) is None
+    detail = invalid(submit(BeamSearch(width=128, num_return=128), max_tokens=2**12 + 1), card)
     assert detail is not None
     assert "at most 524288 travel in one answer: lower max_tokens" in detail
     told = submit(BeamSearch(width=2, num_return=2), max_tokens=2**15, num_logprobs=6)
-    assert invalid_beams(told, card) is None
+    assert invalid(told, card) is None
     top = tuple((131_071, -math.pi) for _ in range(6))
     tokens = [SampledToken(131_071, -math.pi, top)] * 2**15
     beam = Beam(tokens=tokens, finish_reason=FinishReason.LENGTH, score=-math.pi)
@@ -106,16 +115,16 @@ def test_a_result_must_fit_its_message() -> None:
 def test_what_does_not_fit_a_decode_worker_even_alone_is_refused_there() -> None:
     search = BeamSearch(width=8)
     # A full block of the prompt is shared; 2 tokens of it and 26 of the output are 7 blocks in each beam.
-    assert unfit_beams(submit(search, max_tokens=26), CARD, 8) is None
-    assert unfit_beams(submit(search, max_tokens=27), CARD, 8) == (
+    assert unfit(submit(search, max_tokens=26), CARD, 8) is None
+    assert unfit(submit(search, max_tokens=27), CARD, 8) == (
         "8 beams of up to 27 tokens need 65 KV blocks; this worker has 64: lower max_tokens or beam_search.width"
     )
-    assert unfit_beams(submit(BeamSearch(width=1), max_tokens=10**6), CARD, 8) is None  # the model's length ends it
-    detail = unfit_beams(submit(search), CARD, 7)
+    assert unfit(submit(BeamSearch(width=1), max_tokens=10**6), CARD, 8) is None  # the model's length ends it
+    detail = unfit(submit(search), CARD, 7)
     assert detail == "beam_search.width is 8; this worker runs 7 sequences at a time (--max-num-seqs)"
-    assert unfit_beams(submit(search), CARD, 0) is None
+    assert unfit(submit(search), CARD, 0) is None
     assert (
-        unfit_beams(
+        unfit(
             Submit(
                 request_id="r", attempt=1, token_ids=[1], num_prompt_tokens=1, sampling=SamplingParams(max_tokens=5)
             ),

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.decode_worker.beams import FinishedBeam, Search, advance
+from kvrelay.engine.beams.search import FinishedBeam, Search, advance
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 
 

@@ -1,6 +1,6 @@
 """The one door to beam searches: the scheduler runs sequences, and asks here which of them belong together.
 
-A search waits as one sequence and runs as several, which go forward in step (:mod:`kvrelay.decode_worker.beam_group`). It takes
+A search waits as one sequence and runs as several, which go forward in step (:mod:`kvrelay.engine.beams.group`). It takes
 ``width`` places from the start, and is preempted and removed as a whole. Its sequences share blocks. A new beam reads in another's
 blocks what both have in common. One that writes to a shared block gets a copy of it first.
 
@@ -14,12 +14,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.decode_worker.beam_group import BeamGroup, num_common
-from kvrelay.decode_worker.progress import Progress
-from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.beams.group import BeamGroup, num_common
+from kvrelay.engine.beams.search import FinishedBeam
+from kvrelay.engine.kv.block_manager import BlockManager, Owner, sequence_owner
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
-from kvrelay.worker.scheduler import BlockCopy, Schedule, owner_of
-from kvrelay.worker.suspects import Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,8 @@ class Change:
 
     joined: list[Sequence] = field(default_factory=list)  # they have their blocks, and run from now on
     ended: list[Sequence] = field(default_factory=list)
-    progress: list[Progress] = field(default_factory=list)
+    told: Sequence | None = None  # by whom the search tells that it has begun or, with its ``beams``, ended
+    beams: tuple[FinishedBeam, ...] = ()
 
 
 class BeamSearches:
@@ -37,14 +36,14 @@ class BeamSearches:
     def __init__(self, blocks: BlockManager, max_model_len: int) -> None:
         self._blocks = blocks
         self._max_model_len = max_model_len
-        self._groups: dict[Key, BeamGroup] = {}
+        self._groups: dict[tuple[str, int], BeamGroup] = {}
 
     def add(self, sequence: Sequence, first: SampledToken | None) -> None:
         """``first``: of one that was handed over, what the prefill worker sampled. A sequence that is no search does not matter."""
         if sequence.sampling.beam_search is not None:
             self._groups[sequence.key] = BeamGroup(sequence, self._max_model_len, first)
 
-    def remove(self, key: Key) -> list[Sequence]:
+    def remove(self, key: tuple[str, int]) -> list[Sequence]:
         """Forget a search; returns its sequences, the leader first. None of them, if ``key`` is no search here."""
         group = self._groups.pop(key, None)
         return [] if group is None else group.beams
@@ -84,38 +83,39 @@ class BeamSearches:
                     self._share(leader, beam, num_common(leader.token_ids, beam.token_ids))
                 yield Change(joined=idle)
 
-    def _advance(self, key: Key, group: BeamGroup) -> Change:
+    def _advance(self, key: tuple[str, int], group: BeamGroup) -> Change:
         leader = group.leader
         turnover = group.advance()
         for parent, child in turnover.forked:
             self._share(parent, child, parent.num_computed_tokens)
-        change = Change([child for _, child in turnover.forked], turnover.ended)
+        joined = [child for _, child in turnover.forked]
         if group.is_over:
             del self._groups[key]
             leader.finish_reason = group.result[0].finish_reason
-            change.progress.append(Progress.of(leader, beams=group.result))
-        elif group.num_steps == 1:
-            change.progress.append(Progress.of(group.leader))
-        return change
+            return Change(joined, turnover.ended, leader, group.result)
+        return Change(joined, turnover.ended, group.leader if group.num_steps == 1 else None)
 
     def _share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """The child goes on behind ``num_tokens`` tokens, whose K/V it reads in the parent's blocks."""
         num_blocks = self._blocks.num_blocks_for(num_tokens)
-        child.block_table = self._blocks.fork(owner_of(parent), owner_of(child), num_blocks)
+        child.block_table = self._blocks.fork(_owner_of(parent), _owner_of(child), num_blocks)
         child.num_computed_tokens = num_tokens
 
-    def unshare(self, sequence: Sequence, plan: Schedule) -> bool:
-        """Copy on write: a beam's next tokens begin in a block that only it holds. False if there is none for that."""
+    def unshare(self, sequence: Sequence, copies: dict[Sequence, tuple[int, int]]) -> bool:
+        """Copy on write: a beam's next tokens begin in a block that only it holds. False if there is none for that.
+
+        ``copies``: of whole blocks, by who writes behind them, as (source, target); a further one is added if it takes one.
+        """
         index, num_written = divmod(sequence.num_computed_tokens, self._blocks.block_size)
         if sequence.sampling.beam_search is None or num_written == 0:
             return True
         shared = sequence.block_table[index]
-        own = self._blocks.make_writable(owner_of(sequence), index)
+        own = self._blocks.make_writable(_owner_of(sequence), index)
         if own is None:
             return False
         if own != shared:
             sequence.block_table[index] = own
-            plan.copies.append(BlockCopy(sequence, shared, own))
+            copies[sequence] = shared, own
         return True
 
     def check_integrity(self, placed: Seq[Sequence]) -> None:
@@ -128,3 +128,7 @@ class BeamSearches:
                 is_idle = beam.status is SequenceStatus.WAITING and beam is not group.leader
                 assert not (is_idle and beam.block_table), f"beam {beam.beam} of {key} idles in {beam.block_table}"
         assert not led, f"beams without a search: {sorted(led)}"
+
+
+def _owner_of(beam: Sequence) -> Owner:
+    return sequence_owner(beam.key, beam.beam)

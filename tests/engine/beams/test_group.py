@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.decode_worker.beam_group import BeamGroup, num_common
+from kvrelay.engine.beams.group import BeamGroup, num_common
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from tests.decode_worker.rig import beams
 

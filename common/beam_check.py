@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import BeamSearch, SampledToken, SamplingParams
-from kvrelay.wire.messages import Offer, Submit
 
 MAX_WIDTH = 128
 
@@ -29,17 +28,20 @@ _EXCLUDED = (
 )
 
 
-def invalid_beams(request: Submit | Offer, card: ModelCard) -> str | None:
-    """Why the request is no beam search that makes sense for a model with this card, naming value and limit; None if it is one."""
-    search = request.sampling.beam_search
+def invalid_beams(sampling: SamplingParams, num_prompt_tokens: int, num_tokens: int, card: ModelCard) -> str | None:
+    """Why this is no beam search that makes sense for a model with this card, naming value and limit; None if it is one.
+
+    ``num_tokens``: that it would start with, output of earlier attempts included.
+    """
+    search = sampling.beam_search
     if search is None:
         return None
-    if len(request.token_ids) != request.num_prompt_tokens:
-        return f"a beam search starts at the prompt, not behind {len(request.token_ids) - request.num_prompt_tokens} tokens"
+    if num_tokens != num_prompt_tokens:
+        return f"a beam search starts at the prompt, not behind {num_tokens - num_prompt_tokens} tokens"
     return (
         _out_of_range(search)
-        or _contradiction(request.sampling)
-        or _too_long_answer(request.sampling, search, _max_output(request, card))
+        or _contradiction(sampling)
+        or _too_long_answer(sampling, search, _max_output(sampling, num_prompt_tokens, card))
     )
 
 
@@ -72,20 +74,20 @@ def _too_long_answer(sampling: SamplingParams, search: BeamSearch, max_output: i
     )
 
 
-def unfit_beams(request: Submit | Offer, card: ModelCard, max_running: int) -> str | None:
+def unfit_beams(sampling: SamplingParams, num_prompt_tokens: int, card: ModelCard, max_running: int) -> str | None:
     """Why a decode worker that runs ``max_running`` sequences (0: any number) could not compute a valid beam search even alone.
 
     At worst the beams share the prompt's full blocks only. One that needs more blocks than there are would be preempted for ever.
     """
-    search = request.sampling.beam_search
+    search = sampling.beam_search
     if search is None:
         return None
     if max_running and search.width > max_running:
         return (
             f"beam_search.width is {search.width}; this worker runs {max_running} sequences at a time (--max-num-seqs)"
         )
-    max_output = _max_output(request, card)
-    num_shared, num_left = divmod(request.num_prompt_tokens, card.layout.block_size)
+    max_output = _max_output(sampling, num_prompt_tokens, card)
+    num_shared, num_left = divmod(num_prompt_tokens, card.layout.block_size)
     num_blocks = num_shared + search.width * -(-(num_left + max_output) // card.layout.block_size)
     if num_blocks > card.num_blocks:
         return (
@@ -106,5 +108,5 @@ def invalid_first_token(token: SampledToken, sampling: SamplingParams, vocab_siz
     return None
 
 
-def _max_output(request: Submit | Offer, card: ModelCard) -> int:
-    return max(1, min(request.sampling.max_tokens, card.max_model_len - request.num_prompt_tokens))
+def _max_output(sampling: SamplingParams, num_prompt_tokens: int, card: ModelCard) -> int:
+    return max(1, min(sampling.max_tokens, card.max_model_len - num_prompt_tokens))

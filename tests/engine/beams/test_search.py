@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.common.sampling import BeamSearch, FinishReason, SampledToken, SamplingParams
-from kvrelay.decode_worker.beams import FinishedBeam, Search, advance
+from kvrelay.engine.beams.search import FinishedBeam, Search, advance
 
 LogProbs = Callable[[tuple[int, ...]], list[float]]
 
