@@ -26,6 +26,8 @@ from kvrelay.gateway.apis.responses.routes import ResponsesRoutes
 from kvrelay.gateway.apis.tgi.routes import TgiRoutes
 from kvrelay.gateway.apis.tokenize.routes import TokenizeRoutes
 from kvrelay.gateway.debug import known_workers
+from kvrelay.gateway.desk.records import Records
+from kvrelay.gateway.desk.routes import add_desk
 from kvrelay.gateway.http.api_keys import ApiKeys
 from kvrelay.gateway.http.docs_page import add_docs_page
 from kvrelay.gateway.http.edge import Edge, install_error_handlers
@@ -72,10 +74,12 @@ def create_app(
     TgiRoutes(models, responder).add_to(app)
     TokenizeRoutes(models).add_to(app)
     _add_operations(app, models, metrics)
+    records = Records(time.monotonic, time.time)
+    add_desk(app, records)
     add_docs_page(app)
     api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys), time.monotonic)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-    edge = Edge(app, paths, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys)
+    edge = Edge(app, paths, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys, records)
     return _with_cors(edge, settings.allowed_origins) if settings.allowed_origins else edge
 
 

@@ -20,6 +20,7 @@ class ApiError(KvrelayError):
         super().__init__(message.encode("utf-8", "backslashreplace").decode())
         self.param = param
         self.retry_after_s = retry_after_s
+        self.request_id: str | None = None  # of the request that it answers, filled in by whoever answers
 
     @property
     def retry_after(self) -> str | None:
@@ -28,7 +29,8 @@ class ApiError(KvrelayError):
 
     def body(self) -> dict[str, Any]:
         """The OpenAI error object."""
-        return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}
+        error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error if self.request_id is None else {**error, "request_id": self.request_id}}
 
 
 class InvalidRequestError(ApiError):
@@ -69,6 +71,14 @@ class UnauthorizedError(ApiError):
     status = 401
     type = "invalid_request_error"
     code = "invalid_api_key"
+
+
+class ForbiddenError(ApiError):
+    """The API key does not go so far."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "forbidden"
 
 
 class ModelNotFoundError(ApiError):

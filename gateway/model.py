@@ -132,7 +132,7 @@ class Model:
             share = PromptShare() if len(sampling) > 1 else None
             for params in sampling:
                 name = f"{request_id}-{len(sequences)}" if sequences else request_id
-                timings = RequestTimings(received_s)
+                timings = RequestTimings(received_s, prepared_s=self.relay.clock())
                 sequences.append(
                     GenerationRequest(name, prompt, params, timings, spec, timeout_s, share, priority=priority)
                 )

@@ -144,13 +144,14 @@ def keys(directory: Path) -> None:
 
 @cli.command("api-key")
 @click.argument("name")
-def api_key(name: str) -> None:
+@click.option("--operator", is_flag=True, help="may also look at /console, workers and everybody's requests")
+def api_key(name: str, operator: bool) -> None:
     """Make an API key, and the line that a gateway's --api-keys file has of it."""
     line_of: Callable[[str, str], str] = _load("kvrelay.gateway.http.api_keys:line_of")
     key = f"kvr-{secrets.token_urlsafe(32)}"
     line = line_of(name, key)
     click.echo(f"key, for its owner only: {key}", err=True)
-    click.echo(line)
+    click.echo(f"{line} operator=1" if operator else line)
 
 
 @cli.command("watermark")

@@ -40,6 +40,7 @@ class ErrorDetail(BaseModel):
     type: Literal["invalid_request_error", "requests", "server_error"] = Field(description="Whose fault it is.")
     param: str | None = Field(description="The field that is wrong.")
     code: str = Field(description="What is wrong, for programs.")
+    request_id: str | None = Field(None, description="The request's id, as in the header x-request-id.")
 
 
 class ErrorBody(BaseModel):

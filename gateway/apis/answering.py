@@ -98,7 +98,7 @@ def sequences_of(
     model: Model, request: ApiRequest, prompts: Sequence[Sequence[int]], spec: GenerationSpec, prompt_param: str
 ) -> list[GenerationRequest]:
     """What an HTTP request asks ``model`` for. Raises InvalidRequestError naming the field, or the header, that is wrong."""
-    return model.sequences(
+    request.sequences = sequences = model.sequences(
         prompts,
         spec,
         request_id=request.internal_id,
@@ -107,6 +107,7 @@ def sequences_of(
         timeout_s=request.timeout_s(),
         min_priority=request.min_priority,
     )
+    return sequences
 
 
 class Responder:
@@ -142,9 +143,10 @@ class Responder:
                 raise
             request.cut = "client_behind" if isinstance(error, ClientBehindError) else "failed_mid_stream"
             if isinstance(error, ApiError):
-                return job.written.failed(error)
+                return job.written.failed(request.fail(error))
             logger.exception("a stream failed", extra={"request_id": job.sequences[0].request_id})
-            return job.written.failed(ApiError("the server failed while it was answering; try again"))
+            failure = ApiError("the server failed while it was answering; try again")
+            return job.written.failed(request.fail(failure))
 
 
 def choose(sequences: Sequence[GenerationRequest], deltas: Sequence[Sequence[TextDelta]]) -> list[Choice]:

@@ -2,8 +2,9 @@
 
 The file has a line per key, ``NAME SHA256`` (hexadecimal; ``kvrelay api-key NAME`` makes both), and behind that, if the key
 shall have limits, ``requests_per_s=5``, ``burst=20``, ``concurrency=8``, ``min_priority=-10`` or some of them. Limits hold for
-each gateway by itself. Blank lines, and what stands behind a ``#``, do not count. The file is looked at again when it has
-changed, so keys come and go without a restart; a file that is broken then is reported, and the keys read last stay in force.
+each gateway by itself. ``operator=1`` makes it an operator's key, which may ask for ``/debug/``. Blank lines, and what stands
+behind a ``#``, do not count. The file is looked at again when it has changed, so keys come and go without a restart; a file that is
+broken then is reported, and the keys read last stay in force.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def _read(path: Path) -> dict[str, _Key]:
         if match is None:
             raise SettingsError(
                 f"--api-keys: line {number} of {path} is not 'NAME SHA256' (kvrelay api-key NAME makes one), "
-                f"with {', '.join(f'{name}=NUMBER' for name in OPTIONS)} behind it if there shall be limits"
+                f"with {', '.join(f'{name}=NUMBER' for name in OPTIONS)} behind it if there shall be limits or rights"
             )
         if match["name"] in keys:
             raise SettingsError(f"--api-keys: line {number} of {path} has the name {match['name']!r} a second time")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping
+from typing import Protocol
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrelay.gateway.errors import (
     ApiError,
     BodyTooLargeError,
+    ForbiddenError,
     InvalidRequestError,
     NotFoundError,
     ShuttingDownError,
@@ -31,10 +33,22 @@ from kvrelay.gateway.metrics import GatewayMetrics
 
 logger = logging.getLogger(__name__)
 
+OPERATORS_PATHS = "/debug/"  # what begins so tells of workers and of others' requests
+
 # What probes and Prometheus ask for, and what only describes the API.
 _OPEN_PATHS = frozenset(
     {"/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics", "/openapi.json", *DOCS_PATHS}
 )
+
+
+class Observer(Protocol):
+    """Hears of every request that was let in. Must not wait, and raises nothing."""
+
+    def begin(self, request: ApiRequest) -> None:
+        """It begins."""
+
+    def end(self, request: ApiRequest, route: str) -> None:
+        """It was answered, or given up. Told also of those that were not let in."""
 
 
 class Edge:
@@ -48,12 +62,14 @@ class Edge:
         client_timeout_s: float,
         metrics: GatewayMetrics,
         api_keys: ApiKeys | None = None,
+        observer: Observer | None = None,
     ) -> None:
         """``paths`` are those of the app's routes: requests are counted by them.
 
         ``api_keys``: who may ask for anything but health, metrics and the API's description; None: everybody.
         """
         self._api_keys = api_keys
+        self._observer = observer
         self._app = app
         self._paths = paths
         self._max_body_bytes = max_body_bytes
@@ -81,22 +97,20 @@ class Edge:
         self._num_in_flight += 1
         use: KeyUse | None = None
         try:
-            if self._api_keys is not None and path not in _OPEN_PATHS:
-                use = self._api_keys.enter(request.headers.get("authorization"))
-                request.min_priority = use.min_priority
+            use = self._let_in(request, path)
             client.check_length(request.headers.get("content-length", ""))
             if not path.isprintable():
                 # For the framework a path with a line end behind it is the path, and it would call an endpoint.
                 raise NotFoundError("Not Found")
             await self._app(scope, client.receive, reply)
         except ApiError as error:
-            await error_response(error, path)(scope, receive, reply)
+            await error_response(request.fail(error), path)(scope, receive, reply)
         except asyncio.CancelledError:
             if not client.has_left:
                 if request.status:  # too late for another answer
                     raise
                 # Only a gateway that has to end, and has waited for as long as it may, cancels a request.
-                await error_response(ShuttingDownError(), path)(scope, receive, reply)
+                await error_response(request.fail(ShuttingDownError()), path)(scope, receive, reply)
         except Exception:
             # What was answered was logged; Starlette raises it again, and uvicorn would log it once more.
             if not request.status:
@@ -107,11 +121,29 @@ class Edge:
                 use.leave()
             if client.end():
                 self._metrics.disconnects.inc()
-            route = scope.get("route")
-            name = path if route is None else route.path
-            outcome = request.cut or str(request.status or "client_left")
-            self._metrics.requests.labels(name if name in self._paths else "other", outcome).inc()
+            self._note_end(request, path)
             del request.state.api_request  # else its body would be there until the garbage collector comes
+
+    def _let_in(self, request: ApiRequest, path: str) -> KeyUse | None:
+        """The use of its API key, to be left, if it needs one. Raises UnauthorizedError, ForbiddenError, TooManyRequestsError."""
+        use: KeyUse | None = None
+        if self._api_keys is not None and path not in _OPEN_PATHS:
+            use = self._api_keys.enter(request.headers.get("authorization"))
+            request.min_priority = use.min_priority
+            if path.startswith(OPERATORS_PATHS) and not use.is_operator:
+                use.leave()
+                raise ForbiddenError("this API key is not an operator's: its line in --api-keys lacks 'operator=1'")
+        if self._observer is not None:
+            self._observer.begin(request)
+        return use
+
+    def _note_end(self, request: ApiRequest, path: str) -> None:
+        route = request.scope.get("route")
+        name = path if route is None else route.path
+        name = name if name in self._paths else "other"
+        self._metrics.requests.labels(name, request.cut or str(request.status or "client_left")).inc()
+        if self._observer is not None:
+            self._observer.end(request, name)
 
 
 class _Client:
@@ -186,6 +218,7 @@ def install_error_handlers(app: FastAPI) -> None:
     """Make every error of ``app``, also an unknown path, an error object."""
 
     async def on_error(request: Request, error: Exception) -> Response:
+        asked: ApiRequest = request.state.api_request
         headers: Mapping[str, str] | None = None
         if isinstance(error, HTTPException):
             api_error: ApiError = InvalidRequestError(str(error.detail))
@@ -195,10 +228,9 @@ def install_error_handlers(app: FastAPI) -> None:
         elif isinstance(error, ApiError):
             api_error = error
         else:
-            request_id = request.state.api_request.request_id
-            logger.error("a request failed", exc_info=error, extra={"request_id": request_id})
+            logger.error("a request failed", exc_info=error, extra={"request_id": asked.request_id})
             api_error = ApiError("the server failed on this request; its log has the reason")
-        response = error_response(api_error, request.scope["path"])
+        response = error_response(asked.fail(api_error), request.scope["path"])
         response.headers.update(headers or {})
         return response
 

@@ -1,5 +1,6 @@
-"""What one API key may ask for: requests a second, requests at a time, how early in line. Pure state; the caller brings the time.
+"""What one API key may ask for: requests a second, requests at a time, how early in line, and whether it is an operator's.
 
+Pure state; the caller brings the time.
 Requests a second are counted by a token bucket: ``burst`` requests may come at once, and the bucket fills at ``requests_per_s``.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 
 from kvrelay.gateway.errors import TooManyRequestsError
 
-OPTIONS = ("requests_per_s", "burst", "concurrency", "min_priority")
+OPTIONS = ("requests_per_s", "burst", "concurrency", "min_priority", "operator")
 _BUSY_RETRY_S = 1.0
 
 
@@ -24,6 +25,7 @@ class KeyLimits:
     burst: float = math.inf  # requests that may come at once
     concurrency: float = math.inf
     min_priority: int = 0  # a request that asks for a smaller one, to be served earlier, gets this one
+    operator: bool = False  # whether it may look at workers and at everybody's requests
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> KeyLimits:
@@ -38,7 +40,7 @@ class KeyLimits:
                 raise ValueError(f"{name} is not a number") from None
             if name != "min_priority" and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be above 0")
-            values[name] = value
+            values[name] = value if name != "operator" else True
         if "burst" in values and "requests_per_s" not in values:
             raise ValueError("burst means nothing without requests_per_s")
         if "requests_per_s" in values:
@@ -54,10 +56,11 @@ class KeyUse:
         self._filling = math.inf  # of the bucket, which starts full
         self._filled_s = 0.0  # when it was so full
         self.min_priority = 0  # of the limits that the last request entered by
+        self.is_operator = False  # the same
 
     def enter(self, limits: KeyLimits, now_s: float) -> None:
         """A request begins; ``leave`` must follow. Raises TooManyRequestsError if it may not."""
-        self.min_priority = limits.min_priority
+        self.min_priority, self.is_operator = limits.min_priority, limits.operator
         if self._num_running >= limits.concurrency:
             raise TooManyRequestsError(
                 f"this API key has {self._num_running} requests running, which is its limit",

@@ -19,7 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.errors import ApiError, InvalidRequestError
+from kvrelay.gateway.relay.request import GenerationRequest
 
 TIMEOUT_HEADER = "x-request-timeout"
 SECONDS = r"[0-9]{1,9}(\.[0-9]{0,9})?"
@@ -39,6 +40,8 @@ class ApiRequest(Request):
         self.min_priority: int | None = None  # that its API key allows; None: any
         self.status = 0  # of its answer, once that has begun
         self.cut: str | None = None  # why its answer ended in the middle, behind its status; the metrics' label
+        self.error: ApiError | None = None  # that it was answered with
+        self.sequences: Sequence[GenerationRequest] = ()  # that workers are asked for
         given = self.headers.get("x-request-id", "")
         # An id from outside goes into logs and messages, so only what is plainly one is taken; and the same may come twice at a
         # time, so workers, which go by ids, get one with something of its own.
@@ -48,6 +51,11 @@ class ApiRequest(Request):
         else:
             self.request_id = self.internal_id = secrets.token_hex(12)
         self.state.api_request = self
+
+    def fail(self, error: ApiError) -> ApiError:
+        """``error``, which is to answer this request: it carries the request's id."""
+        self.error, error.request_id = error, self.request_id
+        return error
 
     def timeout_s(self) -> float:
         """What the client gives the request, by its header; infinite without. Raises InvalidRequestError if that is no time."""

@@ -90,7 +90,7 @@ class EventStream(Response):
             # By a client that leaves, which reads nothing more, or by a gateway that has to end and has waited long enough.
             if not self.has_begun:
                 raise
-            last_words = self._failed(ShuttingDownError())
+            last_words = self._failed(self._request.fail(ShuttingDownError()))
         finally:
             if self._exchange is not None:  # also if the connection is closed for an error that nobody expected
                 self._exchange.write_now()

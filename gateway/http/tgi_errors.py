@@ -48,7 +48,8 @@ _KINDS: tuple[tuple[type[ApiError], int | None, str, str], ...] = (
 def tgi_error(error: ApiError) -> tuple[int, dict[str, str]]:
     """Status and body."""
     status, kind, prefix = _described(error)
-    return status, {"error": f"{prefix}{error}", "error_type": kind}
+    body = {"error": f"{prefix}{error}", "error_type": kind}
+    return status, body if error.request_id is None else {**body, "request_id": error.request_id}
 
 
 def _described(error: ApiError) -> tuple[int, str, str]:

@@ -27,6 +27,7 @@ from kvrelay.gateway.relay.attempt import Attempt, AttemptFailedError, AttemptMo
 from kvrelay.gateway.relay.placement import Placement, views
 from kvrelay.gateway.relay.request import GenerationRequest, Place
 from kvrelay.gateway.relay.settings import RelaySettings
+from kvrelay.gateway.relay.timings import AttemptNote
 from kvrelay.gateway.routing.admission import Admission, Asked
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
 from kvrelay.gateway.workers.pool import WorkerPool
@@ -97,6 +98,7 @@ class Relay:
             timeout_left_s,
             lambda: self._placement.no_room(request.max_len),
         )
+        request.timings.placed_s = self.clock()
 
     def _place(self, request: GenerationRequest, asked: Asked) -> Place | None:
         found = self._placement.place(request, self.admission.num_to_hold(asked))
@@ -184,7 +186,9 @@ class Relay:
         self.prompt_ways[place.way, place.reason.value] += 1
         self.metrics.prompt_ways.labels(place.way, place.reason.value).inc()
         part = tuple(worker.address for worker in place.workers)
-        trial = self.breakers.begin(request.share or request.request_id, part, self.clock())
+        begun_s = self.clock()
+        note = request.timings.on_attempt(AttemptNote(part, place.reason.value, begun_s, len(request.output)))
+        trial = self.breakers.begin(request.share or request.request_id, part, begun_s)
         attempt = Attempt(self.pool, request, place, take, self.metrics, trial)
         outcome = "given_up"  # by its client, or by us, its time being up
         try:
@@ -217,6 +221,7 @@ class Relay:
             outcome = "finished"
         finally:
             self.breakers.on_end(trial)
+            note.ended_s, note.outcome = self.clock(), outcome
             self.metrics.attempts.labels(outcome).inc()
         return True
 

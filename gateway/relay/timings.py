@@ -12,18 +12,42 @@ from kvrelay.wire.messages import Timings
 
 HEADER = "x-kvrelay-timings"
 
+_MAX_NOTES = 16  # of attempts
+
+
+@dataclass(slots=True)
+class AttemptNote:
+    """One attempt: where it went, when, and how it ended. Times are on the gateway's monotonic clock."""
+
+    workers: tuple[str, ...]  # addresses; the first is sent to
+    reason: str  # why there
+    begun_s: float
+    num_output_tokens: int  # that the client had before
+    ended_s: float | None = None
+    outcome: str = ""  # as the metrics call it, once it is over
+
 
 @dataclass(slots=True)
 class RequestTimings:
     """Filled while a request runs. Parts are those of the attempt that first reported them."""
 
     received_s: float  # when the request's head had been read
+    prepared_s: float | None = None  # checked, rendered and tokenized
+    placed_s: float | None = None  # it has its place on workers
     submitted_s: float | None = None  # first attempt
     first_token_s: float | None = None
     last_token_s: float | None = None  # of the tokens so far
     second_token_s: float | None = None
     num_attempts: int = 0
     parts: dict[str, float] = field(default_factory=dict)  # queue, prefill, transfer, first_step
+    notes: list[AttemptNote] = field(default_factory=list)  # of the first attempts and the last ones
+
+    def on_attempt(self, note: AttemptNote) -> AttemptNote:
+        """An attempt begins; ``note`` is returned, and completed by whoever sees its end."""
+        if len(self.notes) == _MAX_NOTES:
+            del self.notes[_MAX_NOTES // 2]
+        self.notes.append(note)
+        return note
 
     def on_submit(self, now_s: float) -> float | None:
         """An attempt goes to a worker; returned is how long that took since the request came, if it is the first."""

@@ -206,7 +206,7 @@ async def test_raw_bodies(up: Deployment) -> None:
                 continue
             assert response.status_code == status, (name, response.text)
             if status != 200:
-                assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+                assert set(response.json()["error"]) == {"message", "type", "param", "code", "request_id"}
     await up.settled()
 
 

@@ -59,7 +59,8 @@ class ResponseFormat:
         """The response as far as it came, and why not further."""
         detail = error.body()["error"]
         body = {**self._head, "status": "failed", "output": list(self._items.done), "usage": None}
-        body["error"] = {"code": "server_error", "message": f"{detail['message']} ({detail['code']})"}
+        message = f"{detail['message']} ({detail['code']})"
+        body["error"] = {"code": "server_error", "message": message, "request_id": error.request_id}
         self._items.event("response.failed", response=body)
         return self._items.take()
 

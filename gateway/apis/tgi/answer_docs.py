@@ -19,6 +19,7 @@ class TgiError(BaseModel):
     """TGI's error object."""
 
     error: str = Field(min_length=1, description="What is wrong.")
+    request_id: str | None = Field(None, description="The request's id, as in the header x-request-id.")
     error_type: Literal[
         "validation",
         "template_error",

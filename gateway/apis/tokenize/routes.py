@@ -64,7 +64,7 @@ class TokenizeRoutes:
             model = self._models.find(body.model)
             return _json(await aside(lambda: _ids(model, body), size))
         except ApiError as error:
-            return error_response(error)  # in vLLM's shape, which is OpenAI's
+            return error_response(request.fail(error))  # in vLLM's shape, which is OpenAI's
 
     async def chat_tokenize(self, body: ChatBody, request: ApiRequest) -> Response:
         """A chat as text, and its tokens."""

@@ -111,7 +111,8 @@ async def test_a_bad_body_is_422_in_tgis_shape(app: App) -> None:
 async def test_a_method_that_a_path_does_not_take(app: App) -> None:
     response = await app.client.get("/generate")
     assert response.status_code == 405
-    assert response.json() == {"error": "Method Not Allowed", "error_type": "validation"}
+    named = {"request_id": response.headers["x-request-id"]}
+    assert response.json() == {"error": "Method Not Allowed", "error_type": "validation", **named}
     unknown = await app.client.get("/nowhere")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
 
