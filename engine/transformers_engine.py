@@ -82,8 +82,6 @@ def _ops_on(device: torch.device, options: EngineOptions) -> MakeOps:
 def _checkpoint_dtype(options: EngineOptions) -> str:
     """The number format that ``config.json`` names. Raises ModelError."""
     config = json.loads((options.model_dir / "config.json").read_text(encoding="utf-8"))
-    if config.get("quantization_config"):
-        raise ModelError(f"{options.model_dir}: quantized checkpoints are not supported; use one in bf16, fp16 or fp32")
     text = config.get("text_config") or {}
     dtype = (
         config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32"

@@ -114,11 +114,6 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
 
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"{directory}: hidden_act {config['hidden_act']!r} is not supported; only silu is")
-    if config.get("quantization_config") and not _has_full_weights(config["quantization_config"]):
-        raise ModelError(
-            f"{directory}: quantized checkpoints are not supported, but for scales of an fp8 KV cache beside full weights; "
-            "use one in bf16, fp16 or fp32"
-        )
     num_q_heads, num_layers = size("num_attention_heads"), size("num_hidden_layers")
     num_kv_heads = size("num_key_value_heads", num_q_heads)
     if num_q_heads % num_kv_heads:
@@ -151,24 +146,6 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
         rope=rope,
         rope_text=rope.canonical,
         dtype=_dtype(config, directory),
-    )
-
-
-def _has_full_weights(quantization: Any) -> bool:
-    """Whether a ``quantization_config`` is about the KV cache alone, in fp8, as compressed-tensors and ModelOpt say that.
-
-    Groups without weights (attention's) tell an engine what else it may round; we round less.
-    """
-    if not isinstance(quantization, dict) or quantization.get("quant_method") not in ("compressed-tensors", "modelopt"):
-        return False
-    scheme, groups = quantization.get("kv_cache_scheme"), quantization.get("config_groups") or {}
-    return (
-        isinstance(scheme, dict)
-        and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-        and isinstance(groups, dict)
-        and not any(not isinstance(group, dict) or group.get("weights") for group in groups.values())
-        # Weights of another meaning: pruned, rotated, or rounded by ModelOpt.
-        and not any(quantization.get(name) for name in ("quant_algo", "sparsity_config", "transform_config"))
     )
 
 

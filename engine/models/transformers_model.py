@@ -25,10 +25,13 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.model import ModelShape
+from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.models.ops import Linear, PagedOps, PagedStep, Scores
 from kvrelay.engine.models.transformers_gate import AttentionLayer, probe_layers
 from kvrelay.engine.weights.headers import check_full, check_layers, read_headers
+from kvrelay.engine.weights.kv_scales import is_attention_scale
+from kvrelay.engine.weights.reader import CheckpointReader
 
 _OURS = "kvrelay"
 _PLAIN = "eager"
@@ -206,7 +209,8 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> Tra
     headers = read_headers(directory)
     config = load_transformers_config(directory)
     check_layers(directory, int(config.get_text_config().num_hidden_layers), headers)
-    check_full(headers)
+    with CheckpointReader(headers, load_quantisation(directory), dtype, "cpu") as reader:
+        check_full(reader.headers)
     check_tokenizer(directory, int(config.get_text_config().vocab_size))
     _from_pretrained(directory, dtype, "meta")
     model = _from_pretrained(directory, dtype, None).eval().to(device)
@@ -230,12 +234,18 @@ def load_transformers_config(directory: Path) -> PreTrainedConfig:
 
 def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None) -> PreTrainedModel:
     """The whole model. On "meta" it takes no memory, and the names and shapes of tensors are compared all the same."""
-    try:
+    how: dict[str, Any] = {
+        "dtype": dtype, "attn_implementation": _PLAIN, "output_loading_info": True, "device_map": device_map,
         # Tensors of another shape are told, as those that are missing are; the library's own error does not name them.
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            str(directory), dtype=dtype, attn_implementation=_PLAIN, local_files_only=True, trust_remote_code=False,
-            use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, device_map=device_map,
-        )  # fmt: skip
+        "ignore_mismatched_sizes": True,
+    }  # fmt: skip
+    try:
+        if (quantisation := load_quantisation(directory)) is None:
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False, use_safetensors=True, **how
+            )
+        else:
+            model, info = _dequantised(directory, quantisation, how)
     except _LOADING_ERRORS as error:
         raise _not_loaded(directory, error) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -246,6 +256,35 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None
             )
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _dequantised(directory: Path, quantisation: Quantisation, how: dict[str, Any]) -> tuple[PreTrainedModel, Any]:
+    """A model in full from stored weights, and what transformers tells of its loading."""
+    config = load_transformers_config(directory)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # else transformers would want the library of its own for the format
+    with torch.device("meta"):
+        model_class = type(transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    with CheckpointReader(read_headers(directory), quantisation, how["dtype"], "cpu") as reader:
+        tensors: dict[str, Any] = {}
+        for name, header in reader.headers.items():
+            if not is_attention_scale(name):
+                is_meta = how["device_map"] == "meta"
+                tensors[name] = torch.empty(header.shape, device="meta") if is_meta else _Unread(reader, name)
+        model, info = model_class.from_pretrained(None, config=config, state_dict=tensors, **how)
+        info["unexpected_keys"] = [name for name in info["unexpected_keys"] if not reader.is_zero_bias(name)]
+    return model, info
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A tensor of a checkpoint in a state dictionary: transformers reads each with ``[...]`` when it is its turn."""
+
+    reader: CheckpointReader
+    name: str
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return self.reader.read(self.name)
 
 
 def _not_loaded(directory: Path, error: Exception) -> ModelError:

@@ -14,16 +14,16 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import ModelConfig
-from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers, unreadable
+from kvrelay.engine.config.quantisation import load_quantisation
+from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
+from kvrelay.engine.weights.reader import CheckpointReader
 from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, Weight
 
 Progress = Callable[[int, int], None]
@@ -101,40 +101,34 @@ def _load(
     rounding: Rounding | None,
     cut: Cut,
 ) -> ModelWeights:
-    check_checkpoint(directory, config)
     assert cut.is_whole or rounding is None, (
         f"rank {cut.rank} of {cut.num_ranks} would round rows of which it has a part"
     )
-    weights, places = _allocate(config, dtype, device, rounding, cut)
-    device_name = str(weights.norm.device)  # with its index, which safetensors would take for 0 if it were left out
-    files = checkpoint_files(directory)
-    total = sum(path.stat().st_size for path in files) // cut.num_ranks
-    done = 0
-    for path in files:
-        try:
-            with safe_open(path, framework="pt", device=device_name) as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    place = places.get(name)
-                    if place is None:
-                        continue  # the model is the same without it, or another rank has it
-                    tensor = place.read(file, name)
-                    place.target.copy_(tensor)
-                    done += tensor.nbytes
-                    del tensor  # else it would stay on the device while the next one is read
-                    progress(min(done, total), total)
-        except (SafetensorError, OSError) as error:
-            raise unreadable(path, error) from error
+    # With its index, which safetensors would take for 0 if it were left out.
+    device_name = str(torch.empty(0, device=device).device)
+    total = sum(path.stat().st_size for path in checkpoint_files(directory)) // cut.num_ranks
+    with CheckpointReader(read_headers(directory), load_quantisation(directory), dtype, device_name) as reader:
+        check_checkpoint(directory, reader, config)
+        weights, places = _allocate(config, dtype, device, rounding, cut)
+        for name in reader.headers:
+            place = places.get(name)
+            if place is None:
+                continue  # the model is the same without it, or another rank has it
+            tensor = reader.part(name, place.part)
+            place.target.copy_(tensor)
+            del tensor  # else it would stay on the device while the next one is read
+            progress(min(reader.num_bytes_read, total), total)
     progress(total, total)
     return weights
 
 
-def check_checkpoint(directory: Path, config: ModelConfig) -> None:
-    """Whether the checkpoint's tensors are those that ``config`` asks for, by the headers of its files.
+def check_checkpoint(directory: Path, reader: CheckpointReader, config: ModelConfig) -> None:
+    """Whether the tensors of the checkpoint in ``directory`` are those that ``config`` asks for, by the headers of its files.
 
-    Raises ModelError naming the file and the tensor: a file is missing or truncated, or a tensor is missing, unknown, of another
-    shape, or in a quantised format.
+    Raises ModelError naming the file and the tensor: one is missing, unknown, of another shape, or in a format of which nothing is
+    told.
     """
-    headers = read_headers(directory)
+    headers = reader.headers
     check_layers(directory, config.num_layers, headers)
     _, places = _allocate(config, torch.float32, torch.device("meta"), None, _WHOLE)
     if missing := sorted(places.keys() - headers):
@@ -143,7 +137,7 @@ def check_checkpoint(directory: Path, config: ModelConfig) -> None:
         raise ModelError(f"{len(missing)} tensors are missing from {where}, the first is {missing[0]}")
     for name, header in headers.items():
         if (place := places.get(name)) is None:
-            _check_unused(header.path, name, config)
+            _check_unused(reader, name, config)
         elif header.shape != place.shape:
             raise ModelError(
                 f"{header.path}: tensor {name} has shape {list(header.shape)}; config.json asks for {list(place.shape)}"
@@ -180,14 +174,15 @@ def weights_digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _check_unused(path: Path, name: str, config: ModelConfig) -> None:
+def _check_unused(reader: CheckpointReader, name: str, config: ModelConfig) -> None:
     """Raise ModelError for a tensor we have no use for, unless the model is the same without it."""
     is_tied_head = name == "lm_head.weight" and config.has_tied_embeddings
     is_rotary_buffer = name.endswith(".rotary_emb.inv_freq")  # of old checkpoints, follows from the config
-    if not (is_tied_head or is_rotary_buffer or is_attention_scale(name)):
-        raise ModelError(
-            f"{path}: tensor {name} is unknown to {config.architecture} with this config.json; it would be ignored"
-        )
+    if is_tied_head or is_rotary_buffer or is_attention_scale(name) or reader.is_zero_bias(name):
+        return
+    raise ModelError(
+        f"{reader.headers[name].path}: tensor {name} is unknown to {config.architecture} with this config.json; it would be ignored"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +192,6 @@ class _Place:
     target: Weight
     shape: tuple[int, ...]  # of the tensor …
     part: tuple[range, ...]  # … and which of it the target holds, for each dimension
-
-    def read(self, file: Any, name: str) -> torch.Tensor:
-        """What belongs there, from ``file``, which is open."""
-        is_whole = all(len(part) == size for part, size in zip(self.part, self.shape, strict=True))
-        tensor = file.get_tensor(name) if is_whole else file.get_slice(name)
-        part: torch.Tensor = tensor if is_whole else tensor[tuple(slice(part.start, part.stop) for part in self.part)]
-        return part
 
 
 def _allocate(

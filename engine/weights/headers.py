@@ -20,7 +20,7 @@ class TensorHeader:
 
     path: Path
     shape: tuple[int, ...]
-    dtype: str  # in safetensors' words, such as "BF16"
+    dtype: str  # in safetensors' words, such as "BF16"; of a quantised weight that is known: what it becomes
 
 
 def read_headers(directory: Path) -> dict[str, TensorHeader]:
@@ -54,15 +54,16 @@ def unreadable(path: Path, error: Exception) -> ModelError:
 
 
 def check_full(headers: Mapping[str, TensorHeader]) -> None:
-    """Raises ModelError if a weight is in a quantised format, in a checkpoint whose configuration says nothing of that.
+    """Raises ModelError if a weight is in a quantised format of which the checkpoint says nothing.
 
     To convert its numbers as they are would leave their scales out.
     """
     for name, header in headers.items():
         if header.dtype not in _FULL and (name.endswith("weight") or ".experts." in name):
             raise ModelError(
-                f"{header.path}: tensor {name} has format {header.dtype}, of a quantised checkpoint, but config.json names no "
-                "quantisation of weights; it takes one in bf16, fp16 or fp32, or the config.json that belongs to it"
+                f"{header.path}: tensor {name} has format {header.dtype}, of a quantised checkpoint, but neither config.json nor "
+                "a scale beside it tells what its numbers mean: take the config.json that belongs to it, or a checkpoint in bf16, "
+                "fp16 or fp32"
             )
 
 

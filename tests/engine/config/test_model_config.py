@@ -114,7 +114,6 @@ def test_biases_by_architecture() -> None:
         ({"rope_parameters": {"rope_type": "linear"}}, "rope type 'linear' needs 'factor'"),
         ({"rope_parameters": {**LLAMA3, "high_freq_factor": None}}, "rope type 'llama3' needs 'high_freq_factor'"),
         ({"dtype": "float64"}, "dtype float64 is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
         ({"hidden_size": None}, "has no 'hidden_size'"),
         ({"num_key_value_heads": 3}, "4 attention heads are no multiple of 3 key/value heads"),
         ({"vocab_size": "many"}, "'vocab_size' is 'many'"),
@@ -129,39 +128,6 @@ def test_biases_by_architecture() -> None:
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=f"/m.*{message}"):
         parse(**changes)
-
-
-KV_ONLY = {
-    "quant_method": "compressed-tensors",
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
-}
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_served"),
-    [
-        ({}, True),
-        ({"config_groups": {}, "ignore": ["lm_head"], "sparsity_config": {}, "transform_config": {}}, True),
-        ({"config_groups": {"attention": {"targets": ["LlamaAttention"], "weights": None}}}, True),
-        ({"quant_method": "modelopt", "quant_algo": None}, True),
-        ({"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}}}, False),
-        ({"config_groups": ["group"]}, False),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, False),
-        ({"transform_config": {"config_groups": {"r3": {}}}}, False),
-        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, False),
-        ({"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, False),
-        ({"kv_cache_scheme": None}, False),
-        ({"quant_method": "fp8"}, False),
-    ],
-)
-def test_a_checkpoint_may_have_scales_for_an_fp8_cache_beside_full_weights(
-    changes: dict[str, Any], is_served: bool
-) -> None:
-    if is_served:
-        assert parse(quantization_config={**KV_ONLY, **changes}) == parse()
-        return
-    with pytest.raises(ModelError, match="quantized checkpoints are not supported, but for scales of an fp8 KV cache"):
-        parse(quantization_config={**KV_ONLY, **changes})
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ class DeviceSlice:
 def opened(monkeypatch: pytest.MonkeyPatch) -> Device:
     """A device without an allocator of torch's own, in the CPU's memory."""
     device = Device("cpu")
-    monkeypatch.setattr("kvrelay.engine.weights.checkpoint.safe_open", device.open)
+    monkeypatch.setattr("kvrelay.engine.weights.reader.safe_open", device.open)
     return device
 
 

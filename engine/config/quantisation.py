@@ -1,0 +1,142 @@
+"""What a checkpoint says of its weights' quantisation, and which of that we read.
+
+Most of a format shows in the tensors themselves (:mod:`kvrelay.engine.weights.reader`): which modules are quantised, in how many
+bits, by which groups. So lists of modules that are, or are not, need not be read. This module refuses what the tensors would not
+tell, or what we do not compute.
+
+Activations are not rounded, whatever a checkpoint allows an engine to do (w8a8): products have 16 bits or more on their other
+side. That is closer to the model before it was quantised; static scales of activations have no use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.common.errors import ModelError
+
+METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4")
+_MODELOPT_ALGOS = (None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+_COMPRESSED_FORMATS = (
+    "dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision", None,
+)  # fmt: skip
+_COMPRESSED_TYPES = (("float", 8), ("int", 4), ("int", 8))
+_GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """What must be known of stored weights beside their tensors."""
+
+    method: str  # of METHODS
+    block_size: tuple[int, int] | None = None  # (outputs, inputs) that share a scale
+    zero_offset: int = 0  # zeros are stored less by so much
+
+
+def load_quantisation(directory: Path) -> Quantisation | None:
+    """From ``config.json``, or ModelOpt's file beside it; None: weights are stored in full. Raises ModelError."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    modelopt = directory / "hf_quant_config.json"
+    if config is None and modelopt.is_file():
+        try:
+            config = {"quant_method": "modelopt", **json.loads(modelopt.read_text(encoding="utf-8"))["quantization"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{modelopt} cannot be read: {error!r}") from error
+    return None if config is None else parse_quantisation(config, str(directory))
+
+
+def parse_quantisation(config: Any, directory: str) -> Quantisation:
+    """A ``quantization_config``; ``directory`` is named in errors. Raises ModelError on what is not read, by name."""
+    method = config.get("quant_method") if isinstance(config, Mapping) else None
+    if method not in METHODS:
+        raise ModelError(
+            f"{directory}: quant_method {method!r} is not supported; supported are {', '.join(METHODS)}: take such a checkpoint, "
+            "or one in bf16, fp16 or fp32"
+        )
+    try:
+        match method:
+            case "awq":
+                _require(config, "bits", 4)
+                _require(config, "version", "gemm", "GEMM", None)
+                _require(config, "format", "gemm", None)
+                _require(config, "backend", "autoawq", "auto", "gemm", None)
+            case "compressed-tensors":
+                return Quantisation(method, _compressed_block_size(config))
+            case "fp8":
+                _require(config, "expert_dtype", "fp8", None)
+                return Quantisation(method, _block_size(config.get("weight_block_size")))
+            case "gptq":
+                _require(config, "bits", 4, 8)
+                _require(config, "pack_dtype", "int32", None)
+                _require(config, "is_marlin_format", False, None)
+                packing = "format" if config.get("checkpoint_format") is None else "checkpoint_format"
+                _require(config, packing, *_GPTQ_OFFSETS, None)
+                return Quantisation(method, zero_offset=_GPTQ_OFFSETS[config.get(packing) or "gptq"])
+            case "modelopt":
+                _require(config, "quant_algo", *_MODELOPT_ALGOS)
+                _require(config, "kv_cache_quant_algo", "FP8", None)
+                block_size = (128, 128) if config.get("quant_algo") == "FP8_PB_WO" else None
+                return Quantisation(method, block_size)
+    except _NotReadError as error:
+        raise ModelError(f"{directory}: {error}: take another checkpoint, or one in bf16, fp16 or fp32") from error
+    return Quantisation(method)
+
+
+class _NotReadError(Exception):
+    """A setting that we do not read."""
+
+
+def _require(config: Mapping[str, Any], name: str, *allowed: Any, where: str = "") -> None:
+    value = config.get(name)
+    if value not in allowed:
+        known = ", ".join(repr(one) for one in allowed if one is not None)
+        raise _NotReadError(
+            f"{where}{name} is {value!r} in a checkpoint of {config.get('quant_method', 'compressed-tensors')}; {known} can be read"
+        )
+
+
+def _block_size(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(one, int) and one > 0 for one in value):
+        raise _NotReadError(f"a block of weights is {value!r}, not two positive numbers")
+    return value[0], value[1]
+
+
+def _compressed_block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The one block size of all groups."""
+    _require(config, "format", *_COMPRESSED_FORMATS)
+    _require(config.get("sparsity_config") or {}, "format", "dense", None, where="sparsity_config's ")
+    if config.get("transform_config"):
+        raise _NotReadError("transform_config rotates weights or activations, which is not supported")
+    if scheme := config.get("kv_cache_scheme"):  # whose scales an fp8 pool would take
+        _require(scheme, "type", "float", where="kv_cache_scheme's ")
+        _require(scheme, "num_bits", 8, where="kv_cache_scheme's ")
+    sizes: set[tuple[int, int] | None] = set()
+    for name, group in _groups(config):
+        _require(group, "format", *_COMPRESSED_FORMATS, where=f"{name}'s ")
+        weights = group.get("weights")
+        if weights is None:
+            continue
+        kind = (weights.get("type"), weights.get("num_bits"))
+        if kind not in _COMPRESSED_TYPES:
+            known = ", ".join(f"{name} of {bits}" for name, bits in _COMPRESSED_TYPES)
+            raise _NotReadError(f"{name}'s weights are {kind[0]} of {kind[1]} bits; {known} can be read")
+        if weights.get("strategy") == "block":
+            sizes.add(_block_size(weights.get("block_structure")))
+    if len(sizes) > 1:
+        raise _NotReadError(f"config_groups have blocks of {len(sizes)} sizes; one for all can be read")
+    return sizes.pop() if sizes else None
+
+
+def _groups(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise _NotReadError(f"config_groups is a {type(groups).__name__}, not an object")
+    for name, group in groups.items():
+        if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping | None):
+            raise _NotReadError(f"config_groups' {name} is not an object of schemes")
+        yield name, group

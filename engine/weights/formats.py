@@ -1,0 +1,213 @@
+"""Weights of 4 or 8 bits: how checkpoints store them, all brought into one form, and the numbers that this form means.
+
+Nothing is rounded on the way: a :class:`StoredWeight` holds the checkpoint's own integers, zeros and scales. Which format a module
+has is the reader's to know (:mod:`kvrelay.engine.weights.reader`). Every function raises ValueError on shapes that do not fit.
+
+Sources: GPTQ as AutoGPTQ packs it, AWQ as AutoAWQ's ``gemm`` does, compressed-tensors' ``pack-quantized``, and the Open Compute
+Project's Microscaling Formats for MXFP4, whose blocks lie as gpt-oss stores them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+_MAX_ELEMENTS = 2**24  # in fp32 at once
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of 8 each output is
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_SIGN = 0x80  # between a byte that is stored with 128 added, and an int8
+
+Parts = Mapping[str, torch.Tensor]
+"""A module's tensors, by the last part of their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A matrix ``[out, in]``: ``(values - zero) * scale``, with a zero and a scale for each output and group of input features."""
+
+    values: (
+        torch.Tensor
+    )  # [out, in] int8 or e4m3; or [out, in / 2] uint8, two numbers in each, the first in the low half
+    scale: torch.Tensor  # [out, num_groups] fp32, fp16 or bf16
+    zero: torch.Tensor | None  # [out, num_groups] int8, or uint8 where two values are in a byte; None: 0
+    group_size: int  # input features of a group
+    groups: torch.Tensor | None = None  # [in] the group of each input feature; None: one group lies behind the other
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[out, in]``"""
+        num_outs, num_columns = self.values.shape
+        return torch.Size((num_outs, 2 * num_columns if self.values.dtype == torch.uint8 else num_columns))
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """``[out, in]``, computed in fp32 and rounded to ``dtype`` once."""
+        num_outs, num_ins = self.shape
+        result = torch.empty(self.shape, dtype=dtype, device=self.values.device)
+        groups = self.groups
+        if groups is None:
+            groups = torch.arange(num_ins, device=result.device) // self.group_size
+        num_rows = max(1, _MAX_ELEMENTS // num_ins)
+        for start in range(0, num_outs, num_rows):
+            rows = slice(start, start + num_rows)
+            values = self.values[rows]
+            wide = (_halves(values) if values.dtype == torch.uint8 else values).float()
+            if self.zero is not None:
+                wide -= self.zero[rows].float()[:, groups]
+            result[rows] = wide.mul_(self.scale[rows].float()[:, groups])
+        return result
+
+
+def scaled_weight(parts: Parts, block_size: tuple[int, int] | None) -> StoredWeight:
+    """int8 or e4m3 with a scale for the tensor, for each output, each group, or each block of ``block_size`` (outputs, inputs)."""
+    weight, scale = parts["weight"], parts.get("weight_scale", parts.get("weight_scale_inv"))
+    if weight.dim() != 2 or scale is None or weight.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise ValueError(
+            f"it is {weight.dtype} {list(weight.shape)}; beside a scale, matrices of int8 and float8_e4m3fn are read"
+        )
+    num_outs, num_ins = weight.shape
+    if scale.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        scale = scale.float()  # e8m0
+    if scale.dim() > 2:
+        scale = scale.squeeze()  # ModelOpt's [out blocks, 1, in blocks, 1]
+    if scale.numel() == 1:
+        scale = scale.reshape(1, 1).expand(num_outs, 1)
+    elif scale.numel() == num_outs:
+        scale = scale.reshape(num_outs, 1)
+    group_size = num_ins
+    if scale.shape != (num_outs, 1):
+        if block_size is not None and scale.shape == (-(-num_outs // block_size[0]), -(-num_ins // block_size[1])):
+            group_size = block_size[1]
+            scale = scale.repeat_interleave(block_size[0], dim=0)[:num_outs]
+        elif scale.dim() == 2 and scale.shape[0] == num_outs:
+            group_size = _group_size(num_ins, scale.shape[1])
+        else:
+            raise ValueError(
+                f"its scale is {list(scale.shape)}, which does not fit {list(weight.shape)} in blocks of {block_size}"
+            )
+    zero = parts.get("weight_zero_point")
+    return StoredWeight(weight, scale, None if zero is None else zero.reshape(scale.shape), group_size)
+
+
+def packed_weight(parts: Parts) -> StoredWeight:
+    """compressed-tensors' ``pack-quantized``: integers of 4 or 8 bits in words of 32, each with half its range added."""
+    packed, scale = parts["weight_packed"], parts["weight_scale"]
+    num_outs, num_ins = parts["weight_shape"].tolist()
+    words = {4: -(-num_ins // 8), 8: -(-num_ins // 4)}
+    bits = next((bits for bits, count in words.items() if packed.shape == (num_outs, count)), None)
+    if bits is None or num_ins % 2:
+        raise ValueError(
+            f"it is {list(packed.shape)} words for {num_outs} x {num_ins} numbers; of 4 and 8 bits each, and an even number of "
+            "inputs, it can be read"
+        )
+    scale = scale.reshape(num_outs, -1)
+    zero = parts.get("weight_zero_point")
+    if zero is not None and zero.dtype == torch.int32:
+        zero = _unpacked(zero.T, bits)[:, :num_outs].T
+    elif zero is not None:
+        zero = (zero + 8).to(torch.uint8) if bits == 4 else zero
+    groups = parts.get("weight_g_idx")
+    return _integers(_bytes(packed)[:, : num_ins * bits // 8], scale, zero, bits, groups)
+
+
+def gptq_weight(parts: Parts, zero_offset: int) -> StoredWeight:
+    """GPTQ: words along the inputs, zeros along the outputs. ``zero_offset``: what zeros are stored less by."""
+    qweight, scale = parts["qweight"], parts["scales"]
+    num_groups, num_outs = scale.shape
+    qzeros = parts["qzeros"]
+    bits = 32 * qzeros.shape[1] // num_outs
+    if bits not in (4, 8) or qzeros.shape != (num_groups, num_outs * bits // 32) or qweight.shape[1] != num_outs:
+        raise ValueError(
+            f"qweight {list(qweight.shape)}, qzeros {list(qzeros.shape)} and scales {list(scale.shape)} do not fit together as "
+            "numbers of 4 or 8 bits"
+        )
+    zero = _unpacked(qzeros, bits, zero_offset)
+    return _integers(_bytes(qweight.T), scale.T, zero.T, bits, parts.get("g_idx"))
+
+
+def awq_weight(parts: Parts) -> StoredWeight:
+    """AWQ's ``gemm``: words of eight outputs, not in their order."""
+    qweight, qzeros, scale = parts["qweight"], parts["qzeros"], parts["scales"]
+    num_ins, num_outs = qweight.shape[0], 8 * qweight.shape[1]
+    if scale.shape[1:] != (num_outs,) or qzeros.shape != (scale.shape[0], num_outs // 8) or num_ins % 2:
+        raise ValueError(
+            f"qweight {list(qweight.shape)}, qzeros {list(qzeros.shape)} and scales {list(scale.shape)} do not fit together as "
+            "numbers of 4 bits"
+        )
+
+    def in_order(words: torch.Tensor) -> torch.Tensor:
+        return _unpacked(words, 4).view(len(words), -1, 8)[:, :, _AWQ_ORDER].reshape(len(words), num_outs).T
+
+    values = in_order(qweight)
+    return _integers(values[:, 0::2] | values[:, 1::2] << 4, scale.T, in_order(qzeros), 4, None)
+
+
+def mxfp4_weight(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """MXFP4: 32 numbers of e2m1 in 16 bytes, one power of two (e8m0) for all.
+
+    ``blocks`` ``[..., num_blocks, 16]`` and ``scales`` ``[..., num_blocks]``, both uint8, to ``[..., 32 * num_blocks]``. Exact in
+    bf16 and fp32, unless a scale leaves their range.
+    """
+    if blocks.shape != (*scales.shape, 16) or blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise ValueError(
+            f"blocks {blocks.dtype} {list(blocks.shape)} and scales {scales.dtype} {list(scales.shape)} are no MXFP4"
+        )
+    table = torch.tensor(_E2M1, device=blocks.device)
+    result = torch.empty((scales.numel(), 32), dtype=dtype, device=blocks.device)
+    flat_blocks, exponents = blocks.reshape(-1, 16), scales.reshape(-1, 1).int() - 127
+    num_rows = _MAX_ELEMENTS // 32
+    for start in range(0, len(result), num_rows):
+        rows = slice(start, start + num_rows)
+        result[rows] = torch.ldexp(table[_halves(flat_blocks[rows]).int()], exponents[rows])
+    return result.view(*scales.shape[:-1], 32 * scales.shape[-1])
+
+
+def _integers(
+    values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int, groups: torch.Tensor | None
+) -> StoredWeight:
+    """From bytes ``[out, in * bits / 8]`` of integers that half their range was added to; ``zero`` has it, too, if of 4 bits."""
+    num_ins = values.shape[1] * 8 // bits
+    num_outs, num_groups = scale.shape
+    group_size = _group_size(num_ins, num_groups)
+    if bits == 4 and zero is None:
+        zero = torch.full((num_outs, num_groups), 8, dtype=torch.uint8, device=values.device)
+    if bits == 8:
+        values = (values ^ _SIGN).view(torch.int8)
+    if zero is not None and zero.shape != scale.shape:
+        raise ValueError(f"its zeros are {list(zero.shape)}, its scales {list(scale.shape)}")
+    if groups is not None:
+        if groups.shape != (num_ins,) or not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
+            raise ValueError(
+                f"its g_idx {list(groups.shape)} does not name one of {num_groups} groups for {num_ins} inputs"
+            )
+        in_order = torch.arange(num_ins, device=groups.device) // group_size
+        groups = None if torch.equal(groups.long(), in_order) else groups.long()
+    zero = None if zero is None else zero.contiguous()
+    return StoredWeight(values.contiguous(), scale.contiguous(), zero, group_size, groups)
+
+
+def _group_size(num_ins: int, num_groups: int) -> int:
+    """Raises ValueError if groups are not of one size."""
+    if num_groups < 1 or num_ins % num_groups:
+        raise ValueError(f"{num_ins} inputs do not fall into {num_groups} groups of one size")
+    return num_ins // num_groups
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    """``[n, m]`` words of 32 bits as ``[n, 4 * m]`` bytes, the lowest first."""
+    if words.dtype != torch.int32:
+        raise ValueError(f"its words are {words.dtype}, not int32")
+    return words.contiguous().view(torch.uint8)
+
+
+def _halves(values: torch.Tensor) -> torch.Tensor:
+    """``[n, m]`` bytes as ``[n, 2 * m]`` numbers of 4 bits."""
+    return torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
+
+
+def _unpacked(words: torch.Tensor, bits: int, offset: int = 0) -> torch.Tensor:
+    """``[n, m]`` words as the integers in them: uint8 of 4 bits; of 8 bits int8, less 128. ``offset`` is added in these bits."""
+    if bits == 4:
+        return _halves(_bytes(words)) + offset & 15
+    return (_bytes(words) + offset ^ _SIGN).view(torch.int8)
