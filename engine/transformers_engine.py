@@ -1,6 +1,6 @@
 """An engine for models that have no path of their own here: transformers' layers over our pool, attention and sampler.
 
-On a GPU its products are cuBLAS's, and steps are launched kernel by kernel: a model of transformers may read numbers back from the
+On a GPU steps are launched kernel by kernel: a model of transformers may read numbers back from the
 device, which no graph can hold.
 """
 
@@ -16,7 +16,8 @@ from kvrelay.engine.backends.cpu.build import cpu_paged_ops
 from kvrelay.engine.backends.options import EngineOptions, device_of, dtype_of, num_blocks_of
 from kvrelay.engine.config.model import SUPPORTED_DTYPES
 from kvrelay.engine.kv.geometry import geometry_of
-from kvrelay.engine.models.transformers_check import MakeOps, check_model
+from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models.transformers_check import MakeOps, check_model, plain_logits
 from kvrelay.engine.models.transformers_model import load_model
 from kvrelay.engine.torch_engine import TorchEngine, card_of, make_pool, max_model_len_of
 from kvrelay.engine.weights.checkpoint import weights_digest
@@ -24,7 +25,7 @@ from kvrelay.engine.weights.headers import checkpoint_files
 
 
 def load_transformers_engine(options: EngineOptions, progress: Callable[[int, int], None]) -> TorchEngine:
-    """Load the model, check it against transformers' own attention, allocate the pool.
+    """Load the model, check it against transformers' own computation, allocate the pool.
 
     Raises ModelError naming what is not served, or does not fit, and the way out.
     """
@@ -46,10 +47,12 @@ def load_transformers_engine(options: EngineOptions, progress: Callable[[int, in
     shape, memory = model.shape, None
     geometry = geometry_of(shape, options.block_size, dtype)
     make_ops = _ops_on(device, options)
+    plain = plain_logits(model)
+    model.bind(make_ops(shape, KvPool(geometry, 1, device).tensor, options.block_size, 1), dtype)
+    check_model(model, plain, make_ops, dtype)
     if device.type == "cuda":
         from kvrelay.engine.backends.cuda.build import measure_memory  # noqa: PLC0415 - a CPU worker may lack Triton
 
-        check_model(model, make_ops, dtype)
         memory = measure_memory(
             shape, lambda pool, *sizes: (model, make_ops(shape, pool.tensor, *sizes)), dtype, device, options
         )
@@ -61,9 +64,6 @@ def load_transformers_engine(options: EngineOptions, progress: Callable[[int, in
 
         compile_steps(model, ops, pool, options)
         compile_sampling(torch.zeros(1, shape.vocab_size, dtype=dtype, device=device), ops)
-    else:
-        model.bind(ops)
-        check_model(model, make_ops, dtype)
     card = card_of(
         options, shape, pool, weights_digest(options.model_dir), max_model_len_of(options, shape, num_blocks)
     )

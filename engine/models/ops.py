@@ -102,6 +102,9 @@ class PagedOps(SamplerOps, Protocol):
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root-mean-square norm over the last dimension, computed in fp32."""
 
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of ``[num_tokens, 2 * intermediate]``."""
+
 
 class Ops(PagedOps, Protocol):
     """A device's operations for models whose layers are ours."""
@@ -113,6 +116,3 @@ class Ops(PagedOps, Protocol):
         self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """``residual += hidden`` in place, then its norm."""
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """``silu(gate) * up`` of ``[num_tokens, 2 * intermediate]``."""

@@ -1,7 +1,8 @@
-"""A self-check at load: a model over paged K/V beside itself with transformers' own attention.
+"""A self-check at load: a model over paged K/V, with parts of ours, beside itself as transformers loaded it.
 
-Two sequences, cut into chunks and batched, against one plain forward pass of each. It is short, so that it costs little beside
-loading; windows that are longer than the sequences are made short for it where the model's configuration allows.
+Two sequences, cut into chunks and batched, against one plain forward pass of each, which comes before any part is replaced. It
+is short, so that it costs little beside loading. Windows that are longer than the sequences are made short for it where the
+model's configuration allows.
 """
 
 from __future__ import annotations
@@ -37,35 +38,40 @@ sequence and so many sequences."""
 
 
 @torch.inference_mode()
-def check_model(model: TransformersModel, make_ops: MakeOps, dtype: torch.dtype) -> None:
-    """Raises ModelError if logits are not those of transformers."""
+def plain_logits(model: TransformersModel) -> list[torch.Tensor]:
+    """What :func:`check_model` compares with: of each sequence, ``[its length, vocab]``. Call it before ``bind``."""
+    with _short_windows(model), model.plain_attention():
+        device, found = model.model.device, []
+        for token_ids in _prompts(model):
+            positions = torch.arange(len(token_ids), device=device)[None]
+            inputs = {"input_ids": torch.tensor([token_ids], device=device), "position_ids": positions}
+            found.append(model.model(**inputs, use_cache=False).logits[0].float())
+        return found
+
+
+@torch.inference_mode()
+def check_model(model: TransformersModel, plain: list[torch.Tensor], make_ops: MakeOps, dtype: torch.dtype) -> None:
+    """Raises ModelError if logits are not those of transformers, ``plain``."""
+    name = model.shape.architecture
     try:
-        _compare(model, make_ops, dtype)
-    except ModelError:
-        raise
+        with _short_windows(model) as shape:
+            found = _paged_logits(model, shape, make_ops, dtype)
     except Exception as error:
         raise ModelError(
-            f"{model.shape.architecture} does not run over paged K/V ({type(error).__name__}: {error}): it is not served"
+            f"{name} does not run over paged K/V ({type(error).__name__}: {error}): it is not served"
         ) from error
+    for ours, theirs in zip(found, plain, strict=True):
+        distance = float((ours.float() - theirs).norm() / theirs.norm())
+        if not distance <= _TOLERANCES[dtype]:
+            raise ModelError(
+                f"{name} over paged K/V is not what transformers computes: logits differ by {distance:.2g} of their size, more "
+                f"than {_TOLERANCES[dtype]:g}; it is not served"
+            )
 
 
-def _compare(model: TransformersModel, make_ops: MakeOps, dtype: torch.dtype) -> None:
-    with _short_windows(model) as shape:
-        generator = torch.Generator().manual_seed(1)
-        prompts = [torch.randint(shape.vocab_size, (count,), generator=generator).tolist() for count in _LENGTHS]
-        ours = _paged_logits(model, shape, prompts, make_ops, dtype)
-        with model.plain_attention():
-            for token_ids, logits in zip(prompts, ours, strict=True):
-                device = logits.device
-                positions = torch.arange(len(token_ids), device=device)[None]
-                inputs = {"input_ids": torch.tensor([token_ids], device=device), "position_ids": positions}
-                expected = model.model(**inputs, use_cache=False).logits[0].float()
-                distance = float((logits.float() - expected).norm() / expected.norm())
-                if not distance <= _TOLERANCES[dtype]:
-                    raise ModelError(
-                        f"{shape.architecture} over paged K/V is not what transformers computes: logits differ by "
-                        f"{distance:.2g} of their size, more than {_TOLERANCES[dtype]:g}; it is not served"
-                    )
+def _prompts(model: TransformersModel) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(model.shape.vocab_size, (count,), generator=generator).tolist() for count in _LENGTHS]
 
 
 @contextmanager
@@ -86,9 +92,10 @@ def _short_windows(model: TransformersModel) -> Iterator[ModelShape]:
 
 
 def _paged_logits(
-    model: TransformersModel, shape: ModelShape, prompts: list[list[int]], make_ops: MakeOps, dtype: torch.dtype
+    model: TransformersModel, shape: ModelShape, make_ops: MakeOps, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Of each prompt, ``[its length, vocab]``."""
+    prompts = _prompts(model)
     num_blocks = [-(-len(token_ids) // _BLOCK_SIZE) for token_ids in prompts]
     pool = KvPool(geometry_of(shape, _BLOCK_SIZE, dtype), sum(num_blocks), model.model.device)
     ops = make_ops(shape, pool.tensor, max(num_blocks) * _BLOCK_SIZE, len(prompts))

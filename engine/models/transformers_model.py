@@ -27,8 +27,9 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.model import ModelShape
 from kvrelay.engine.config.quantisation import Quantisation, load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
-from kvrelay.engine.models.ops import Linear, PagedOps, PagedStep, Scores
+from kvrelay.engine.models.ops import PagedOps, PagedStep, Scores
 from kvrelay.engine.models.transformers_gate import AttentionLayer, probe_layers
+from kvrelay.engine.models.transformers_parts import replace_parts
 from kvrelay.engine.weights.headers import check_full, check_layers, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.reader import CheckpointReader
@@ -37,7 +38,6 @@ _OURS = "kvrelay"
 _PLAIN = "eager"
 _LEAKING_ROPES = ("dynamic", "longrope")  # their factor follows the longest sequence of a batch
 _HEAD_DIM_STEP = 16  # what attention kernels take
-_ROUTERS = ("Router", "Gate")
 _BOUND = "kvrelay_bound"  # an attention module's attribute
 _MOST_MODULES = 2**16  # layers, heads, experts: no model is near it, and to make so many would take for ever
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError)
@@ -72,16 +72,9 @@ class TransformersModel:
         for index, layer in enumerate(layers):
             setattr(layer.module, _BOUND, _Bound(self._running, index, shape.num_kv_heads, shape.head_dim))
 
-    def bind(self, ops: PagedOps) -> None:
-        """From now on products run in the form that ``ops`` multiplies fastest with; each weight is taken over, one by one."""
-        for parent in list(self.model.modules()):
-            if any(word in type(parent).__name__ for word in _ROUTERS):
-                continue  # small, and they multiply with their weights by themselves
-            for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear:
-                    bias = None if child.bias is None else child.bias.detach()
-                    product = ops.make_linear(child.weight.detach(), bias)
-                    setattr(parent, name, _Product(product, child.weight.detach()))
+    def bind(self, ops: PagedOps, dtype: torch.dtype) -> None:
+        """From now on products, norms and experts run by ``ops``, which need not be those of any step; weights are taken over."""
+        replace_parts(self.model, ops, dtype)
         self._head, self._given = _head_of(self.model)
 
     def use_our_attention(self) -> None:
@@ -117,20 +110,6 @@ class TransformersModel:
             input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.int64), use_cache=False
         ).logits
         return logits[0]
-
-
-class _Product(nn.Module):
-    """A product in a layer's place."""
-
-    def __init__(self, linear: Linear, weight: torch.Tensor) -> None:
-        super().__init__()
-        self._linear = linear
-        self.register_buffer("weight", weight.new_empty(0), persistent=False)  # some models ask for its type
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[..., in]`` -> ``[..., out]``"""
-        flat = self._linear(hidden.reshape(-1, hidden.shape[-1]))
-        return flat.view(*hidden.shape[:-1], flat.shape[-1])
 
 
 @dataclass

@@ -122,9 +122,14 @@ class NativeCpuPagedOps:
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See PagedOps."""
-        if not CpuKernels.has_norm(hidden.shape[-1]):
+        if not CpuKernels.fits_width(hidden.shape[-1]):
             return self._plain.rms_norm(hidden, weight, eps)
         return self._kernels.rms_norm(None, hidden.contiguous(), weight, eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See PagedOps."""
+        has_code = CpuKernels.fits_width(gate_up.shape[-1] // 2)
+        return self._kernels.silu_mul(gate_up) if has_code else self._plain.silu_mul(gate_up)
 
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """See Ops."""
@@ -173,10 +178,6 @@ class NativeCpuOps(NativeCpuPagedOps):
     ) -> torch.Tensor:
         """See Ops."""
         return self._kernels.rms_norm(hidden, residual, weight, eps)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        return self._kernels.silu_mul(gate_up)
 
 
 def has_native_linear(kernels: CpuKernels, weight: Weight) -> bool:

@@ -130,6 +130,11 @@ class CpuPagedOps:
         scale = squares.div_(wide.shape[-1]).add_(eps).rsqrt_()
         return wide.mul_(scale).to(hidden.dtype).mul_(weight)
 
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See PagedOps."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """See Ops. They are there already."""
         return [torch.from_numpy(array) for array in arrays]
@@ -171,11 +176,6 @@ class CpuOps(CpuPagedOps):
     ) -> torch.Tensor:
         """See Ops."""
         return self.rms_norm(residual.add_(hidden), weight, eps)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
 
 
 def cos_sin_rows(config: ModelConfig, max_model_len: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

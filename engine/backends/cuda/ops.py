@@ -237,6 +237,10 @@ class CudaPagedOps:
         """See PagedOps."""
         return rms_norm(hidden, weight, eps)
 
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See PagedOps."""
+        return silu_mul(gate_up)
+
     def upload(self, arrays: Seq[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """See Ops."""
         return self._uploader.upload(arrays)
@@ -336,7 +340,3 @@ class CudaOps(CudaPagedOps):
     ) -> torch.Tensor:
         """See Ops."""
         return add_rms_norm(hidden, residual, weight, eps)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See Ops."""
-        return silu_mul(gate_up)

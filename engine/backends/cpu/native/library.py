@@ -71,11 +71,11 @@ class CpuKernels:
     @staticmethod
     def fit(*, head_dim: int, widths: tuple[int, ...]) -> bool:
         """Whether there is code for a model with this head size, and norms and activations of these widths."""
-        return head_dim in _HEAD_DIMS and all(map(CpuKernels.has_norm, widths))
+        return head_dim in _HEAD_DIMS and all(map(CpuKernels.fits_width, widths))
 
     @staticmethod
-    def has_norm(width: int) -> bool:
-        """Whether there is code for norms of this width."""
+    def fits_width(width: int) -> bool:
+        """Whether there is code for norms and activations of this width."""
         return width % _LANES == 0
 
     def rms_norm(

@@ -1,0 +1,168 @@
+"""Parts of a model of transformers that run by a device's operations: products, norms, MLPs, experts.
+
+What is named alike need not be computed alike. So a norm or an MLP is replaced only if ours gives the same numbers on made-up rows.
+The check at load (:mod:`kvrelay.engine.models.transformers_check`) compares the whole model with itself before anything was
+replaced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
+
+from kvrelay.engine.models.ops import Experts, Linear, PagedOps
+from kvrelay.engine.weights.experts import ExpertWeights
+
+_ROUTERS = ("Router", "Gate")
+_EXPERTS = "kvrelay"
+_BOUND = "kvrelay_experts"  # an attribute of a module of experts
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 0.02}  # relative
+_OTHERS = "grouped_mm"  # of transformers, for experts that are not bound
+
+
+def replace_parts(model: PreTrainedModel, ops: PagedOps, dtype: torch.dtype) -> None:
+    """From now on these parts run in the form that ``ops`` are fastest with; each weight is taken over, one by one."""
+    ExpertsInterface.register(_EXPERTS, _run_experts)
+    model.set_experts_implementation(_EXPERTS)
+    _replace_in(model, ops, dtype)
+
+
+def _replace_in(parent: nn.Module, ops: PagedOps, dtype: torch.dtype) -> None:
+    # Routers are small, and multiply with their weights by themselves.
+    is_router = any(word in type(parent).__name__ for word in _ROUTERS)
+    for name, child in list(parent.named_children()):
+        ours = None if is_router else _ours(child, ops, dtype)
+        if ours is None:
+            _replace_in(child, ops, dtype)
+        else:
+            setattr(parent, name, ours)
+
+
+def _ours(module: Any, ops: PagedOps, dtype: torch.dtype) -> nn.Module | None:
+    """What goes in the module's place; experts are bound where they are."""
+    if type(module) is nn.Linear:
+        return _product(ops, module)
+    if type(module).__name__.endswith("RMSNorm"):
+        return _norm_like(module, ops, dtype)
+    if {name for name, _ in module.named_children()} == _MLP and type(module.act_fn).__name__.startswith("SiLU"):
+        return _mlp_like(module, ops, dtype)
+    if getattr(module, "has_post_expert_norm", None) is False:
+        setattr(module, _BOUND, _bound_experts(module, ops))
+    return None
+
+
+class _Product(nn.Module):
+    """A product in a layer's place."""
+
+    def __init__(self, linear: Linear, weight: torch.Tensor) -> None:
+        super().__init__()
+        self._linear = linear
+        self.register_buffer("weight", weight.new_empty(0), persistent=False)  # some models ask for its type
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[..., in]`` -> ``[..., out]``"""
+        flat = self._linear(hidden.reshape(-1, hidden.shape[-1]))
+        return flat.view(*hidden.shape[:-1], flat.shape[-1])
+
+
+def _product(ops: PagedOps, *layers: Any) -> _Product:
+    """Of all linear layers, their outputs side by side."""
+    weights = [layer.weight.detach() for layer in layers]
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    weight = torch.cat(weights) if len(layers) > 1 else weights[0]
+    return _Product(ops.make_linear(weight, torch.cat(biases) if biases else None), weight)
+
+
+class _Mlp(nn.Module):
+    """``down(silu(gate) * up)`` in a layer's place."""
+
+    def __init__(self, ops: PagedOps, mlp: Any) -> None:
+        super().__init__()
+        self._gate_up = _product(ops, mlp.gate_proj, mlp.up_proj)
+        self._down = _product(ops, mlp.down_proj)
+        self._silu_mul = ops.silu_mul
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[..., hidden]`` in the same shape."""
+        gate_up = self._gate_up(hidden.reshape(-1, hidden.shape[-1]))
+        down: torch.Tensor = self._down(self._silu_mul(gate_up))
+        return down.view(hidden.shape)
+
+
+class _Norm(nn.Module):
+    """A norm in a layer's place."""
+
+    def __init__(self, ops: PagedOps, weight: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self._rms_norm = ops.rms_norm
+        self._weight = weight
+        self._eps = eps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Over the last dimension, in the same shape."""
+        flat = self._rms_norm(hidden.reshape(-1, hidden.shape[-1]), self._weight, self._eps)
+        return flat.view(hidden.shape)
+
+
+def _norm_like(module: nn.Module, ops: PagedOps, dtype: torch.dtype) -> _Norm | None:
+    """Ours with the same results, where the weight counts as it is or (Gemma) on top of 1; None if neither is it."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+        return None
+    rows = _rows(len(weight), weight.device, dtype, eps**0.5)  # of the last, half is eps
+    expected = module(rows)
+    for offset in (0.0, 1.0):
+        norm = _Norm(ops, (weight.detach().float() + offset).to(dtype), eps)
+        if _is_close(norm(rows), expected):
+            return norm
+    return None
+
+
+def _mlp_like(module: Any, ops: PagedOps, dtype: torch.dtype) -> _Mlp | None:
+    """Ours, if it has the same results."""
+    rows = _rows(module.up_proj.in_features, module.up_proj.weight.device, dtype)
+    expected = module(rows)
+    mlp = _Mlp(ops, module)
+    return mlp if _is_close(mlp(rows), expected) else None
+
+
+def _rows(width: int, device: torch.device, dtype: torch.dtype, least: float = 0.1) -> torch.Tensor:
+    """``[3, width]``, large numbers and small ones."""
+    sizes = torch.tensor([[30.0], [1.0], [least]])
+    return (torch.randn(3, width, generator=torch.Generator().manual_seed(4)) * sizes).to(device, dtype)
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Row by row."""
+    distance = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    return bool((distance <= _TOLERANCES[found.dtype]).all())
+
+
+def _bound_experts(module: Any, ops: PagedOps) -> Experts:
+    """Of a class that ``use_experts_implementation`` decorates, which says how its weights lie. They are taken over."""
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+
+    def weight(name: str) -> torch.Tensor:
+        tensor: torch.Tensor = getattr(module, name).detach()
+        setattr(module, name, nn.Parameter(tensor.new_empty(0), requires_grad=False))
+        return (tensor.transpose(1, 2) if module.is_transposed else tensor).flatten(0, 1)
+
+    biases = [getattr(module, f"{name}_bias").detach().flatten() if module.has_bias else None for name in names]
+    num_experts = len(getattr(module, names[0]))
+    weights = ExpertWeights(num_experts, weight(names[0]), biases[0], weight(names[1]), biases[1])
+    return ops.make_experts(weights, module._apply_gate if module.has_gate else module.act_fn)
+
+
+def _run_experts(module: Any, hidden: torch.Tensor, expert_ids: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Experts of transformers' interface. An id behind the last expert stands for none."""
+    experts: Experts | None = getattr(module, _BOUND, None)
+    if experts is None:
+        others: torch.Tensor = ExpertsInterface()[_OTHERS](module, hidden, expert_ids, factors)
+        return others
+    last = module.num_experts - 1
+    return experts(hidden, expert_ids.clamp(max=last), factors.masked_fill(expert_ids > last, 0.0).contiguous())

@@ -1,0 +1,109 @@
+"""Which parts of a model of transformers run by our operations, and that one that computes otherwise stays as it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine import transformers_engine
+from kvrelay.engine.backends.cpu.ops import CpuPagedOps
+from kvrelay.engine.models import transformers_parts
+from kvrelay.engine.models.transformers_model import TransformersModel
+
+from .test_types import engine_of, saved
+
+WIDTH = 16
+
+
+class ShiftedRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden - hidden.mean(-1, keepdim=True))
+
+
+class ScaledMLP(LlamaMLP):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * 1.1
+
+
+class Holder(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+
+def mlp(kind: type[LlamaMLP], **fields: Any) -> LlamaMLP:
+    return kind(LlamaConfig(hidden_size=WIDTH, intermediate_size=24, num_attention_heads=2, **fields))
+
+
+PARTS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "norm": (lambda: LlamaRMSNorm(WIDTH, eps=1e-5), True),
+    "norm on top of 1": (lambda: Gemma2RMSNorm(WIDTH, eps=1e-6), True),
+    "norm with a mean": (lambda: ShiftedRMSNorm(WIDTH), False),
+    "mlp": (lambda: mlp(LlamaMLP, mlp_bias=True), True),
+    "mlp with gelu": (lambda: mlp(LlamaMLP, hidden_act="gelu"), False),
+    "mlp with a scale": (lambda: mlp(ScaledMLP), False),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_part_is_replaced_only_by_one_with_its_results(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    make, is_replaced = PARTS[kind]
+    part = make().to(dtype)
+    for parameter in part.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    hidden = torch.randn(2, 3, WIDTH).to(dtype)
+    expected = part(hidden)
+    holder = Holder(part)
+    transformers_parts._replace_in(holder, CpuPagedOps(None, torch.zeros(1, dtype=dtype)), dtype)  # type: ignore[arg-type]
+    assert (holder.part is not part) == is_replaced
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(holder.part(hidden), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "parts"),
+    [
+        ("llama", {"_Norm": 9, "_Mlp": 4}),
+        ("gemma2", {"_Norm": 17}),  # its activation is not silu
+        ("qwen3_moe", {"_Norm": 17, "experts": 4}),
+        ("gpt_oss", {"_Norm": 9, "experts": 4}),
+        ("deepseek_v3", {"_Norm": 17, "_Mlp": 4, "experts": 3}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
+def test_no_part_is_forgotten(
+    model_type: str, parts: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(model_type, tmp_path)
+    made: list[TransformersModel] = []
+    load = transformers_engine.load_model
+    monkeypatch.setattr(transformers_engine, "load_model", lambda *given: made.append(load(*given)) or made[0])
+    engine_of(tmp_path)
+    modules = list(made[0].model.modules())
+    found = Counter(type(module).__name__ for module in modules)
+    found["experts"] = sum(transformers_parts._BOUND in vars(module) for module in modules)
+    assert {name: found[name] for name in ("_Norm", "_Mlp", "experts") if found[name]} == parts
+    assert not any(type(module) is nn.Linear for module in modules)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_that_come_out_otherwise_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("qwen3_moe", tmp_path)
+    run = transformers_parts._run_experts
+    monkeypatch.setattr(
+        transformers_parts, "_run_experts", lambda module, hidden, ids, factors: run(module, hidden, ids, 2 * factors)
+    )
+    with pytest.raises(ModelError, match="is not what transformers computes"):
+        engine_of(tmp_path)
