@@ -22,7 +22,7 @@ def prompt_step_tokens(max_batched_tokens: int | None, device_type: str) -> int:
 class ModelSettings:
     """The model and where it runs."""
 
-    model: str = setting("demo", "model directory, Hugging Face id, or 'demo'")
+    model: str = setting("demo", "model directory, GGUF file, Hugging Face id, or 'demo'")
     dtype: str = setting(
         "auto",
         "number format of weights and KV; auto is the checkpoint's, or float32 on a CPU without instructions or kernels of ours "

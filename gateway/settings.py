@@ -24,7 +24,7 @@ class GatewaySettings:
     workers: DiscoverySettings
     http: HttpLimits = field(default_factory=HttpLimits)
     tls: TlsSettings = field(default_factory=TlsSettings)
-    model: str = setting("demo", "model directory, Hugging Face id, or 'demo'; only its tokenizer is loaded")
+    model: str = setting("demo", "model directory, GGUF file, Hugging Face id, or 'demo'; only its tokenizer is loaded")
     served_model_name: str | None = setting(None, "model name in the API; default: the model directory's name")
     tool_parser: str = setting(
         "auto",

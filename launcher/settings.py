@@ -85,7 +85,7 @@ LOCAL = Options(local_infos(), lambda values: LocalSettings.of(**values))
 class VerifySettings:
     """``kvrelay verify``: is what we generate what the model says?"""
 
-    model: str = setting("demo", "model directory, Hugging Face id, or 'demo'")
+    model: str = setting("demo", "model directory, GGUF file, Hugging Face id, or 'demo'")
     dtype: str = setting(
         "float32", "number format of weights and KV, on both sides", choices=("bfloat16", "float16", "float32")
     )

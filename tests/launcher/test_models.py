@@ -64,21 +64,40 @@ def model_directory(path: Path, *files: str) -> Path:
     return path
 
 
-def test_the_demo_is_converted_once(gguf: Path, tmp_path: Path) -> None:
+def test_a_file_is_converted_once(gguf: Path, tmp_path: Path) -> None:
     calls: list[Path] = []
 
     def converter(source: Path, output: Path) -> None:
         calls.append(output)
         fake_conversion(source, output)
 
-    directory = models.demo_directory(gguf, tmp_path / "cache", converter)
+    directory = models.gguf_directory(gguf, models.DEMO_NAME, tmp_path / "cache", converter)
     assert directory.name == "SmolLM2-135M-Instruct"
     assert (directory / "model.safetensors").read_bytes() == b"weights of GGUF"
-    assert models.demo_directory(gguf, tmp_path / "cache", converter) == directory
+    assert models.gguf_directory(gguf, models.DEMO_NAME, tmp_path / "cache", converter) == directory
     assert len(calls) == 1
     assert calls[0] != directory, "it is built elsewhere and renamed"
     gguf.write_bytes(b"GGUF, another version")
-    assert models.demo_directory(gguf, tmp_path / "cache", converter) != directory
+    assert models.gguf_directory(gguf, models.DEMO_NAME, tmp_path / "cache", converter) != directory
+
+
+def test_a_gguf_file_is_named_or_lies_in_a_directory(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "convert", fake_conversion)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory = models.resolve_model(str(gguf))
+    assert directory.name == "tiny"
+    assert (directory / "model.safetensors").read_bytes() == b"weights of GGUF"
+    assert models.resolve_model(str(gguf.parent)) == directory
+    assert models.served_name(str(gguf), directory) == "tiny"
+    (gguf.parent / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=r"has 2 GGUF files, such as other\.gguf; name one of them"):
+        models.resolve_model(str(gguf.parent))
+    part = tmp_path / "m-00001-of-00002.gguf"
+    part.write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="is a part of a model; join the parts first"):
+        models.resolve_model(str(part))
 
 
 def test_a_conversion_that_fails_leaves_nothing(gguf: Path, tmp_path: Path) -> None:
@@ -87,14 +106,14 @@ def test_a_conversion_that_fails_leaves_nothing(gguf: Path, tmp_path: Path) -> N
         raise ModelError("the conversion failed")
 
     with pytest.raises(ModelError, match="the conversion failed"):
-        models.demo_directory(gguf, tmp_path / "cache", converter)
+        models.gguf_directory(gguf, models.DEMO_NAME, tmp_path / "cache", converter)
     left = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert [path.suffix for path in left] == [".lock"]
 
 
 def test_a_conversion_without_weights_is_refused(gguf: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="left no model"):
-        models.demo_directory(gguf, tmp_path / "cache", lambda *_: None)
+        models.gguf_directory(gguf, models.DEMO_NAME, tmp_path / "cache", lambda *_: None)
 
 
 def test_a_builder_killed_in_the_middle_leaves_no_half_model(tmp_path: Path) -> None:
@@ -129,15 +148,15 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
 
 
 def test_the_files_can_be_read_by_others(gguf: Path, tmp_path: Path) -> None:
-    directory = models.demo_directory(gguf, tmp_path / "cache", fake_conversion)
+    directory = models.gguf_directory(gguf, models.DEMO_NAME, tmp_path / "cache", fake_conversion)
     assert directory.stat().st_mode & 0o777 == 0o755
     assert (directory / "model.safetensors").stat().st_mode & 0o777 == 0o644
 
 
 def test_a_cache_that_cannot_be_written_to(gguf: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where a directory should be")
-    with pytest.raises(ModelError, match=r"cannot keep the converted demo model.*XDG_CACHE_HOME"):
-        models.demo_directory(gguf, tmp_path / "cache", fake_conversion)
+    with pytest.raises(ModelError, match=r"cannot keep the converted model.*XDG_CACHE_HOME"):
+        models.gguf_directory(gguf, models.DEMO_NAME, tmp_path / "cache", fake_conversion)
 
 
 def test_the_conversion_process_tells_why_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +216,7 @@ def test_a_gateway_needs_no_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/no/such/dir", "./nothing", "~/nothing-here", "a/b/c"])
 def test_a_path_that_is_no_directory(name: str) -> None:
-    with pytest.raises(ModelError, match="is not a directory; name a model directory, a Hugging Face id, or 'demo'"):
+    with pytest.raises(ModelError, match="is not a directory; name a model directory, a GGUF file, a Hugging"):
         models.resolve_model(name)
 
 
