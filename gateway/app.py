@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from kvrelay.gateway.apis.responses.routes import ResponsesRoutes
 from kvrelay.gateway.apis.tgi.routes import TgiRoutes
 from kvrelay.gateway.apis.tokenize.routes import TokenizeRoutes
 from kvrelay.gateway.debug import known_workers
+from kvrelay.gateway.desk.feed import Feed
 from kvrelay.gateway.desk.records import Records
 from kvrelay.gateway.desk.routes import add_desk
 from kvrelay.gateway.http.api_keys import ApiKeys
@@ -50,8 +51,12 @@ def create_app(
     *,
     link_settings: LinkSettings | None = None,
     metrics: GatewayMetrics | None = None,
+    is_ending: Callable[[], bool] = lambda: False,
 ) -> ASGIApp:
-    """The application; its lifespan connects to the workers. Raises ModelError if the tokenizer cannot be loaded."""
+    """The application; its lifespan connects to the workers. Raises ModelError if the tokenizer cannot be loaded.
+
+    ``is_ending``: whether the server only waits for requests that run; what would run for ever ends itself then.
+    """
     metrics = metrics or GatewayMetrics(CollectorRegistry())
     served = [_served(settings, link_settings or LinkSettings(), metrics)]
     models = Models([model for model, _ in served])
@@ -75,7 +80,7 @@ def create_app(
     TokenizeRoutes(models).add_to(app)
     _add_operations(app, models, metrics)
     records = Records(time.monotonic, time.time)
-    add_desk(app, records)
+    add_desk(app, records, Feed(models, metrics, records, time.monotonic, is_ending))
     add_docs_page(app)
     api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys), time.monotonic)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))

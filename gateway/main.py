@@ -56,7 +56,8 @@ def make_server(settings: GatewaySettings) -> uvicorn.Server:
     metrics = GatewayMetrics(CollectorRegistry())
     limits = _fitting(settings.http, raise_descriptor_limit())
     certificate = _certificate(settings.tls)
-    app = create_app(settings, metrics=metrics)
+    server: uvicorn.Server
+    app = create_app(settings, metrics=metrics, is_ending=lambda: server.should_exit)
     refusals = Refusals(metrics.refused_connections, time.monotonic)
     server = make_http_server(app, limits, refusals, certificate=certificate, drain_s=settings.drain_s)
     # What is loaded stays; and a collection, which stops all streams, need not come after every 700 objects.

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
-
-import msgspec
+from typing import Any
 
 from kvrelay.common.clock import Clock
 from kvrelay.gateway.http.request import ApiRequest
 from kvrelay.gateway.relay.request import GenerationRequest
-from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.gateway.relay.timings import AttemptNote, RequestTimings
 
 NUM_KEPT = 1000
 _NUM_FAILED = 20
@@ -119,100 +118,52 @@ class Records:
         """Those of them that an operator may want to know of, the newest first; some are older than all that is kept."""
         return reversed(self._failed)
 
-    def find(self, request_id: str) -> list[Waterfall]:
+    def find(self, request_id: str) -> list[dict[str, Any]]:
         """All requests that came with that id, the newest first; maybe none."""
         found = (RequestRecord.of(one) for one in self.running if one.request_id == request_id)
         return [self.told(one) for one in chain(found, self.ended) if one.request_id == request_id]
 
-    def newest(self, limit: int) -> list[Waterfall]:
+    def newest(self, limit: int) -> list[dict[str, Any]]:
         """Those that run, then those that ended last: ``limit`` of both."""
         running = (RequestRecord.of(one) for one in reversed(self.running))
         return [self.told(one) for one in islice(chain(running, self.ended), limit)]
 
-    def told(self, record: RequestRecord) -> Waterfall:
-        """The record, for people and programs."""
+    def told(self, record: RequestRecord) -> dict[str, Any]:
+        """For people and programs. Times are seconds since the request's head had been read; null is what has not happened."""
         zero_s = record.received_s
 
         def since(moment_s: float | None) -> float | None:
             return None if moment_s is None else round(moment_s - zero_s, 6)
 
-        sequences = [
-            SequenceTold(
-                num_prompt_tokens=one.num_prompt_tokens,
-                num_cached_tokens=one.num_cached_tokens,
-                num_output_tokens=one.num_output_tokens,
-                prepared_s=since(one.timings.prepared_s),
-                placed_s=since(one.timings.placed_s),
-                submitted_s=since(one.timings.submitted_s),
-                first_token_s=since(one.timings.first_token_s),
-                last_token_s=since(one.timings.last_token_s),
-                parts_s=one.timings.parts,
-                num_attempts=one.timings.num_attempts,
-                num_failures=one.num_failures,
-                attempts=[
-                    AttemptTold(
-                        workers=note.workers,
-                        reason=note.reason,
-                        num_output_tokens=note.num_output_tokens,
-                        begun_s=since(note.begun_s) or 0.0,
-                        ended_s=since(note.ended_s),
-                        outcome=note.outcome,
-                    )
-                    for note in one.timings.notes
-                ],
-            )
-            for one in record.sequences
-        ]
-        return Waterfall(
-            request_id=record.request_id,
-            route=record.route,
-            received_at=round(self._wall_clock() - (self._clock() - zero_s), 3),
-            ended_s=since(record.ended_s),
-            status=record.status,
-            error=record.error,
-            cut=record.cut,
-            num_sequences=record.num_sequences,
-            sequences=sequences,
-        )
+        def attempt(note: AttemptNote) -> dict[str, Any]:
+            return {**asdict(note), "begun_s": since(note.begun_s), "ended_s": since(note.ended_s)}
 
+        def sequence(one: SequenceRecord) -> dict[str, Any]:
+            timings = one.timings
+            steps = ("prepared_s", "placed_s", "submitted_s", "first_token_s", "last_token_s")
+            return {
+                "num_prompt_tokens": one.num_prompt_tokens,
+                "num_cached_tokens": one.num_cached_tokens,
+                "num_output_tokens": one.num_output_tokens,
+                **{name: since(getattr(timings, name)) for name in steps},
+                "parts_s": timings.parts,  # queue, prefill, transfer, first_step, as workers measured them
+                "num_attempts": timings.num_attempts,
+                "num_failures": one.num_failures,
+                "attempts": [attempt(note) for note in timings.notes],  # the first ones and the last ones
+            }
 
-class AttemptTold(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt. Times are seconds since the request's head had been read."""
+        return {
+            "request_id": record.request_id,
+            "route": record.route,
+            "received_at": round(self.wall_s(zero_s), 3),  # seconds since 1970
+            "ended_s": since(record.ended_s),
+            "status": record.status,
+            "error": record.error,
+            "cut": record.cut,
+            "num_sequences": record.num_sequences,
+            "sequences": [sequence(one) for one in record.sequences],
+        }
 
-    workers: tuple[str, ...]  # addresses; with two, the first computes the prompt and hands its KV over
-    reason: str  # why there
-    num_output_tokens: int  # that the client had before
-    begun_s: float
-    ended_s: float | None
-    outcome: str  # as in kvrelay_attempts_total; empty while it runs
-
-
-class SequenceTold(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence. Times are seconds since the request's head had been read; null is what has not happened."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int | None
-    num_output_tokens: int
-    prepared_s: float | None  # checked, rendered and tokenized
-    placed_s: float | None  # it has its place on workers
-    submitted_s: float | None
-    first_token_s: float | None
-    last_token_s: float | None
-    parts_s: dict[str, float]  # queue, prefill, transfer, first_step, as workers measured them
-    num_attempts: int
-    num_failures: int
-    attempts: list[AttemptTold]  # the first ones and the last ones
-
-
-class Waterfall(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a request."""
-
-    request_id: str
-    route: str | None
-    received_at: float  # seconds since 1970
-    ended_s: float | None  # since then; null while it runs
-    status: int  # of the answer; 0 if none has begun
-    error: str | None  # the code of the error that it was answered with
-    cut: str | None  # why its answer ended in the middle
-    num_sequences: int
-    sequences: list[SequenceTold]
+    def wall_s(self, moment_s: float) -> float:
+        """A moment of the clock, in seconds since 1970."""
+        return self._wall_clock() - (self._clock() - moment_s)

@@ -1,4 +1,4 @@
-"""What operators ask a gateway for: ``/debug/requests``, and one of them by its id."""
+"""What operators ask a gateway for: ``/debug/live``, ``/debug/requests``, and one of them by its id."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.gateway.apis.answer_docs import ErrorBody
+from kvrelay.gateway.desk.feed import Feed
 from kvrelay.gateway.desk.records import NUM_KEPT, Records
 from kvrelay.gateway.errors import InvalidRequestError, NotFoundError
+from kvrelay.gateway.http.sse import EventStream, sse
 
 _REFUSED: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody, "description": "With the reason"}}
 
 
-def add_desk(app: FastAPI, records: Records) -> None:
+def add_desk(app: FastAPI, records: Records, feed: Feed) -> None:
     """Serve all of it. Who may ask is the edge's matter."""
+
+    @app.get("/debug/live", tags=["operations"], response_class=EventStream)
+    async def live() -> Response:
+        """Server-sent events: who the workers are (``roster``), and once a second what they do (``state``)."""
+        return EventStream(feed.follow, lambda error: sse(error.body(), "error"))
 
     @app.get("/debug/requests", tags=["operations"], response_model=None)
     async def requests(request: Request) -> Response:

@@ -69,6 +69,7 @@ class EventStream(Response):
     ) -> None:
         """``headers``: what the answer's head has beside those of every stream."""
         self.status_code = 200
+        self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         self.has_begun = False  # there is a status, and no other answer any more
         self._produce = produce

@@ -74,6 +74,13 @@ def gateway(model: Path, *options: str, num_files: str = "") -> Iterator[Gateway
             process.kill()
 
 
+def test_who_looks_on_does_not_keep_a_gateway_that_ends(model_directory: Path) -> None:
+    with gateway(model_directory) as running, _connected(running.port) as connection:
+        connection.sendall(b"GET /debug/live HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"event: roster" in connection.recv(2**16)
+        running.ends_well()  # before requests would be cancelled
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_a_good_end(model_directory: Path, number: signal.Signals) -> None:
     with gateway(model_directory) as running:

@@ -160,7 +160,7 @@ def test_the_last_ones_are_kept_and_failures_for_longer() -> None:
         records.begin(request)
         records.end(request, "/")
     told = records.newest(2 * NUM_KEPT)
-    assert (len(told), told[0].request_id, told[-1].request_id) == (NUM_KEPT, f"r{NUM_KEPT + 4}", "r5")
+    assert (len(told), told[0]["request_id"], told[-1]["request_id"]) == (NUM_KEPT, f"r{NUM_KEPT + 4}", "r5")
     assert records.find("failed") == []
     assert [one.request_id for one in records.failed] == ["failed"]
 
@@ -177,4 +177,4 @@ def test_of_many_choices_some_are_told() -> None:
     request = arrived("many", *[sequence(RequestTimings(0.0)) for _ in range(50)])
     records.begin(request)
     [told] = records.find("many")
-    assert (told.num_sequences, len(told.sequences)) == (50, 8)
+    assert (told["num_sequences"], len(told["sequences"])) == (50, 8)

@@ -1,0 +1,170 @@
+"""What a gateway does just now, in two structs: who is there, which changes rarely, and what they do, which is short.
+
+Pure: made of what the gateway's objects say of themselves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from kvrelay import __version__
+from kvrelay.gateway.desk.figures import Figures
+from kvrelay.gateway.desk.records import Records, RequestRecord
+from kvrelay.gateway.model import Models
+from kvrelay.gateway.relay.timings import AttemptNote
+from kvrelay.gateway.routing.breaker import BreakerState
+from kvrelay.gateway.workers.worker import Worker
+
+WINDOW_S = 10.0
+_NUM_FLOWS = 64
+_NUM_PAIRS = 16
+_NUM_ERRORS = 6
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker."""
+
+    address: str
+    role: str
+    model: str
+    name: str = ""  # its own, once it was up
+    num_blocks: int = 0
+    max_running: int = 0
+    problem: str = ""  # why it is not used
+
+
+class Roster(msgspec.Struct, frozen=True, kw_only=True):
+    """Who is there."""
+
+    version: str
+    models: list[str]
+    workers: list[Known]  # numbered by their place
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """What one worker does, as it last reported."""
+
+    state: str  # up, leaving, misfit, down
+    breaker: str  # closed, open, probing
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int  # of prompts
+    num_used_blocks: int  # neither free nor only cached
+    prompt_tokens_per_s: int | None
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """What is done, and was in the last seconds."""
+
+    at: float  # seconds since 1970
+    num_running: int  # requests that have their places
+    num_queued: int
+    figures: Figures
+    workers: list[Load]  # as in the roster
+    flows: list[tuple[int, int, int]]  # prompts begun lately: prefill worker (-1: none), decode worker, tokens a second
+    pairs: list[tuple[int, int, str]]  # of those whose breaker is not closed: both workers, and the breaker
+    ways: dict[str, int]  # attempts since the start, by way and reason
+    errors: list[tuple[float, str, int, str]]  # when, request, status, what
+
+
+def roster(models: Models) -> Roster:
+    """Who is there."""
+    return Roster(
+        version=__version__,
+        models=[model.name for model in models],
+        workers=[_known(model.name, worker) for model in models for worker in model.pool.workers],
+    )
+
+
+def state(models: Models, records: Records, figures: Figures, now_s: float) -> State:
+    """What is done. ``now_s``: on the clock of requests."""
+    workers, pairs, ways = [], [], Counter[tuple[str, str]]()
+    indices = {
+        worker.address: index for index, worker in enumerate(one for model in models for one in model.pool.workers)
+    }
+    for model in models:
+        breakers = model.relay.breakers.states()
+        workers += [_load(one, breakers.get((one.address,), BreakerState.CLOSED)) for one in model.pool.workers]
+        ways += model.relay.prompt_ways
+        pairs += [
+            (indices[part[0]], indices[part[1]], breaker.value)
+            for part, breaker in breakers.items()
+            if len(part) == 2 and breaker is not BreakerState.CLOSED and indices.keys() >= set(part)
+        ]
+    flows: Counter[tuple[int, int]] = Counter()
+    for note, num_tokens in _begun(records, now_s - WINDOW_S):
+        prefill, decode = indices.get(note.workers[0]), indices.get(note.workers[-1])
+        if prefill is not None and decode is not None:
+            flows[-1 if len(note.workers) == 1 else prefill, decode] += num_tokens
+    return State(
+        at=round(records.wall_s(now_s), 1),
+        num_running=sum(model.relay.admission.num_running for model in models),
+        num_queued=sum(model.relay.admission.num_queued for model in models),
+        figures=figures,
+        workers=workers,
+        flows=[(*pair, round(num / WINDOW_S)) for pair, num in flows.most_common(_NUM_FLOWS)],
+        pairs=pairs[:_NUM_PAIRS],
+        ways={f"{way}: {reason}": number for (way, reason), number in sorted(ways.items())},
+        errors=[
+            (round(records.wall_s(one.ended_s or 0.0), 1), one.request_id[:64], one.status, _what(one))
+            for one, _ in zip(records.failed, range(_NUM_ERRORS), strict=False)
+        ],
+    )
+
+
+def _known(model: str, worker: Worker) -> Known:
+    welcome, status = worker.welcome, worker.status
+    return Known(
+        address=worker.address,
+        role=worker.role.value,
+        model=model,
+        name="" if welcome is None else welcome.worker_id,
+        num_blocks=0 if welcome is None else welcome.card.num_blocks,
+        max_running=0 if status is None else status.max_running,
+        problem=worker.misfit or ("" if welcome is not None else worker.problem),
+    )
+
+
+def _load(worker: Worker, breaker: BreakerState) -> Load:
+    status = worker.status
+    name = "up" if worker.is_usable else "misfit" if worker.misfit else "down" if worker.welcome is None else "leaving"
+    if status is None:
+        return Load(name, breaker.value, 0, 0, 0, 0, None)
+    return Load(
+        name,
+        breaker.value,
+        status.num_running,
+        status.num_waiting,
+        status.num_waiting_tokens,
+        status.num_blocks - status.num_free_blocks,
+        None if status.prompt_tokens_per_s is None else round(status.prompt_tokens_per_s),
+    )
+
+
+def _begun(records: Records, since_s: float) -> Iterator[tuple[AttemptNote, int]]:
+    """Attempts that began since then, with the prompt tokens that were to compute, as far as known."""
+    for request in records.running:
+        for sequence in request.sequences:
+            num_tokens = len(sequence.prompt_token_ids) - (sequence.num_cached_tokens or 0)
+            yield from ((note, num_tokens) for note in _lately(sequence.timings.notes, since_s))
+    for record in records.ended:
+        if record.ended_s is not None and record.ended_s < since_s:
+            return
+        for one in record.sequences:
+            num_tokens = one.num_prompt_tokens - (one.num_cached_tokens or 0)
+            yield from ((note, num_tokens) for note in _lately(one.timings.notes, since_s))
+
+
+def _lately(notes: Iterable[AttemptNote], since_s: float) -> Iterator[AttemptNote]:
+    return (note for note in notes if note.begun_s >= since_s)
+
+
+def _what(record: RequestRecord) -> str:
+    """What went wrong: of what the client saw, or else of what it did not see."""
+    if (seen := record.error or record.cut) is not None:
+        return seen
+    outcomes = [note.outcome for one in record.sequences for note in one.timings.notes if one.num_failures]
+    return next((outcome for outcome in outcomes if outcome not in ("finished", "stopped", "moved", "taken_back")), "")
