@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.decode_worker.progress import Progress
 from kvrelay.wire.messages import Beam, Timings, TokenDelta
-from kvrelay.worker.entries import Entry, Phase
+from kvrelay.worker.entries import Entry
+from kvrelay.worker.scheduler import Progress
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -23,12 +23,6 @@ class DecodeEntry(Entry):
     transfer_s: float | None = None
     num_cached_tokens: int | None = None
     has_sent: bool = False
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """Of its prompt, as far as this worker computes it; the model thread goes on meanwhile. 0 once it generates."""
-        num_tokens = 0 if self.phase is Phase.LEASED else self.sequence.num_uncomputed_tokens
-        return num_tokens if num_tokens > 1 else 0
 
     def debug(self) -> dict[str, Any]:
         """For /debug/kv."""

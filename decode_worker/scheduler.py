@@ -20,7 +20,6 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.line import look_at, overtaking, shares
-from kvrelay.decode_worker.progress import Progress
 from kvrelay.decode_worker.run_ahead import who_goes_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.beams.searches import BeamSearches
@@ -29,12 +28,12 @@ from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
-from kvrelay.worker.scheduler import Schedule, Scheduler, among, arrival, owner_of
+from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, among, arrival, owner_of, progress_of
 from kvrelay.worker.step_cost import MixedSteps
 from kvrelay.worker.suspects import Key
 
 
-class DecodeScheduler(Scheduler[Progress]):
+class DecodeScheduler(Scheduler):
     """A decode worker's scheduler."""
 
     def __init__(
@@ -49,8 +48,6 @@ class DecodeScheduler(Scheduler[Progress]):
         self._steps = MixedSteps(itl_budget_s, self._max_batched_tokens, device_type)
         # Whose prompt found no blocks, among how many, and the first of its hashes that was not cached.
         self._found_none: tuple[Sequence, int, list[bytes]] | None = None
-        # What prompts would get now, beside those that generate; 0: nothing is left of the budget. None: not known yet.
-        self.prompt_tokens_per_s: float | None = None
 
     def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
         """Queue a sequence: one to prefill here, or a verified one that already holds its blocks and their K/V.
@@ -189,7 +186,7 @@ class DecodeScheduler(Scheduler[Progress]):
                     self._searches.hear(sequence, token)
                     continue
                 sequence.append(token, self._max_model_len)
-                progress.append(Progress.of(sequence, token))
+                progress.append(progress_of(sequence, token, len(sequence.block_table)))
                 if sequence.is_over:
                     self._end(sequence, keeps_blocks=sequence in writes_on)
                     break
@@ -199,7 +196,7 @@ class DecodeScheduler(Scheduler[Progress]):
             for beam in change.ended:
                 self._end(beam)
             if change.told is not None:
-                progress.append(Progress.of(change.told, beams=change.beams))
+                progress.append(progress_of(change.told, None, 0, change.beams))
         self._tell_speed()
         return progress
 

@@ -6,15 +6,12 @@ may come from a receiver thread; it is brought to the asyncio loop before anythi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 
 from kvrelay.common.beam_check import invalid_first_token
 from kvrelay.common.block_hash import HashChain
 from kvrelay.decode_worker.cache_check import cache_miss
 from kvrelay.decode_worker.entries import DecodeEntry
-from kvrelay.decode_worker.progress import Progress
 from kvrelay.decode_worker.welcome import DataPorts, misfit
 from kvrelay.engine.kv.block_manager import Owner, OwnerKind, sequence_owner
 from kvrelay.engine.step.sequence import Sequence
@@ -54,22 +51,16 @@ def lease_owner(lease_key: str) -> Owner:
     return Owner(OwnerKind.LEASE, lease_key)
 
 
-class DecodeService(Service[DecodeEntry, Progress]):
+class DecodeService(Service[DecodeEntry]):
     """Implements the wire's ServerHandler, and hears of leases."""
 
     role = Role.DECODE
     _leases: LeaseTable
     _data: DataPorts
 
-    def attach(
-        self, ports: Ports, leases: LeaseTable, data: DataPorts, prompt_tokens_per_s: Callable[[], float | None]
-    ) -> None:
-        """Connect the service to what it speaks through, before anything starts.
-
-        ``prompt_tokens_per_s``: what prompts would get now, as in Status.
-        """
+    def attach(self, ports: Ports, leases: LeaseTable, data: DataPorts) -> None:
+        """Connect the service to what it speaks through, before anything starts."""
         self.ports, self._leases, self._data = ports, leases, data
-        self._prompt_tokens_per_s = prompt_tokens_per_s
 
     def welcome(self, hello: Hello) -> Welcome | HelloRefused:
         """Gateways, and prefill workers whose KV fits; only those learn where blocks are taken."""
@@ -81,18 +72,12 @@ class DecodeService(Service[DecodeEntry, Progress]):
         )
 
     def status(self) -> Status:
-        """What routing sees."""
-        waiting = [entry for entry in self.entries.values() if entry.is_waiting]
+        """See Service. A beam search has several places, and running sequences are promised their next blocks."""
         running = [entry for entry in self.entries.values() if not entry.is_waiting]
-        return Status(
-            state=self.state,
+        return msgspec.structs.replace(
+            super().status(),
             num_running=sum(entry.sequence.sampling.num_sequences for entry in running),
-            num_waiting=len(waiting),
-            num_waiting_tokens=sum(entry.num_uncomputed_tokens for entry in self.entries.values()),
             num_free_blocks=max(0, self.blocks.num_allocatable - self.blocks.num_promised),
-            num_blocks=self.blocks.num_blocks,
-            max_running=self.identity.max_running,
-            prompt_tokens_per_s=self._prompt_tokens_per_s(),
         )
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:
@@ -228,7 +213,7 @@ class DecodeService(Service[DecodeEntry, Progress]):
 
     # -- the output ------------------------------------------------------------------------------------------------
 
-    def on_progress(self, report: Report[Progress]) -> None:
+    def on_progress(self, report: Report) -> None:
         """All new tokens of a step for one gateway travel in one message."""
         now_s = self.clock()
         by_gateway: dict[str, list[TokenDelta]] = {}

@@ -91,7 +91,7 @@ class DecodeWorker(Worker[DecodeService]):
             )
         self.data_address = self._receiver.address
         data = DataPorts(self.data_address, token, None if self._shared is None else self._shared.name)
-        service.attach(self._ports, self.leases, data, lambda: scheduler.prompt_tokens_per_s)
+        service.attach(self._ports, self.leases, data)
 
     async def start(self) -> None:
         """See Worker."""

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
-from kvrelay.common.sampling import FinishReason, SampledToken
+from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import StepRow
@@ -22,22 +21,12 @@ from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.prefill_worker.chunking import Prompt, step_tokens, turns
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
-from kvrelay.worker.scheduler import Schedule, Scheduler, among, arrival
+from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, among, arrival, progress_of
 from kvrelay.worker.step_cost import StepCosts
 from kvrelay.worker.suspects import Key
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """What a step did for one prompt."""
-
-    sequence: Sequence
-    num_ready_blocks: int  # leading blocks whose K/V are complete; all of them once ``token`` is there
-    token: SampledToken | None  # the first token, with the prompt's last chunk
-    finish_reason: FinishReason | None  # set if the first token is also the last
-
-
-class PrefillScheduler(Scheduler[Computed]):
+class PrefillScheduler(Scheduler):
     """A prefill worker's scheduler."""
 
     def __init__(
@@ -60,6 +49,7 @@ class PrefillScheduler(Scheduler[Computed]):
     def observe(self, rows: Seq[StepRow], step_s: float) -> None:
         """The step of ``rows`` took so long: what the next one's size follows from."""
         self._costs.observe(sum(row.num_tokens for row in rows), step_s)
+        self.prompt_tokens_per_s = self._costs.tokens_per_s
 
     def remove(self, key: Key) -> Sequence | None:
         """Take a prompt out, wherever it is; its blocks stay held. None if it is not (or no longer) here."""
@@ -101,9 +91,9 @@ class PrefillScheduler(Scheduler[Computed]):
                 break
         return plan
 
-    def postprocess(self, rows: Seq[StepRow], results: Seq[RowResult], behind: Seq[StepRow] = ()) -> list[Computed]:
+    def postprocess(self, rows: Seq[StepRow], results: Seq[RowResult], behind: Seq[StepRow] = ()) -> list[Progress]:
         """Advance the sequences by what was computed; computed prompts leave."""
-        computed: list[Computed] = []
+        computed: list[Progress] = []
         for row, result in zip(rows, results, strict=True):
             sequence = row.sequence
             token = result.tokens[0] if result.tokens else None
@@ -117,7 +107,7 @@ class PrefillScheduler(Scheduler[Computed]):
                 if sequence.sampling.beam_search is None:
                     sequence.append(token, self._max_model_len)
                 sequence.set_status(SequenceStatus.FINISHED)
-            computed.append(Computed(sequence, num_ready_blocks, token, sequence.finish_reason))
+            computed.append(progress_of(sequence, token, num_ready_blocks))
         return computed
 
     def _in_line(self, sequence: Sequence) -> Prompt:

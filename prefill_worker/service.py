@@ -15,15 +15,12 @@ from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.prefill_worker.entries import PrefillEntry
 from kvrelay.prefill_worker.links import DecodeLinks
-from kvrelay.prefill_worker.scheduler import Computed
-from kvrelay.prefill_worker.speed import Speed
 from kvrelay.wire.messages import (
     FailureCode,
     HandedOver,
     Message,
     Offer,
     Role,
-    Status,
     Submit,
     Timings,
     TokenDelta,
@@ -32,6 +29,7 @@ from kvrelay.wire.messages import (
 from kvrelay.wire.transfers import DecodeLink, TransferTable
 from kvrelay.worker.entries import Phase
 from kvrelay.worker.model_worker import Report
+from kvrelay.worker.scheduler import Progress
 from kvrelay.worker.service import Ports, Service
 from kvrelay.worker.submit import WorkerIdentity, deadline_of, guide_failed
 from kvrelay.worker.suspects import Key
@@ -40,7 +38,7 @@ _SEND_TIMEOUT_S = 5.0  # for what ZeroMQ has of an entry that nobody wants any m
 _LINK_TIMEOUT_S = 10.0  # a decode worker that did not say Welcome by then is as good as gone
 
 
-class PrefillService(Service[PrefillEntry, Computed]):
+class PrefillService(Service[PrefillEntry]):
     """Implements the wire's ServerHandler, LinkHandler and TransferHandler."""
 
     role = Role.PREFILL
@@ -48,29 +46,12 @@ class PrefillService(Service[PrefillEntry, Computed]):
     def __init__(self, identity: WorkerIdentity, blocks: BlockManager, clock: Callable[[], float]) -> None:
         super().__init__(identity, blocks, clock)
         self._linkless: dict[str, list[PrefillEntry]] = {}  # by decode address: started, but the link is not up
-        self._speed = Speed()
         self._links: DecodeLinks
         self._transfers: TransferTable
 
     def attach(self, ports: Ports, links: DecodeLinks, transfers: TransferTable) -> None:
         """Connect the service to what it speaks through, before anything starts."""
         self.ports, self._links, self._transfers = ports, links, transfers
-
-    def status(self) -> Status:
-        """What routing sees."""
-        entries = self.entries.values()
-        sequences = [entry.sequence for entry in entries if entry.model_holds or entry.phase is Phase.COMPILING]
-        num_waiting = sum(entry.is_waiting for entry in entries)
-        return Status(
-            state=self.state,
-            num_running=len(entries) - num_waiting,
-            num_waiting=num_waiting,
-            num_waiting_tokens=sum(max(0, sequence.num_uncomputed_tokens) for sequence in sequences),
-            num_free_blocks=self.blocks.num_allocatable,
-            num_blocks=self.blocks.num_blocks,
-            max_running=self.identity.max_running,
-            prompt_tokens_per_s=self._speed.tokens_per_s,
-        )
 
     def longest_wait_s(self) -> float:
         """Of the prompts that have not begun: what the next one adds to its time to first token, at least."""
@@ -128,28 +109,27 @@ class PrefillService(Service[PrefillEntry, Computed]):
         if entry.commit is not None:
             self._commit(entry, *entry.commit)
 
-    def on_progress(self, report: Report[Computed]) -> None:
+    def on_progress(self, report: Report) -> None:
         """Ship what is computed."""
-        self._speed.observe(report.num_tokens, report.step_s)
-        for computed in report.progress:
-            entry = self.entries[computed.sequence.key]
+        for new in report.progress:
+            entry = self.entries[new.key]
             if entry.phase is not Phase.CLOSING:
-                self.guarded(self._on_computed, entry, computed)
+                self.guarded(self._on_computed, entry, new)
 
-    def _on_computed(self, entry: PrefillEntry, computed: Computed) -> None:
-        if computed.token is not None:
+    def _on_computed(self, entry: PrefillEntry, new: Progress) -> None:
+        if new.token is not None:
             entry.model_holds = False
-        entry.num_ready_blocks = computed.num_ready_blocks
+        entry.num_ready_blocks = new.num_ready_blocks
         if entry.hand_off_holds:
-            self._transfers.blocks_ready(entry.key, computed.num_ready_blocks)
-        if computed.token is not None:
-            self._on_first_token(entry, computed, computed.token)
+            self._transfers.blocks_ready(entry.key, new.num_ready_blocks)
+        if new.token is not None:
+            self._on_first_token(entry, new, new.token)
 
-    def _on_first_token(self, entry: PrefillEntry, computed: Computed, token: SampledToken) -> None:
+    def _on_first_token(self, entry: PrefillEntry, new: Progress, token: SampledToken) -> None:
         """Tell the gateway at once, and commit."""
-        sequence, now_s = computed.sequence, self.clock()
-        if sequence.failure is not None:
-            return self.close(entry, guide_failed(entry.key, sequence.failure))
+        sequence, now_s = entry.sequence, self.clock()
+        if new.failure is not None:
+            return self.close(entry, guide_failed(entry.key, new.failure))
         started_s = now_s if entry.started_s is None else entry.started_s
         timings = Timings(queue_s=started_s - sequence.arrival_s, prefill_s=now_s - started_s)
         delta = TokenDelta(
@@ -157,12 +137,12 @@ class PrefillService(Service[PrefillEntry, Computed]):
             attempt=sequence.attempt,
             index=entry.num_earlier_tokens,
             tokens=[] if sequence.sampling.beam_search is not None else [token],
-            finish_reason=computed.finish_reason,
-            num_cached_tokens=min(sequence.num_cached_tokens, sequence.num_prompt_tokens),
+            finish_reason=new.finish_reason,
+            num_cached_tokens=new.num_cached_tokens,
             timings=timings,
-            prompt_logprobs=None if sequence.sampling.num_prompt_logprobs is None else sequence.prompt_logprobs,
+            prompt_logprobs=new.prompt_logprobs,
         )
-        if computed.finish_reason is not None:
+        if new.finish_reason is not None:
             return self.close(entry, Tokens(items=[delta]))
         self.ports.send(Role.GATEWAY, entry.gateway_id, Tokens(items=[delta]))
         entry.advance(Phase.HANDING_OVER)

@@ -63,6 +63,14 @@ class Entry:
         """Whether it takes no place in the batch yet."""
         return self.phase in WAITING
 
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Of its prompt, as far as this worker computes it; the model thread goes on meanwhile. 0 once it generates."""
+        if not self.model_holds and self.phase is not Phase.COMPILING:
+            return 0
+        num_tokens = self.sequence.num_uncomputed_tokens
+        return num_tokens if num_tokens > 1 else 0
+
     def advance(self, phase: Phase) -> None:
         """Move on. Raises ValueError if the table has no such transition."""
         if phase not in _TRANSITIONS[self.phase]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import SampledToken
@@ -19,10 +18,8 @@ from kvrelay.engine.step.leader import Leader, LedStep
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.worker.metrics import EngineMetrics
-from kvrelay.worker.scheduler import Schedule, Scheduler
+from kvrelay.worker.scheduler import Progress, Schedule, Scheduler
 from kvrelay.worker.suspects import Key, Suspects
-
-P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +48,12 @@ Command = Add | Remove | TakeBack
 
 
 @dataclass(frozen=True, slots=True)
-class Report(Generic[P]):
+class Report:
     """What happened on the model thread: before a step, after it, or on a removal."""
 
     started: tuple[Key, ...] = ()
     preempted: tuple[Key, ...] = ()
-    progress: tuple[P, ...] = ()
-    num_tokens: int = 0  # that the step computed …
-    step_s: float = 0.0  # … and how long it took
+    progress: tuple[Progress, ...] = ()
     removed: tuple[Key, ...] = ()
     taken_back: tuple[Key, ...] = ()
     failed: tuple[Key, ...] = ()  # whom a failed step took down; the model thread is done with their blocks
@@ -71,15 +66,15 @@ class _Launched:
     step: LedStep | None  # None: no rows, only admissions
 
 
-class ModelWorker(Generic[P]):
+class ModelWorker:
     """Implements :class:`kvrelay.worker.loop.LoopWorker`. ``emit`` is called on the model thread and must not block."""
 
     def __init__(
         self,
         leader: Leader,
-        scheduler: Scheduler[P],
+        scheduler: Scheduler,
         metrics: EngineMetrics,
-        emit: Callable[[Report[P]], None],
+        emit: Callable[[Report], None],
         clock: Clock,
     ) -> None:
         self._leader = leader
@@ -159,7 +154,6 @@ class ModelWorker(Generic[P]):
         self._launched.append(_Launched(plan, self._leader.launch(plan.rows, behind) if plan.rows else None))
 
     def _finish(self, plan: Schedule, results: list[RowResult]) -> None:
-        step_s = 0.0
         if plan.rows:
             now_s = self._clock()
             self._since_s, step_s = now_s, now_s - self._since_s
@@ -174,7 +168,7 @@ class ModelWorker(Generic[P]):
         self._suspects.clear()
         progress = tuple(self._scheduler.postprocess(plan.rows, results, behind))
         if progress:
-            self._emit(Report(progress=progress, num_tokens=sum(row.num_tokens for row in plan.rows), step_s=step_s))
+            self._emit(Report(progress=progress))
         self._taking_in = ()
 
     def _remove(self) -> None:

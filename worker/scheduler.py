@@ -9,16 +9,30 @@ import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
-from kvrelay.common.sampling import SampledToken
+from kvrelay.common.sampling import FinishReason, SampledToken
+from kvrelay.engine.beams.search import FinishedBeam
 from kvrelay.engine.kv.block_manager import BlockManager, Owner, sequence_owner
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
 from kvrelay.worker.suspects import Key
 
-P = TypeVar("P")
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a step brought one request, as its service hears of it: values, for the sequence goes on."""
+
+    key: Key
+    token: (
+        SampledToken | None
+    )  # None: a chunk of its prompt; of a beam search, that it has begun or, with its ``beams``, ended
+    finish_reason: FinishReason | None
+    num_cached_tokens: int  # of its prompt
+    num_ready_blocks: int  # leading ones whose K/V are complete; all of them once the prompt is computed
+    beams: tuple[FinishedBeam, ...] = ()
+    failure: str | None = None  # why it ended without a reason to finish: the token does not count
+    prompt_logprobs: list[SampledToken] | None = None  # if the sequence was prefilled here and asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +48,16 @@ class Schedule:
     preempted: list[Sequence] = field(default_factory=list)
 
 
-class Scheduler(ABC, Generic[P]):
-    """Waiting and running sequences of one worker, both in order of arrival. A step brings a request ``P``."""
+class Scheduler(ABC):
+    """Waiting and running sequences of one worker, both in order of arrival."""
 
     def __init__(self, blocks: BlockManager, max_model_len: int) -> None:
         self._blocks = blocks
         self._max_model_len = max_model_len
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        # What prompts would get now, beside those that generate; 0: nothing is left for them. None: not known yet.
+        self.prompt_tokens_per_s: float | None = None
 
     @abstractmethod
     def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
@@ -56,7 +72,7 @@ class Scheduler(ABC, Generic[P]):
         waiting = (one for one in self.waiting if one.key == key)
         return any(not one.block_table and one.num_preemptions == 0 for one in waiting) and self.remove(key) is not None
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: Sequence) -> None:  # noqa: B027 - a prefill worker has nothing to give up
         """Give up a sequence that ``add`` could not take in."""
 
     @abstractmethod
@@ -75,10 +91,10 @@ class Scheduler(ABC, Generic[P]):
         """The step of ``rows`` took so long: what later ones may take follows from it."""
 
     @abstractmethod
-    def postprocess(self, rows: Seq[StepRow], results: Seq[RowResult], behind: Seq[StepRow] = ()) -> list[P]:
+    def postprocess(self, rows: Seq[StepRow], results: Seq[RowResult], behind: Seq[StepRow] = ()) -> list[Progress]:
         """Advance the sequences by what was computed. ``behind``: the step that runs already."""
 
-    def abandon(self, rows: Seq[StepRow]) -> None:
+    def abandon(self, rows: Seq[StepRow]) -> None:  # noqa: B027 - nor does it run ahead
         """A step that ran ahead is over and yields nothing."""
 
     def on_failed(self, rows: Seq[StepRow], group: frozenset[Key] | None) -> list[Sequence]:
@@ -134,6 +150,22 @@ class Scheduler(ABC, Generic[P]):
             hashes = sequence.block_hashes(num_full)
             for index in range(num_full_before, num_full):
                 self._blocks.publish(owner_of(sequence), index, hashes[index])
+
+
+def progress_of(
+    sequence: Sequence, token: SampledToken | None, num_ready_blocks: int, beams: tuple[FinishedBeam, ...] = ()
+) -> Progress:
+    """Of a sequence that has its token already; of a beam search, the leader."""
+    return Progress(
+        key=sequence.key,
+        token=token,
+        finish_reason=sequence.finish_reason,
+        num_cached_tokens=min(sequence.num_cached_tokens, sequence.num_prompt_tokens),
+        num_ready_blocks=num_ready_blocks,
+        beams=beams,
+        failure=sequence.failure,
+        prompt_logprobs=None if sequence.sampling.num_prompt_logprobs is None else sequence.prompt_logprobs,
+    )
 
 
 def among(group: frozenset[Key] | None, sequences: list[Sequence]) -> list[Sequence]:

@@ -56,7 +56,6 @@ from kvrelay.worker.suspects import Key
 logger = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=Entry)
-P = TypeVar("P")
 
 
 @dataclass(slots=True)
@@ -67,10 +66,11 @@ class Ports:
     loop: ModelLoop[Command]
     on_loop: Callable[..., None]  # makes another thread's call on the asyncio loop: the function, then its arguments
     guides: GuideCompiler
+    prompt_tokens_per_s: Callable[[], float | None]  # what prompts would get now, as in Status
 
 
-class Service(ABC, Generic[E, P]):
-    """Of entries ``E``, to which steps bring ``P``. Implements the wire's ServerHandler; asyncio loop only, never blocks."""
+class Service(ABC, Generic[E]):
+    """Of entries ``E``. Implements the wire's ServerHandler; asyncio loop only, never blocks."""
 
     role: Role
 
@@ -92,7 +92,7 @@ class Service(ABC, Generic[E, P]):
         """The entry of a request that is taken in."""
 
     @abstractmethod
-    def on_progress(self, report: Report[P]) -> None:
+    def on_progress(self, report: Report) -> None:
         """What a step brought; a CLOSING entry hears nothing: its removal is asked for, and answered in any case."""
 
     @abstractmethod
@@ -136,9 +136,19 @@ class Service(ABC, Generic[E, P]):
             card=self.identity.card,
         )
 
-    @abstractmethod
     def status(self) -> Status:
         """What routing sees."""
+        num_waiting = sum(entry.is_waiting for entry in self.entries.values())
+        return Status(
+            state=self.state,
+            num_running=len(self.entries) - num_waiting,
+            num_waiting=num_waiting,
+            num_waiting_tokens=sum(entry.num_uncomputed_tokens for entry in self.entries.values()),
+            num_free_blocks=self.blocks.num_allocatable,
+            num_blocks=self.blocks.num_blocks,
+            max_running=self.identity.max_running,
+            prompt_tokens_per_s=self.ports.prompt_tokens_per_s(),
+        )
 
     def on_message(self, peer_id: str, role: Role, message: Message) -> None:
         """A message from a peer. What another role says counts for nothing."""
@@ -232,7 +242,7 @@ class Service(ABC, Generic[E, P]):
 
     # -- the model thread ------------------------------------------------------------------------------------------
 
-    def on_report(self, report: Report[P]) -> None:
+    def on_report(self, report: Report) -> None:
         """What the model thread did; called on the asyncio loop, in order."""
         for key in report.started:
             entry = self.entries[key]

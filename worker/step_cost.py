@@ -87,6 +87,12 @@ class StepCosts:
         return max((num_tokens for num_tokens, _ in self._steps), default=0)
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Of the steps that are remembered: all tokens by all seconds; None before the first."""
+        seconds = sum(step_s for _, step_s in self._steps)
+        return sum(num_tokens for num_tokens, _ in self._steps) / seconds if self._steps else None
+
+    @property
     def cost(self) -> StepCost | None:
         """None before enough steps were seen."""
         return self._cost

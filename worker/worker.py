@@ -24,15 +24,13 @@ from kvrelay.worker.scheduler import Scheduler
 from kvrelay.worker.service import Ports, Service
 from kvrelay.worker.setup import Setup
 
-S = TypeVar("S", bound=Service[Any, Any])
+S = TypeVar("S", bound=Service[Any])
 
 
 class Worker(ABC, Generic[S]):
     """Implements :class:`kvrelay.common.process.Component`."""
 
-    def __init__(
-        self, engine: Engine, scheduler: Scheduler[Any], service: S, setup: Setup, peers: frozenset[Role]
-    ) -> None:
+    def __init__(self, engine: Engine, scheduler: Scheduler, service: S, setup: Setup, peers: frozenset[Role]) -> None:
         """``peers``: who may connect."""
         self.service = service
         self.blocks = service.blocks
@@ -54,7 +52,9 @@ class Worker(ABC, Generic[S]):
             setup.address, service, setup.link_settings, metrics=self._wire_metrics, network=network, gate=self._gate
         )
         self._guides = setup.guides
-        self._ports = Ports(self._server.send, self._loop, self._on_loop.call, self._guides)
+        self._ports = Ports(
+            self._server.send, self._loop, self._on_loop.call, self._guides, lambda: scheduler.prompt_tokens_per_s
+        )
         self._tickers: list[asyncio.Task[None]] = []
 
     # -- what a role adds ------------------------------------------------------------------------------------------

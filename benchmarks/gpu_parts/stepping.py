@@ -12,7 +12,6 @@ from gpu_parts.running import Context
 from gpu_parts.sizes import BLOCK_SIZE
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.decode_worker.progress import Progress
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.backends.options import EngineOptions
@@ -20,7 +19,7 @@ from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
-from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
+from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import Add, ModelWorker, Remove, Report
@@ -128,7 +127,7 @@ class DecodeDriver:
         chain = HashChain(self._fingerprint, BLOCK_SIZE)
         return Sequence(f"r{self._num_added}", 1, tokens, prompt_len, sampling, arrival_s, chain=chain)
 
-    def _hear(self, report: Report[Progress]) -> None:
+    def _hear(self, report: Report) -> None:
         assert not report.failed, report.detail
         self.num_tokens += sum(1 for token in report.progress if token.token is not None)
 
@@ -164,9 +163,9 @@ class PrefillDriver:
         self._blocks.release(sequence_owner(sequence.key))
         return seconds
 
-    def _hear(self, report: Report[Computed]) -> None:
+    def _hear(self, report: Report) -> None:
         assert not report.failed, report.detail
-        self.num_steps += report.num_tokens > 0
+        self.num_steps += bool(report.progress)
         self._num_computed += sum(1 for computed in report.progress if computed.token is not None)
 
 

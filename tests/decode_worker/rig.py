@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import BeamSearch, SampledToken, SamplingParams
-from kvrelay.decode_worker.progress import Progress
 from kvrelay.decode_worker.scheduler import DecodeScheduler
 from kvrelay.decode_worker.service import lease_owner
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
@@ -200,7 +199,7 @@ class Rig:
         self.scheduler.check_integrity()
         self.most_running = max(self.most_running, len(self.scheduler.running))
 
-    def _hear(self, report: Report[Progress]) -> None:
+    def _hear(self, report: Report) -> None:
         for new in report.progress:
             name = new.key[0]
             if new.token is not None:

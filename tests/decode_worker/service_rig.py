@@ -47,7 +47,6 @@ class Rig(ServiceRig[DecodeService]):
     """A decode worker."""
 
     def __init__(self, **settings: int) -> None:
-        self.prompt_tokens_per_s: float | None = None
         blocks = BlockManager(CARD.num_blocks, BLOCK, lambda: 0.0)
         self.scheduler = DecodeScheduler(DecodeSchedulerSettings(**settings), blocks, CARD.max_model_len, "cpu")
         super().__init__(CARD, blocks, self.scheduler, DecodeService)
@@ -59,7 +58,7 @@ class Rig(ServiceRig[DecodeService]):
             WireMetrics(CollectorRegistry()),
             self.clock,
         )
-        self.service.attach(self.ports, leases, DataPorts("tcp://nowhere:1"), lambda: self.prompt_tokens_per_s)
+        self.service.attach(self.ports, leases, DataPorts("tcp://nowhere:1"))
 
     def submit(self, name: str, max_tokens: int = 3) -> Submit:
         return submit(name, max_tokens=max_tokens)

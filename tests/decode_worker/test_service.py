@@ -179,7 +179,7 @@ def test_gateways_hear_how_much_of_prompts_is_left_and_what_they_get() -> None:
     rig.handle()
     rig.finish()
     assert rig.service.status().num_waiting_tokens == 0
-    rig.prompt_tokens_per_s = 0.0
+    rig.scheduler.prompt_tokens_per_s = 0.0
     assert rig.service.status().prompt_tokens_per_s == 0.0
 
 

@@ -11,7 +11,7 @@ from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
+from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import Add, ModelWorker, Report
@@ -26,18 +26,18 @@ class ModelRig:
         self.scheduler = PrefillScheduler(PrefillSchedulerSettings(**settings), self.blocks, card.max_model_len, "cpu")
         self.tokens: dict[str, int] = {}  # the first one of each prompt
         self.failed: list[str] = []
-        self.reports: list[Report[Computed]] = []
+        self.reports: list[Report] = []
         self._fingerprint = card.layout.fingerprint()
         metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
         self.worker = ModelWorker(Leader(engine), self.scheduler, metrics, self._hear, clock)
 
-    def _hear(self, report: Report[Computed]) -> None:
+    def _hear(self, report: Report) -> None:
         self.reports.append(report)
         self.failed += [name for name, _ in report.failed]
         for item in report.progress:
             if item.token is not None:
-                self.tokens[item.sequence.request_id] = item.token.token_id
-        for key in [*report.failed, *(item.sequence.key for item in report.progress if item.token is not None)]:
+                self.tokens[item.key[0]] = item.token.token_id
+        for key in [*report.failed, *(item.key for item in report.progress if item.token is not None)]:
             self.blocks.release(sequence_owner(key))
 
     def local(self, name: str, prompt: list[int], sampling: SamplingParams, arrival_s: float = 0.0) -> None:

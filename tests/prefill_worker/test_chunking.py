@@ -195,11 +195,12 @@ def serve(
             scheduler.observe(rows, step_s * (5 if chance.random() < 0.05 else chance.uniform(0.95, 1.05)))
         now_s += step_s
         served.busy_s += step_s
-        for item in scheduler.postprocess(rows, [RowResult((SampledToken(7),) if row.samples else ()) for row in rows]):
-            assert item.token is not None or item.sequence.num_computed_tokens == item.num_ready_blocks * BLOCK > 0
+        results = [RowResult((SampledToken(7),) if row.samples else ()) for row in rows]
+        for row, item in zip(rows, scheduler.postprocess(rows, results), strict=True):
+            assert item.token is not None or row.sequence.num_computed_tokens == item.num_ready_blocks * BLOCK > 0
             if item.token is not None:
-                served.ttft_s[item.sequence.request_id] = now_s - item.sequence.arrival_s
-                held.append((now_s + handoff_s, item.sequence))
+                served.ttft_s[row.sequence.request_id] = now_s - row.sequence.arrival_s
+                held.append((now_s + handoff_s, row.sequence))
         if number % 16 == 0:
             scheduler.check_integrity()
     raise AssertionError

@@ -10,8 +10,9 @@ from kvrelay.engine.kv.block_manager import BlockManager, sequence_owner
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
-from kvrelay.prefill_worker.scheduler import Computed, PrefillScheduler
+from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.worker.scheduler import Progress
 
 BLOCK = 4
 
@@ -33,7 +34,7 @@ class Rig:
         for num_tokens in (4, 8, 16, 32):
             self.scheduler.observe([StepRow(sequence("any", [1]), num_tokens)], num_tokens * token_s)
 
-    def step(self, token: int = 7, now_s: float = 0.0) -> tuple[list[tuple[str, int]], list[Computed]]:
+    def step(self, token: int = 7, now_s: float = 0.0) -> tuple[list[tuple[str, int]], list[Progress]]:
         """(name, tokens) of the rows, and what came of them."""
         rows = self.scheduler.schedule(now_s).rows
         shares = [(row.sequence.request_id, row.num_tokens) for row in rows]
@@ -78,7 +79,7 @@ def test_a_cached_prefix_is_skipped_but_the_last_token_is_computed() -> None:
     rig.scheduler.add(sequence("b", list(range(16))))  # the same prompt: all four blocks are published
     shares, computed = rig.step()
     assert shares == [("b", 4)]
-    assert computed[0].sequence.num_cached_tokens == 12
+    assert computed[0].num_cached_tokens == 12
     assert (
         rig.blocks.owned_blocks(sequence_owner(("a", 1)))[:3] == rig.blocks.owned_blocks(sequence_owner(("b", 1)))[:3]
     )
@@ -173,7 +174,7 @@ def test_a_long_prompt_that_waits_for_room_gets_it_before_short_ones() -> None:
     for number in range(200):
         rig.scheduler.add(sequence(f"short{number}", [10 + number] * 4, arrival_s=0.2 + number))
         shares, computed = rig.step(now_s=0.2 + number)
-        computed_at |= {item.sequence.key: number for item in computed if item.token is not None}
+        computed_at |= {item.key: number for item in computed if item.token is not None}
         overtook += any(name.startswith("short") for name, _ in shares)
         for key in [key for key, ended in computed_at.items() if ended == number - 4]:
             rig.blocks.release(sequence_owner(key))  # its hand-off ends, and the next short prompts wait already

@@ -99,7 +99,7 @@ class _Rig:
         self.identity = WorkerIdentity("worker", EPOCH, CARD, max_waiting=64, max_running=64)
         self.metrics = EngineMetrics(CollectorRegistry(), self.blocks, num_running=lambda: 0, num_waiting=lambda: 0)
         self.server: _Server
-        self.model: ModelWorker[Any]
+        self.model: ModelWorker
         self.service: DecodeService | PrefillService
         self._codec = Codec()
 
@@ -107,7 +107,7 @@ class _Rig:
         return self.now_s
 
     def ports(self) -> Ports:
-        return Ports(self.server.send, cast("Any", self), self.call, NoGuides())
+        return Ports(self.server.send, cast("Any", self), self.call, NoGuides(), lambda: None)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """As OnLoop."""
@@ -166,7 +166,7 @@ class DecodeRig(_Rig):
             self.clock,
         )
         self.server = _Server(self.service, self.network)
-        self.service.attach(self.ports(), self.leases, DataPorts("tcp://nowhere:1"), lambda: None)
+        self.service.attach(self.ports(), self.leases, DataPorts("tcp://nowhere:1"))
 
     def land(self, lease_id: int, offer: Offer, index: int, block: bytes) -> None:
         """An honest block arrives."""

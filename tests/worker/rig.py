@@ -22,7 +22,7 @@ from tests.guides import PlayedGuides
 
 EPOCH = 7
 
-S = TypeVar("S", bound=Service[Any, Any])
+S = TypeVar("S", bound=Service[Any])
 
 
 class ServiceRig(Generic[S]):
@@ -30,11 +30,11 @@ class ServiceRig(Generic[S]):
 
     max_told = 100  # tokens that this worker tells of one request
 
-    def __init__(self, card: ModelCard, blocks: BlockManager, scheduler: Scheduler[Any], service: type[S]) -> None:
+    def __init__(self, card: ModelCard, blocks: BlockManager, scheduler: Scheduler, service: type[S]) -> None:
         self.sent: list[tuple[str, Message]] = []
         self.deaf: set[str] = set()  # peers that nothing can be sent to
         self.commands: list[Command] = []
-        self.reports: list[Report[Any]] = []
+        self.reports: list[Report] = []
         self.now_s = 1000.0
         self.blocks = blocks
         self.guides = PlayedGuides()
@@ -42,7 +42,9 @@ class ServiceRig(Generic[S]):
         metrics = EngineMetrics(CollectorRegistry(), blocks, num_running=lambda: 0, num_waiting=lambda: 0)
         self.model = ModelWorker(Leader(self.engine), scheduler, metrics, self.reports.append, self.clock)
         self.service = service(WorkerIdentity("worker", EPOCH, card, 512), blocks, self.clock)
-        self.ports = Ports(self._send, cast("ModelLoop[Command]", self), self.call, self.guides)
+        self.ports = Ports(
+            self._send, cast("ModelLoop[Command]", self), self.call, self.guides, lambda: scheduler.prompt_tokens_per_s
+        )
 
     def clock(self) -> float:
         return self.now_s

@@ -78,6 +78,17 @@ def test_a_step_whose_size_does_not_matter_has_a_cost_for_its_tokens_all_the_sam
     assert cost.token_s > 0
 
 
+def test_the_speed_is_all_tokens_by_all_seconds_of_the_latest_steps() -> None:
+    costs = StepCosts()
+    assert costs.tokens_per_s is None
+    for _ in range(100):
+        costs.observe(512, 0.5)
+    assert costs.tokens_per_s == pytest.approx(1024)
+    for _ in range(100):
+        costs.observe(512, 1.0)
+    assert costs.tokens_per_s == pytest.approx(512)
+
+
 def test_prompts_in_small_steps_take_longer() -> None:
     cost = StepCost(0.01, 1e-4)
     assert cost.seconds(1000, 100) == pytest.approx(0.2)
