@@ -95,7 +95,6 @@ class DecodeWorker(Worker[DecodeService]):
 
     async def start(self) -> None:
         """See Worker."""
-        self._on_loop.start()
         self._receiver.start()
         if self._shared is not None:
             self._shared.start()

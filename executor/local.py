@@ -25,6 +25,7 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.factory import load_engine, load_guides
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
+from kvrelay.engine.load_progress import LoggedProgress
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.engine.step.interface import Engine
 from kvrelay.executor.executor import Stats
@@ -45,7 +46,6 @@ from kvrelay.gateway.workers.pool import WorkerPool, static_workers
 from kvrelay.launcher.models import resolve_model
 from kvrelay.wire.network import Network
 from kvrelay.wire.settings import LinkSettings
-from kvrelay.worker.progress import LoggedProgress
 from kvrelay.worker.setup import Setup
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 ``post`` puts a command into the loop's inbox from any thread. The loop takes all commands there are, then lets the
 worker run one step; with nothing to compute it waits for the next command. What a step yields leaves through the
-worker's own callbacks. ``silent_s`` says how long ago the loop last came round; readiness watches it.
+worker's own callbacks. ``problems`` says if the loop has not come round for long; readiness watches it.
 
 A step or a command that fails ends what it was about, and the loop goes on. Two things end the loop: the worker says that it
 cannot go on, since its state cannot be trusted any more or its device has failed, or one step after the other fails. It is not
@@ -14,14 +14,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from typing import Generic, Protocol, TypeVar
 
 from kvrelay.common.clock import Clock
+from kvrelay.worker.model_worker import Command, ModelWorker
 
 logger = logging.getLogger(__name__)
-
-C_contra = TypeVar("C_contra", contravariant=True)
-C = TypeVar("C")
 
 _IDLE_TICK_S = 1.0  # how long an idle loop waits before it shows that it is alive
 _MAX_FAILED_STEPS = (
@@ -29,31 +26,12 @@ _MAX_FAILED_STEPS = (
 )
 
 
-class LoopWorker(Protocol[C_contra]):
-    """What runs on the loop. All methods are called on the loop's thread."""
-
-    def handle(self, command: C_contra) -> None:
-        """Take a command in."""
-
-    def has_work(self) -> bool:
-        """Whether ``step`` has anything to compute."""
-
-    def step(self) -> bool:
-        """Compute one step; False if nothing could be computed for want of room, so that the loop waits for news."""
-
-    def on_step_failed(self, error: Exception) -> None:
-        """``step`` raised. End what was in it. Raises if the worker cannot go on: that ends the loop."""
-
-    def on_command_failed(self, command: C_contra, error: Exception) -> None:
-        """``handle`` raised. End what the command was about. Raises if the worker cannot go on, as above."""
-
-
-class ModelLoop(Generic[C]):
+class ModelLoop:
     """Owns the thread. ``start`` once, ``stop`` once."""
 
-    def __init__(self, worker: LoopWorker[C], name: str, clock: Clock) -> None:
+    def __init__(self, worker: ModelWorker, name: str, clock: Clock) -> None:
         self._worker = worker
-        self._inbox: queue.SimpleQueue[C | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._clock = clock
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._stopping = threading.Event()
@@ -63,7 +41,7 @@ class ModelLoop(Generic[C]):
         """Start the thread."""
         self._thread.start()
 
-    def post(self, command: C) -> None:
+    def post(self, command: Command) -> None:
         """Hand a command to the loop; from any thread, never blocks."""
         self._inbox.put(command)
 
@@ -76,10 +54,12 @@ class ModelLoop(Generic[C]):
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    @property
-    def silent_s(self) -> float:
-        """How long ago the loop last came round."""
-        return self._clock() - self._last_tick_s
+    def problems(self, bound_s: float) -> list[str]:
+        """Reasons against a loop that died, or has not come round for ``bound_s``."""
+        if not self.is_alive:
+            return ["the model loop is dead"]
+        silent_s = self._clock() - self._last_tick_s
+        return [f"the model loop has not ticked for {silent_s:.0f} s"] if silent_s > bound_s else []
 
     def stop(self, timeout_s: float = 30.0) -> bool:
         """End the loop after the step that runs; False if it did not end in time."""
@@ -123,7 +103,7 @@ class ModelLoop(Generic[C]):
         except queue.Empty:
             return
 
-    def _handle(self, command: C) -> None:
+    def _handle(self, command: Command) -> None:
         try:
             self._worker.handle(command)
         except Exception as error:

@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.logs import configure_logs
 from kvrelay.common.process import Component, ProcessSettings, serve_process
 from kvrelay.engine.factory import load_engine, load_guides
+from kvrelay.engine.load_progress import LoggedProgress
 from kvrelay.engine.step.interface import Engine
 from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.messages import Role
 from kvrelay.wire.network import Network
 from kvrelay.wire.security.keys import keys_of
-from kvrelay.worker.progress import LoggedProgress
 from kvrelay.worker.settings import WorkerSettings
 from kvrelay.worker.setup import Setup
 

@@ -67,7 +67,7 @@ class _Launched:
 
 
 class ModelWorker:
-    """Implements :class:`kvrelay.worker.loop.LoopWorker`. ``emit`` is called on the model thread and must not block."""
+    """What :class:`kvrelay.worker.loop.ModelLoop` runs. ``emit`` is called on the model thread and must not block."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class ModelWorker:
         return bool(self._launched or self._scheduler.waiting or self._scheduler.running)
 
     def step(self) -> bool:
-        """One step of the batch; False if no sequence could get room."""
+        """One step of the batch; False if no sequence could get room, so that the loop waits for news."""
         if not self._launched:
             plan = self._schedule()
             if plan.preempted:

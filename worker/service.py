@@ -49,7 +49,7 @@ from kvrelay.wire.messages import (
 )
 from kvrelay.worker.entries import Entry, Outcome, Phase
 from kvrelay.worker.loop import ModelLoop
-from kvrelay.worker.model_worker import Add, Command, Remove, Report, TakeBack
+from kvrelay.worker.model_worker import Add, Remove, Report, TakeBack
 from kvrelay.worker.submit import Refusal, WorkerIdentity, guide_failed, refusal_of
 from kvrelay.worker.suspects import Key
 
@@ -63,7 +63,7 @@ class Ports:
     """What a service speaks through. Filled once by whoever assembles the worker."""
 
     send: Callable[[Role, str, Message], bool]
-    loop: ModelLoop[Command]
+    loop: ModelLoop
     on_loop: Callable[..., None]  # makes another thread's call on the asyncio loop: the function, then its arguments
     guides: GuideCompiler
     prompt_tokens_per_s: Callable[[], float | None]  # what prompts would get now, as in Status

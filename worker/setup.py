@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -28,7 +27,7 @@ class Setup:
     address: str  # of the control socket
     registry: CollectorRegistry
     network: Network  # which the worker closes
-    model_loop: type[ModelLoop[Any]] = ModelLoop
+    model_loop: type[ModelLoop] = ModelLoop
     link_settings: LinkSettings = field(default_factory=LinkSettings)
     seal_kv: bool = False
     keys: WireKeys | None = None

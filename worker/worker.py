@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from kvrelay.engine.kv.books import ledger_json, unbalanced
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.messages import Role
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.security.authentication import PeerGate
-from kvrelay.worker.health import ledger_json, not_live, not_ready
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import ModelWorker
-from kvrelay.worker.on_loop import OnLoop
 from kvrelay.worker.scheduler import Scheduler
 from kvrelay.worker.service import Ports, Service
 from kvrelay.worker.setup import Setup
+
+_READY_TICK_S = 30.0  # a chunk on a slow CPU takes seconds; half a minute without a step is not normal
+_LIVE_TICK_S = 300.0
 
 S = TypeVar("S", bound=Service[Any])
 
@@ -36,14 +39,14 @@ class Worker(ABC, Generic[S]):
         self.blocks = service.blocks
         self.address = setup.address
         self._network = network = setup.network
-        self._on_loop = OnLoop()
+        self._asyncio_loop: asyncio.AbstractEventLoop | None = None  # from the start on
         metrics = EngineMetrics(
             setup.registry,
             self.blocks,
             num_running=lambda: len(scheduler.running),
             num_waiting=lambda: len(scheduler.waiting),
         )
-        emit = partial(self._on_loop.call, service.on_report)
+        emit = partial(self._call_on_loop, service.on_report)
         self._model_worker = ModelWorker(Leader(engine), scheduler, metrics, emit, network.clock)
         self._loop = setup.model_loop(self._model_worker, f"{service.role}-model", network.clock)
         self._wire_metrics = WireMetrics(setup.registry)
@@ -53,7 +56,7 @@ class Worker(ABC, Generic[S]):
         )
         self._guides = setup.guides
         self._ports = Ports(
-            self._server.send, self._loop, self._on_loop.call, self._guides, lambda: scheduler.prompt_tokens_per_s
+            self._server.send, self._loop, self._call_on_loop, self._guides, lambda: scheduler.prompt_tokens_per_s
         )
         self._tickers: list[asyncio.Task[None]] = []
 
@@ -75,18 +78,18 @@ class Worker(ABC, Generic[S]):
 
     async def start(self) -> None:
         """Open the sockets and start the threads. Raises WireError if an address is taken."""
-        self._on_loop.start()
+        self._asyncio_loop = asyncio.get_running_loop()
         self._loop.start()
         self.address = await self._server.start()
         self._tickers = self.tickers()
 
     def not_live(self) -> list[str]:
         """See Component."""
-        return self.dead_sockets() + not_live(self._loop)
+        return self.dead_sockets() + self._loop.problems(_LIVE_TICK_S)
 
     def not_ready(self) -> list[str]:
         """See Component."""
-        return self.dead_sockets() + not_ready(self._loop, self.blocks)
+        return self.dead_sockets() + self._loop.problems(_READY_TICK_S) + unbalanced(self.blocks)
 
     def debug_kv(self) -> dict[str, Any]:
         """See Component."""
@@ -106,3 +109,9 @@ class Worker(ABC, Generic[S]):
         await asyncio.to_thread(self._guides.close)
         await self.stop_hand_off()
         await asyncio.to_thread(self._network.close)
+
+    def _call_on_loop(self, function: Callable[..., object], *args: Any) -> None:
+        """From any thread, once started: call it on the asyncio loop, in order. What comes behind the loop's end is dropped."""
+        assert self._asyncio_loop is not None, "calls come when the worker has started"
+        if not self._asyncio_loop.is_closed():
+            self._asyncio_loop.call_soon_threadsafe(function, *args)

@@ -14,9 +14,9 @@ import torch
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.factory import load_engine
+from kvrelay.engine.load_progress import LoggedProgress
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings
 from kvrelay.engine.torch_engine import TorchEngine
-from kvrelay.worker.progress import LoggedProgress
 from tests.engine.conftest import VOCAB
 
 

@@ -43,7 +43,7 @@ class ServiceRig(Generic[S]):
         self.model = ModelWorker(Leader(self.engine), scheduler, metrics, self.reports.append, self.clock)
         self.service = service(WorkerIdentity("worker", EPOCH, card, 512), blocks, self.clock)
         self.ports = Ports(
-            self._send, cast("ModelLoop[Command]", self), self.call, self.guides, lambda: scheduler.prompt_tokens_per_s
+            self._send, cast("ModelLoop", self), self.call, self.guides, lambda: scheduler.prompt_tokens_per_s
         )
 
     def clock(self) -> float:

@@ -6,7 +6,8 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 
@@ -66,50 +67,52 @@ class Scripted:
         assert [self.events.get(timeout=WAIT_S) for _ in events] == list(events)
 
 
+def made(worker: Scripted, name: str, clock: Callable[[], float]) -> ModelLoop:
+    return ModelLoop(cast("Any", worker), name, clock)
+
+
 @pytest.fixture
 def worker() -> Scripted:
     return Scripted()
 
 
 @pytest.fixture
-def loop(worker: Scripted) -> Iterator[ModelLoop[int]]:
-    made = ModelLoop[int](worker, "model", lambda: 0.0)
-    yield made
+def loop(worker: Scripted) -> Iterator[ModelLoop]:
+    loop = made(worker, "model", lambda: 0.0)
+    yield loop
     worker.may_step.set()
-    assert made.stop()
+    assert loop.stop()
     assert worker.events.empty()
 
 
-def test_commands_are_handled_and_steps_run_on_one_thread(worker: Scripted, loop: ModelLoop[int]) -> None:
-    loop.post(1)
-    loop.post(2)
+def test_commands_are_handled_and_steps_run_on_one_thread(worker: Scripted, loop: ModelLoop) -> None:
+    loop.post(cast("Any", 1))
+    loop.post(cast("Any", 2))
     assert not loop.is_alive
     loop.start()
     worker.expect("handle 1", "handle 2", "step", "step", "step")
-    loop.post(1)  # it waits by now, or soon will
+    loop.post(cast("Any", 1))  # it waits by now, or soon will
     worker.expect("handle 1", "step")
     assert loop.is_alive
     assert len(worker.threads) == 1
     assert threading.get_ident() not in worker.threads
 
 
-def test_commands_that_come_during_a_step_are_handled_before_the_next(worker: Scripted, loop: ModelLoop[int]) -> None:
+def test_commands_that_come_during_a_step_are_handled_before_the_next(worker: Scripted, loop: ModelLoop) -> None:
     worker.may_step.clear()
-    loop.post(2)
+    loop.post(cast("Any", 2))
     loop.start()
     worker.expect("handle 2", "step")
-    loop.post(3)
-    loop.post(4)
+    loop.post(cast("Any", 3))
+    loop.post(cast("Any", 4))
     worker.may_step.set()
     worker.expect("handle 3", "handle 4", *["step"] * 8)
 
 
-def test_without_room_it_waits_for_news(
-    worker: Scripted, loop: ModelLoop[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_room_it_waits_for_news(worker: Scripted, loop: ModelLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "_IDLE_TICK_S", WAIT_S)
     worker.has_room = False
-    loop.post(1)
+    loop.post(cast("Any", 1))
     loop.start()
     worker.expect("handle 1", "step")
     loop.wake()
@@ -120,13 +123,13 @@ def test_without_room_it_waits_for_news(
 
 
 def test_a_step_that_fails_is_told_and_logged_and_the_loop_goes_on(
-    worker: Scripted, loop: ModelLoop[int], caplog: pytest.LogCaptureFixture
+    worker: Scripted, loop: ModelLoop, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.error = RuntimeError("out of cheese")
-    loop.post(1)
+    loop.post(cast("Any", 1))
     loop.start()
     worker.expect("handle 1", "step", "failed out of cheese")
-    loop.post(1)
+    loop.post(cast("Any", 1))
     worker.expect("handle 1", "step")
     assert [(record.levelno, record.message) for record in caplog.records] == [(logging.ERROR, "a model step failed")]
 
@@ -140,20 +143,33 @@ def test_an_idle_loop_shows_that_it_is_alive(worker: Scripted, monkeypatch: pyte
             looked.set()
         return now_s
 
-    loop = ModelLoop[int](worker, "model", clock)
+    loop = made(worker, "model", clock)
     now_s = 50.0
-    assert loop.silent_s == 50.0
     loop.start()
     assert looked.wait(WAIT_S)
-    assert loop.silent_s == 0.0
+    assert loop.problems(0.0) == []
     assert loop.stop()
-    assert not loop.is_alive
+    assert loop.problems(1000.0) == ["the model loop is dead"]
+
+
+def test_a_loop_that_does_not_come_round_is_noticed(worker: Scripted) -> None:
+    now_s = 0.0
+    worker.may_step.clear()
+    loop = made(worker, "model", lambda: now_s)
+    loop.post(cast("Any", 1))
+    loop.start()
+    worker.expect("handle 1", "step")
+    now_s = 31.0
+    assert loop.problems(30.0) == ["the model loop has not ticked for 31 s"]
+    assert loop.problems(300.0) == []
+    worker.may_step.set()
+    assert loop.stop()
 
 
 def test_stop_ends_behind_the_running_step(worker: Scripted) -> None:
     worker.may_step.clear()
-    loop = ModelLoop[int](worker, "model", lambda: 0.0)
-    loop.post(5)
+    loop = made(worker, "model", lambda: 0.0)
+    loop.post(cast("Any", 5))
     loop.start()
     worker.expect("handle 5", "step")
     assert not loop.stop(timeout_s=0.01)
@@ -165,14 +181,14 @@ def test_stop_ends_behind_the_running_step(worker: Scripted) -> None:
 
 
 def test_a_loop_that_never_started_can_be_stopped(worker: Scripted) -> None:
-    assert ModelLoop[int](worker, "model", lambda: 0.0).stop()
+    assert made(worker, "model", lambda: 0.0).stop()
 
 
 def test_a_command_that_fails_is_told_and_logged_and_the_loop_goes_on(
-    worker: Scripted, loop: ModelLoop[int], caplog: pytest.LogCaptureFixture
+    worker: Scripted, loop: ModelLoop, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop.post(-1)
-    loop.post(1)
+    loop.post(cast("Any", -1))
+    loop.post(cast("Any", 1))
     loop.start()
     worker.expect("handle -1", "refused -1", "handle 1", "step")
     messages = [(record.levelno, record.message) for record in caplog.records]
@@ -182,9 +198,9 @@ def test_a_command_that_fails_is_told_and_logged_and_the_loop_goes_on(
 def test_a_worker_that_does_not_trust_itself_any_more_ends_the_loop(
     worker: Scripted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop = ModelLoop[int](worker, "model", lambda: 0.0)
-    loop.post(BROKEN)
-    loop.post(1)
+    loop = made(worker, "model", lambda: 0.0)
+    loop.post(cast("Any", BROKEN))
+    loop.post(cast("Any", 1))
     loop.start()
     worker.expect(f"handle {BROKEN}", f"refused {BROKEN}")
     loop._thread.join(WAIT_S)
@@ -197,19 +213,19 @@ def test_a_worker_that_does_not_trust_itself_any_more_ends_the_loop(
 def test_steps_that_fail_one_after_the_other_end_the_loop(worker: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that answers everything with the same error: a worker that fails fast draws all requests."""
     monkeypatch.setattr(loop_module, "_MAX_FAILED_STEPS", 3)
-    loop = ModelLoop[int](worker, "model", lambda: 0.0)
+    loop = made(worker, "model", lambda: 0.0)
     worker.error = worker.next_error = RuntimeError("illegal access")
     failure = ("handle 1", "step", "failed illegal access")
     loop.start()
     for _ in range(2):
-        loop.post(1)
+        loop.post(cast("Any", 1))
         worker.expect(*failure)
     worker.error = worker.next_error = None
-    loop.post(1)
+    loop.post(cast("Any", 1))
     worker.expect("handle 1", "step")  # counted from 0 again
     worker.error = worker.next_error = RuntimeError("illegal access")
     for _ in range(3):
-        loop.post(1)
+        loop.post(cast("Any", 1))
         worker.expect(*failure)
     loop._thread.join(WAIT_S)
     assert not loop.is_alive

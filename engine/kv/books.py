@@ -1,45 +1,16 @@
-"""Whether a worker is well: what readiness and liveness watch, the same for both kinds of worker."""
+"""The block manager's books as people read them: /debug/kv, and reasons against a pool that has lost a block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from kvrelay.engine.kv.block_manager import BlockManager
 
-_READY_TICK_S = 30.0  # a chunk on a slow CPU takes seconds; half a minute without a step is not normal
-_LIVE_TICK_S = 300.0
 
-
-class Ticking(Protocol):
-    """A loop on a thread of its own (kvrelay.worker.loop.ModelLoop)."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread runs."""
-
-    @property
-    def silent_s(self) -> float:
-        """How long ago it last came round."""
-
-
-def loop_reasons(loop: Ticking, bound_s: float) -> list[str]:
-    """Reasons against a model loop that died, or has not come round for ``bound_s``."""
-    if not loop.is_alive:
-        return ["the model loop is dead"]
-    return [f"the model loop has not ticked for {loop.silent_s:.0f} s"] if loop.silent_s > bound_s else []
-
-
-def not_live(loop: Ticking) -> list[str]:
-    """Reasons to restart the process."""
-    return loop_reasons(loop, _LIVE_TICK_S)
-
-
-def not_ready(loop: Ticking, blocks: BlockManager) -> list[str]:
-    """Reasons to send no traffic."""
+def unbalanced(blocks: BlockManager) -> list[str]:
+    """Reasons to send no traffic: a group whose ledger does not balance."""
     ledgers = [blocks.ledger(group) for group in range(blocks.num_groups)]
-    unbalanced = [f"the ledger does not balance: {ledger}" for ledger in ledgers if not ledger.balances]
-    return loop_reasons(loop, _READY_TICK_S) + unbalanced
+    return [f"the ledger does not balance: {ledger}" for ledger in ledgers if not ledger.balances]
 
 
 def ledger_json(blocks: BlockManager) -> dict[str, object]:

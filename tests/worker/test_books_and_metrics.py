@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvrelay.common.retention import Retention
 from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind
+from kvrelay.engine.kv.books import ledger_json, ranges, unbalanced
 from kvrelay.engine.kv.group_blocks import Ledger
-from kvrelay.worker.health import ledger_json, not_live, not_ready, ranges
 from kvrelay.worker.metrics import EngineMetrics
-
-
-@dataclass
-class Ticking:
-    is_alive: bool
-    silent_s: float
-
-
-def ticked(seconds_ago: float, *, is_alive: bool = True) -> Ticking:
-    return Ticking(is_alive, seconds_ago)
 
 
 @pytest.fixture
@@ -41,25 +29,9 @@ def blocks() -> BlockManager:
     return blocks
 
 
-def test_a_loop_that_ticks_and_a_ledger_that_balances_are_well(blocks: BlockManager) -> None:
-    assert not_ready(ticked(1), blocks) == []
-    assert not_live(ticked(1)) == []
-
-
-def test_a_silent_loop_is_first_not_ready_then_not_live(blocks: BlockManager) -> None:
-    assert not_ready(ticked(31), blocks) == ["the model loop has not ticked for 31 s"]
-    assert not_live(ticked(31)) == []
-    assert not_live(ticked(301)) == ["the model loop has not ticked for 301 s"]
-
-
-def test_a_dead_loop_is_neither(blocks: BlockManager) -> None:
-    assert not_ready(ticked(0, is_alive=False), blocks) == ["the model loop is dead"]
-    assert not_live(ticked(0, is_alive=False)) == ["the model loop is dead"]
-
-
 def test_a_ledger_that_does_not_balance_is_not_ready(blocks: BlockManager) -> None:
     blocks._groups[0].free.pop()  # a block is lost
-    (reason,) = not_ready(ticked(0), blocks)
+    (reason,) = unbalanced(blocks)
     assert reason.startswith("the ledger does not balance: Ledger(num_blocks=10, num_free=3,")
     with pytest.raises(AssertionError, match="lost: "):
         blocks.check_integrity()
@@ -104,7 +76,7 @@ def test_each_group_has_its_ledger() -> None:
     assert (full["running"], full["free"], full["blocks"]["sequence a/1"]) == (2, 2, "0-1")
     assert (window["running"], window["free"], window["blocks"]["sequence a/1"]) == (1, 2, "1")
     blocks._groups[1].free.pop()
-    (reason,) = not_ready(ticked(0), blocks)
+    (reason,) = unbalanced(blocks)
     assert reason.startswith("the ledger does not balance: Ledger(num_blocks=3, num_free=1,")
 
 
