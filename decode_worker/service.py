@@ -6,14 +6,16 @@ may come from a receiver thread; it is brought to the asyncio loop before anythi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 from kvrelay.common.beam_check import invalid_first_token
 from kvrelay.common.block_hash import HashChain
-from kvrelay.decode_worker.cache_check import cache_miss
 from kvrelay.decode_worker.entries import DecodeEntry
-from kvrelay.decode_worker.welcome import DataPorts, misfit
-from kvrelay.engine.kv.block_manager import Owner, OwnerKind, sequence_owner
+from kvrelay.decode_worker.refusals import cache_miss, misfit
+from kvrelay.engine.kv.block_manager import sequence_owner
+from kvrelay.engine.kv.leased_blocks import lease_owner
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.leases.table import LeaseTable
@@ -46,9 +48,13 @@ from kvrelay.worker.submit import Refusal, deadline_of, guide_failed
 from kvrelay.worker.suspects import Key
 
 
-def lease_owner(lease_key: str) -> Owner:
-    """The block owner of a lease."""
-    return Owner(OwnerKind.LEASE, lease_key)
+@dataclass(frozen=True, slots=True)
+class DataPorts:
+    """Where this worker takes KV blocks."""
+
+    address: str  # of the data socket
+    token: str | None = None  # what both let connections in by; None: all
+    shared_memory: str | None = None  # name of the socket for senders on this host; None: they use the data socket, too
 
 
 class DecodeService(Service[DecodeEntry]):

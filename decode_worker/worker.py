@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.decode_worker.scheduler import DecodeScheduler
-from kvrelay.decode_worker.service import DecodeService, lease_owner
-from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.decode_worker.welcome import DataPorts
-from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.decode_worker.service import DataPorts, DecodeService
+from kvrelay.decode_worker.settings import DecodeSchedulerSettings, DecodeSettings
+from kvrelay.engine.kv.leased_blocks import LeasedBlocks
 from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import Engine
 from kvrelay.wire.control.ticker import every
@@ -19,28 +17,11 @@ from kvrelay.wire.leases.lease import LeaseSettings, whole_block
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.lines.shared.receiver import SharedReceiver
 from kvrelay.wire.messages import Role
+from kvrelay.worker.main import serve_worker
 from kvrelay.worker.setup import Setup
 from kvrelay.worker.worker import Worker
 
 _TICK_S = 0.2  # how late an expired lease may be reaped, or a request whose time is up
-
-
-class LeasedBlocks:
-    """The block manager as the lease table sees it."""
-
-    def __init__(self, blocks: BlockManager) -> None:
-        self._blocks = blocks
-
-    def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int] | None:
-        spare = self._blocks.num_promised
-        allocation = self._blocks.allocate(lease_owner(lease_key), num_blocks, hashes, spare=spare)
-        return None if allocation is None else (allocation.block_ids, allocation.num_cached)
-
-    def release(self, lease_key: str) -> None:
-        self._blocks.release(lease_owner(lease_key))
-
-    def publish(self, lease_key: str, index: int, block_hash: bytes) -> None:
-        self._blocks.publish(lease_owner(lease_key), index, block_hash)
 
 
 class DecodeWorker(Worker[DecodeService]):
@@ -118,3 +99,12 @@ class DecodeWorker(Worker[DecodeService]):
         await asyncio.to_thread(self._receiver.stop)
         if self._shared is not None:
             await asyncio.to_thread(self._shared.stop)
+
+
+def serve(settings: DecodeSettings) -> int:
+    """Run a decode worker until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
+
+    def make(engine: Engine, setup: Setup) -> DecodeWorker:
+        return DecodeWorker(engine, settings.scheduler, settings.data_address, setup)
+
+    return serve_worker(Role.DECODE, settings, (settings.address, settings.data_address), make)

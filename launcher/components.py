@@ -26,14 +26,14 @@ def run_gateway(settings: GatewaySettings) -> int:
 
 def run_prefill_worker(settings: PrefillSettings) -> int:
     """Compute prompts until SIGTERM; returns the exit code."""
-    from kvrelay.prefill_worker.main import serve  # noqa: PLC0415
+    from kvrelay.prefill_worker.worker import serve  # noqa: PLC0415
 
     return serve(_with_directory(settings))
 
 
 def run_decode_worker(settings: DecodeSettings) -> int:
     """Generate until SIGTERM; returns the exit code."""
-    from kvrelay.decode_worker.main import serve  # noqa: PLC0415
+    from kvrelay.decode_worker.worker import serve  # noqa: PLC0415
 
     return serve(_with_directory(settings))
 

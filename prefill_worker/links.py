@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from kvrelay.common.model_card import ModelCard
+from kvrelay.wire.addresses import data_address
 from kvrelay.wire.control.client import ControlClient
 from kvrelay.wire.lines.block_sender import BlockSender
 from kvrelay.wire.lines.shared.sender import SharedTarget
@@ -237,12 +238,3 @@ def absurdity(message: Message) -> str | None:
         if message.num_cached_blocks < 0:
             return f"granted a lease with {message.num_cached_blocks} cached blocks; it must be 0 at least"
     return None
-
-
-def data_address(control_address: str, announced: str) -> str:
-    """Where to send blocks: ``announced``, with the host as we reached the worker if it listens on all interfaces."""
-    host_and_port = announced.removeprefix("tcp://")
-    if announced.startswith("tcp://") and host_and_port.rpartition(":")[0] in ("0.0.0.0", "*", "[::]"):
-        host = control_address.removeprefix("tcp://").rpartition(":")[0]
-        return f"tcp://{host}:{host_and_port.rpartition(':')[2]}"
-    return announced

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.sequence import Sequence
-from kvrelay.prefill_worker.entries import PrefillEntry
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.wire.messages import (
     FailureCode,
@@ -27,7 +27,7 @@ from kvrelay.wire.messages import (
     Tokens,
 )
 from kvrelay.wire.transfers import DecodeLink, TransferTable
-from kvrelay.worker.entries import Phase
+from kvrelay.worker.entries import Entry, Phase
 from kvrelay.worker.model_worker import Report
 from kvrelay.worker.scheduler import Progress
 from kvrelay.worker.service import Ports, Service
@@ -36,6 +36,26 @@ from kvrelay.worker.suspects import Key
 
 _SEND_TIMEOUT_S = 5.0  # for what ZeroMQ has of an entry that nobody wants any more to leave this process
 _LINK_TIMEOUT_S = 10.0  # a decode worker that did not say Welcome by then is as good as gone
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PrefillEntry(Entry):
+    """One attempt on a prefill worker."""
+
+    submit: Submit
+    block_hashes: list[bytes]  # of all blocks of the submitted tokens, the last one maybe partial
+    decode_address: str  # of the worker that it is handed over to
+    num_ready_blocks: int = 0
+    commit: tuple[SampledToken, Timings] | None = None  # computed, for a link that is not up yet
+
+    @property
+    def num_earlier_tokens(self) -> int:
+        """Output of earlier attempts; the sequence may have a token more, which the model thread appends."""
+        return len(self.submit.token_ids) - self.submit.num_prompt_tokens
+
+    def is_stuck(self, now_s: float, timeout_s: float) -> bool:
+        """Whether its outcome was decided longer than ``timeout_s`` ago, and sends still hold its blocks."""
+        return self.hand_off_holds and self.closed_s is not None and now_s - self.closed_s > timeout_s
 
 
 class PrefillService(Service[PrefillEntry]):

@@ -10,10 +10,11 @@ from kvrelay.engine.step.interface import Engine
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.prefill_worker.scheduler import PrefillScheduler
 from kvrelay.prefill_worker.service import PrefillService
-from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
+from kvrelay.prefill_worker.settings import PrefillSchedulerSettings, PrefillSettings
 from kvrelay.wire.control.ticker import every
 from kvrelay.wire.messages import Role
 from kvrelay.wire.transfers import TransferSettings, TransferTable
+from kvrelay.worker.main import serve_worker
 from kvrelay.worker.setup import Setup
 from kvrelay.worker.worker import Worker
 
@@ -63,3 +64,12 @@ def _add_load_gauges(service: PrefillService, registry: CollectorRegistry) -> No
         "kvrelay_longest_wait_seconds", "How long the prompt has waited that waits longest to begin", registry=registry
     )
     waited.set_function(service.longest_wait_s)
+
+
+def serve(settings: PrefillSettings) -> int:
+    """Run a prefill worker until SIGTERM or SIGINT; returns the exit code. Raises KvrelayError if it cannot start."""
+
+    def make(engine: Engine, setup: Setup) -> PrefillWorker:
+        return PrefillWorker(engine, settings.scheduler, setup)
+
+    return serve_worker(Role.PREFILL, settings, (settings.address,), make)

@@ -1,7 +1,7 @@
-"""Addresses that a process listens on: who can reach them, and what they leave in the file system.
+"""Addresses that a process listens on: who can reach them, how, and what they leave in the file system.
 
 libzmq makes a socket file for ``ipc://path`` and never removes it. A process that took the path over in the meantime (libzmq
-lets it) has a file of its own there, which must stay: hence the comparison of inodes. Not for addresses of peers.
+lets it) has a file of its own there, which must stay: hence the comparison of inodes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,15 @@ def is_local(address: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return False  # a name, an interface, or all of them
+
+
+def data_address(control_address: str, announced: str) -> str:
+    """Where to send blocks: ``announced``, with the host as we reached the worker if it listens on all interfaces."""
+    host_and_port = announced.removeprefix("tcp://")
+    if announced.startswith("tcp://") and host_and_port.rpartition(":")[0] in ("0.0.0.0", "*", "[::]"):
+        host = control_address.removeprefix("tcp://").rpartition(":")[0]
+        return f"tcp://{host}:{host_and_port.rpartition(':')[2]}"
+    return announced
 
 
 class SocketFile:

@@ -13,13 +13,12 @@ from kvrelay.common.block_hash import HashChain
 from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import BeamSearch, SampledToken, SamplingParams
 from kvrelay.decode_worker.scheduler import DecodeScheduler
-from kvrelay.decode_worker.service import lease_owner
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.decode_worker.worker import LeasedBlocks
 from kvrelay.engine.beams.search import FinishedBeam, Search, advance
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, candidates, fake_card, token_digests
 from kvrelay.engine.fake.step import FakeSlots
 from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind, sequence_owner
+from kvrelay.engine.kv.leased_blocks import LeasedBlocks, lease_owner
 from kvrelay.engine.step.interface import BlockStore, Engine, LaunchedStep, StepRow
 from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.plan import PlanRow, RowResult, SamplingInputs, StepPlan

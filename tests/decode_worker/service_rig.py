@@ -7,12 +7,11 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.scheduler import DecodeScheduler
-from kvrelay.decode_worker.service import DecodeService
+from kvrelay.decode_worker.service import DataPorts, DecodeService
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.decode_worker.welcome import DataPorts
-from kvrelay.decode_worker.worker import LeasedBlocks
 from kvrelay.engine.fake.engine import fake_card
 from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.leased_blocks import LeasedBlocks
 from kvrelay.wire.leases.lease import LeaseSettings, whole_block
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.messages import Offer, Submit

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from kvrelay.engine.fake.engine import fake_card
 from kvrelay.prefill_worker import links
-from kvrelay.prefill_worker.links import DecodeLinks, data_address
+from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.wire.blocks.frames import BlockHeader
 from kvrelay.wire.control.server import ControlServer
 from kvrelay.wire.messages import (
@@ -34,19 +34,6 @@ from kvrelay.wire.settings import LinkSettings
 from kvrelay.wire.transfers import DecodeLink
 from kvrelay.worker.setup import Setup
 from tests.reliability.fleet import Cable
-
-
-@pytest.mark.parametrize(
-    ("control", "announced", "expected"),
-    [
-        ("tcp://10.0.0.7:7200", "tcp://0.0.0.0:7201", "tcp://10.0.0.7:7201"),
-        ("tcp://[fd00::1]:7200", "tcp://[::]:7201", "tcp://[fd00::1]:7201"),
-        ("tcp://10.0.0.7:7200", "tcp://10.9.9.9:7201", "tcp://10.9.9.9:7201"),
-        ("tcp://decode-0.svc:7200", "ipc:///tmp/x", "ipc:///tmp/x"),
-    ],
-)
-def test_blocks_go_where_the_worker_was_reached(control: str, announced: str, expected: str) -> None:
-    assert data_address(control, announced) == expected
 
 
 @pytest.mark.parametrize(

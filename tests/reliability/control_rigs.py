@@ -14,13 +14,12 @@ from prometheus_client import CollectorRegistry
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.scheduler import DecodeScheduler
-from kvrelay.decode_worker.service import DecodeService
+from kvrelay.decode_worker.service import DataPorts, DecodeService
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
-from kvrelay.decode_worker.welcome import DataPorts
-from kvrelay.decode_worker.worker import LeasedBlocks
 from kvrelay.engine.fake.engine import FakeEngine, fake_card, token_digests
 from kvrelay.engine.guides.guidance import NoGuides
 from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.engine.kv.leased_blocks import LeasedBlocks
 from kvrelay.engine.step.leader import Leader
 from kvrelay.prefill_worker.links import DecodeLinks
 from kvrelay.prefill_worker.scheduler import PrefillScheduler

@@ -1,0 +1,44 @@
+"""Whom and what a decode worker does not take: prefill workers whose KV does not fit, prompts that are not cached as was thought.
+
+Local prefill computes beside running sequences. A gateway's map of prefixes is of the past, so one that sends a prompt here for its
+cached prefix says how much may be missing; if more is, the gateway decides anew before anything is computed.
+"""
+
+from __future__ import annotations
+
+from kvrelay.common.block_hash import HashChain
+from kvrelay.common.model_card import KvLayout
+from kvrelay.engine.kv.block_manager import BlockManager
+from kvrelay.wire.blocks.seal import seal_mismatch
+from kvrelay.wire.messages import FailureCode, Hello, HelloRefused, Submit
+from kvrelay.worker.submit import Refusal
+
+
+def misfit(hello: Hello, mine: KvLayout, *, seals_kv: bool) -> HelloRefused | None:
+    """Why this worker can read no KV block of the prefill worker that says ``hello``; None if it can."""
+    if hello.layout is None or hello.layout.fingerprint() != mine.fingerprint():
+        differences = ["no layout given"] if hello.layout is None else mine.differences(hello.layout)
+        detail = f"KV layouts differ (decode / prefill): {'; '.join(differences)}"
+    elif hello.seals_kv is not seals_kv:
+        detail = seal_mismatch(decode_seals=seals_kv, prefill_seals=hello.seals_kv)
+    else:
+        return None
+    return HelloRefused(code=FailureCode.LAYOUT_MISMATCH, detail=detail)
+
+
+def cache_miss(submit: Submit, blocks: BlockManager, chain: HashChain) -> Refusal | None:
+    """Why the request should not be computed here; None if it may be. ``chain``: of its blocks.
+
+    A yes is no promise: what is cached now may be evicted while the request waits for its place.
+    """
+    num_tokens, most = len(submit.token_ids), submit.max_uncached_tokens
+    if most is None or num_tokens <= most:
+        return None
+    # The last token is always computed anew.
+    hashes = chain.hashes(submit.token_ids, (num_tokens - 1) // blocks.block_size)
+    num_uncached = num_tokens - blocks.num_cached_prefix(hashes) * blocks.block_size
+    if num_uncached <= most:
+        return None
+    return Refusal(
+        FailureCode.NOT_CACHED, f"{num_uncached} of {num_tokens} tokens are not cached here; the limit is {most}"
+    )

@@ -1,0 +1,30 @@
+"""The block manager as the table of leases sees it: blocks are reserved, published and given back by a lease's key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrelay.engine.kv.block_manager import BlockManager, Owner, OwnerKind
+
+
+def lease_owner(lease_key: str) -> Owner:
+    """The block owner of a lease."""
+    return Owner(OwnerKind.LEASE, lease_key)
+
+
+class LeasedBlocks:
+    """The block manager as the lease table sees it."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+
+    def reserve(self, lease_key: str, num_blocks: int, hashes: Sequence[bytes]) -> tuple[list[int], int] | None:
+        spare = self._blocks.num_promised
+        allocation = self._blocks.allocate(lease_owner(lease_key), num_blocks, hashes, spare=spare)
+        return None if allocation is None else (allocation.block_ids, allocation.num_cached)
+
+    def release(self, lease_key: str) -> None:
+        self._blocks.release(lease_owner(lease_key))
+
+    def publish(self, lease_key: str, index: int, block_hash: bytes) -> None:
+        self._blocks.publish(lease_owner(lease_key), index, block_hash)
