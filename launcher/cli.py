@@ -154,6 +154,15 @@ def api_key(name: str, operator: bool) -> None:
     click.echo(f"{line} operator=1" if operator else line)
 
 
+@cli.command("top")
+@click.argument("url", default="http://127.0.0.1:8000")
+@click.option("--api-key", envvar="KVRELAY_API_KEY", help="an operator's key, where a gateway asks for keys")
+def top(url: str, api_key: str | None) -> int:
+    """Show what the gateway at URL and its workers do just now. An authority of your own: SSL_CERT_FILE=ca.crt."""
+    show: Callable[[str, str | None, Any], int] = _load("kvrelay.launcher.top:run")
+    return show(url, api_key, _load("rich.console:Console")())
+
+
 @cli.command("watermark")
 @click.argument("file", type=click.File(encoding="utf-8"), default="-")
 @click.option(

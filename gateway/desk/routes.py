@@ -21,7 +21,7 @@ _REFUSED: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody, "descri
 def add_desk(app: FastAPI, records: Records, feed: Feed) -> None:
     """Serve all of it. Who may ask is the edge's matter."""
 
-    @app.get("/debug/live", tags=["operations"], response_model=None)
+    @app.get("/debug/live", include_in_schema=False)  # what tries all that is described would wait for its end
     async def live() -> Response:
         """Server-sent events: who the workers are (``roster``), and once a second what they do (``state``)."""
         return EventStream(feed.follow, lambda error: sse(error.body(), "error"))

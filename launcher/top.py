@@ -1,0 +1,155 @@
+"""``kvrelay top``: what a gateway and its workers do just now, in a terminal. Fed by the gateway's ``/debug/live``.
+
+On a terminal until Ctrl-C, also while the gateway is away; elsewhere it shows one picture and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvrelay.common.errors import SettingsError
+from kvrelay.launcher.errors import AnswerError
+
+_TIMEOUT_S = 10.0  # without a word
+_AGAIN_S = 1.0
+_STATE_STYLES = {"up": "green", "leaving": "yellow", "misfit": "red", "down": "bold red"}
+_PARTS = ("accept", "queue", "prefill", "transfer", "first_step")
+
+
+def run(url: str, api_key: str | None, console: Console) -> int:
+    """Show it. Raises SettingsError on a URL that is none, AnswerError if nothing is there, or it refuses."""
+    request = _request(url, api_key)
+    if not console.is_terminal:
+        console.print(next(_pictures(request)))
+        return 0
+    picture: RenderableType = Text(f"{url} …")
+    with Live(picture, console=console, screen=True, auto_refresh=False) as live:
+        has_shown = False
+        while True:
+            try:
+                for picture in _pictures(request):
+                    live.update(picture, refresh=True)
+                    has_shown = True
+            except AnswerError as error:
+                if not has_shown:
+                    raise
+                live.update(Group(Text(f"{error}; trying again", "bold red"), picture), refresh=True)
+            time.sleep(_AGAIN_S)
+
+
+def render(known: dict[str, Any], state: dict[str, Any]) -> Group:
+    """The last ``roster`` and ``state`` of the feed (gateway/desk/snapshot.py), for a terminal."""
+    figures = state["figures"]
+    cached = "-" if figures["cached"] is None else f"{figures['cached']:.0%}"
+    head = Text.assemble(
+        (f"kvrelay {known['version']} ", "bold"), (f"{_plain(', '.join(known['models']))}   ", "cyan"),
+        f"{state['num_running']} running   {state['num_queued']} queued   {figures['prompt_tokens_per_s']} prompt and "
+        f"{figures['output_tokens_per_s']} output tokens/s   {cached} cached",
+    )  # fmt: skip
+    parts = " + ".join(f"{name} {_ms(figures['parts_s'][name])}" for name in _PARTS if name in figures["parts_s"])
+    (ttft, ttft_95), (itl, itl_99) = figures["ttft_s"], figures["itl_s"]
+    times = Text(
+        f"first token {_ms(ttft)} ms, 95 %: {_ms(ttft_95)}{f' ({parts})' if parts else ''}   "
+        f"between tokens {_ms(itl)} ms, 99 %: {_ms(itl_99)}"
+    )
+    errors = [
+        Text(f"{time.strftime('%H:%M:%S', time.localtime(at))}  {status}  {_plain(what)}  {_plain(request_id)}", "red")
+        for at, request_id, status, what in state["errors"]
+    ]
+    return Group(head, times, _workers(known["workers"], state), *errors)
+
+
+def _workers(known: list[dict[str, Any]], state: dict[str, Any]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("worker", no_wrap=True)
+    for title in ("role", "state"):
+        table.add_column(title)
+    for title in ("running", "waiting", "tokens waiting", "KV in use", "prompt tokens/s", "handed over/s"):
+        table.add_column(title, justify="right")
+    handed = [0] * len(known)
+    for prefill, _, tokens_per_s in state["flows"]:
+        if prefill >= 0:
+            handed[prefill] += tokens_per_s
+    for worker, load, tokens_per_s in zip(known, state["workers"], handed, strict=False):
+        name, breaker, num_running, num_waiting, num_waiting_tokens, num_used, speed = load
+        word = Text(_plain(name), _STATE_STYLES.get(name, ""))
+        if breaker != "closed":
+            word.append(f", breaker {_plain(breaker)}", "bold red")
+        if worker.get("problem"):
+            word.append(f" ({_plain(worker['problem'])})", "red")
+        most, num_blocks = worker.get("max_running"), worker.get("num_blocks")
+        table.add_row(
+            Text(_plain(worker.get("name") or worker["address"])),
+            Text(_plain(worker["role"])),
+            word,
+            f"{num_running}/{most}" if most else str(num_running),
+            str(num_waiting or ""),
+            str(num_waiting_tokens or ""),
+            f"{num_used / num_blocks:.0%}" if num_blocks else "",
+            "" if speed is None else str(speed),
+            str(tokens_per_s or ""),
+        )
+    return table
+
+
+def _plain(text: str) -> str:
+    """Without what would steer the terminal."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+def _ms(value_s: float | None) -> str:
+    return "-" if value_s is None else f"{value_s * 1000:.3g}" if value_s < 1 else f"{value_s * 1000:.0f}"
+
+
+def _pictures(request: urllib.request.Request) -> Iterator[Group]:
+    """One for each state that the gateway tells. Raises AnswerError when it does not, or not any more."""
+    # A proxy for the world must not be asked for what is on this machine.
+    is_here = urlsplit(request.full_url).hostname in ("127.0.0.1", "localhost", "::1")
+    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
+    known: dict[str, Any] = {}
+    try:
+        with opener.open(request, timeout=_TIMEOUT_S) as answer:
+            name = b""
+            for line in answer:
+                field, _, value = line.strip().partition(b": ")
+                if field == b"event":
+                    name = value
+                elif field == b"data" and name == b"roster":
+                    known = json.loads(value)
+                elif field == b"data" and name == b"state":
+                    yield render(known, json.loads(value))
+    except urllib.error.HTTPError as error:
+        with error:
+            raise AnswerError(f"{request.full_url} answered {error.code}: {_told(error.read(2**16))}") from error
+    except (OSError, HTTPException) as error:
+        raise AnswerError(f"{request.full_url} does not answer ({getattr(error, 'reason', error)})") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise AnswerError(f"{request.full_url} is no gateway of this version ({error!r})") from error
+    raise AnswerError(f"{request.full_url} has ended the stream")
+
+
+def _told(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return "no reason given"
+
+
+def _request(url: str, api_key: str | None) -> urllib.request.Request:
+    base = (url if "://" in url else f"http://{url}").rstrip("/")
+    if urlsplit(base).scheme not in ("http", "https") or not urlsplit(base).hostname:
+        raise SettingsError(f"URL is {url!r}; write http://HOST:PORT or https://HOST")
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    return urllib.request.Request(f"{base}/debug/live", headers=headers)  # noqa: S310 - the scheme is checked above
