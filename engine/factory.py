@@ -6,13 +6,19 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.fake.engine import FakeEngine, FakePace, fake_card
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
+from kvrelay.engine.ranks.messages import LoadSettings
 from kvrelay.engine.sampling.processors import load_processors
 from kvrelay.engine.settings import FakeSettings, KvSettings, ModelSettings, prompt_step_tokens
 from kvrelay.engine.step.interface import Engine
+
+if TYPE_CHECKING:
+    from kvrelay.engine.models.ranks import RankPart
+    from kvrelay.engine.torch_engine import TorchEngine
 
 _FAKE_KV_MB = 64
 
@@ -39,9 +45,24 @@ def load_engine(
             f"{model.model!r} is not a model directory; start through the kvrelay command, which fetches models by name"
         )
     if fake.is_fake:
+        if model.tensor_parallel > 1:
+            raise ModelError(f"--tensor-parallel is {model.tensor_parallel}; the fake engine has one rank")
         return _fake_engine(directory, model, kv, fake)
+    settings = LoadSettings(model, kv, max_num_seqs, max_batched_tokens, decodes)
+    if model.tensor_parallel == 1:
+        return load_part(settings, None, progress)
+    _require_ranks(model, directory)  # before processes are started for nothing
+    from kvrelay.engine.ranks.engine import RankedEngine  # noqa: PLC0415 - imports torch
+
+    return RankedEngine.load(settings, model.tensor_parallel, lambda part: load_part(settings, part, progress))
+
+
+def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[[int, int], None]) -> TorchEngine:
+    """The model, or a rank's ``part`` of it, in this process. Raises as ``load_engine``."""
     from kvrelay.engine.backends.options import EngineOptions, device_of  # noqa: PLC0415 - torch takes seconds to import
 
+    model, kv = settings.model, settings.kv
+    directory = Path(model.model)
     options = EngineOptions(
         model_dir=directory,
         model_id=directory.name,
@@ -55,11 +76,11 @@ def load_engine(
         kv_memory_bytes=None if kv.kv_memory_mb is None else kv.kv_memory_mb * 2**20,
         staging_bytes=None if kv.staging_mb is None else kv.staging_mb * 2**20,
         max_model_len=model.max_model_len,
-        num_threads=model.threads or os.cpu_count() or 1,
+        num_threads=max(1, (model.threads or os.cpu_count() or 1) // model.tensor_parallel),
         kv_memory_fraction=kv.kv_memory_fraction,
-        max_num_seqs=max_num_seqs,
-        max_batched_tokens=prompt_step_tokens(max_batched_tokens, device_of(model.device).type),
-        decodes=decodes,
+        max_num_seqs=settings.max_num_seqs,
+        max_batched_tokens=prompt_step_tokens(settings.max_batched_tokens, device_of(model.device).type),
+        decodes=settings.decodes,
         cuda_graphs=model.cuda_graphs,
         run_ahead=model.run_ahead,
         processors=load_processors(model.logits_processors),
@@ -70,7 +91,23 @@ def load_engine(
         return load_transformers_engine(options, progress)
     from kvrelay.engine.torch_engine import TorchEngine  # noqa: PLC0415
 
-    return TorchEngine.load(options, progress)
+    return TorchEngine.load(options, progress, part)
+
+
+def _require_ranks(model: ModelSettings, directory: Path) -> None:
+    """Raise ModelError unless the model can be cut among ranks."""
+    from kvrelay.engine.backends.options import device_of  # noqa: PLC0415 - imports torch
+    from kvrelay.engine.config.cut import require_fit  # noqa: PLC0415
+    from kvrelay.engine.config.model import load_config  # noqa: PLC0415
+
+    asked = f"--tensor-parallel is {model.tensor_parallel}"
+    if _needs_transformers(model.backend, directory):
+        raise ModelError(f"{asked}, which needs a model with a path of its own; take 1")
+    if device_of(model.device).type != "cpu":
+        raise ModelError(f"{asked}; ranks on GPUs are not served yet: take 1, or --device cpu")
+    if model.weight_format != "full":
+        raise ModelError(f"{asked} and --weight-format {model.weight_format}, which rounds whole rows; take 1, or full")
+    require_fit(load_config(directory), model.tensor_parallel)
 
 
 def _needs_transformers(backend: str, directory: Path) -> bool:

@@ -44,6 +44,13 @@ class ModelSettings:
         "takes ours where there is one; the same on all workers",
         choices=("auto", "native", "transformers"),
     )
+    tensor_parallel: int = setting(
+        1,
+        "ranks that compute each step together, each a part of the heads, the MLP and the vocabulary; processes on this host; not "
+        "for GPUs yet",
+        minimum=1,
+        maximum=64,
+    )
     weight_format: str = setting(
         "full",
         "weights as --dtype has them, or the layers' rounded to 8 bits: fewer bytes per step of few streams, on a GPU half "

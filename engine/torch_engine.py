@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvrelay.common.errors import ModelError
@@ -25,6 +26,7 @@ from kvrelay.engine.backends.options import (
     num_blocks_of,
     rounding_of,
 )
+from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import ModelShape, load_config
 from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.kv.copies import CudaCopies, StagingPlan
@@ -32,6 +34,7 @@ from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.models.ops import Model, StepGraphs, StepOps
+from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.sampling.prompt_logprobs import prompt_logprobs
 from kvrelay.engine.sampling.rows import Asking
 from kvrelay.engine.sampling.sampled import Sampled, UnderWay
@@ -80,10 +83,17 @@ class TorchEngine:
         self._sampled_tokens = torch.zeros(options.max_num_seqs, dtype=torch.int64, device=self._device)
 
     @classmethod
-    def load(cls, options: EngineOptions, progress: Callable[[int, int], None]) -> TorchEngine:
-        """Load weights and allocate the pool. Raises ModelError naming what does not fit and the way out."""
-        config = load_config(options.model_dir)
-        check_tokenizer(options.model_dir, config.vocab_size)
+    def load(
+        cls, options: EngineOptions, progress: Callable[[int, int], None], part: RankPart | None = None
+    ) -> TorchEngine:
+        """Load weights and allocate the pool, or a rank's ``part`` of both; the card is of the whole model.
+
+        Raises ModelError naming what does not fit and the way out.
+        """
+        whole = load_config(options.model_dir)
+        check_tokenizer(options.model_dir, whole.vocab_size)
+        cut = Cut() if part is None else part.cut
+        config = cut.config(whole)
         device = device_of(options.device)
         dtype = dtype_of(options.dtype, config.dtype, device, partial(why_no_cpu_kernels, options, config))
         kv_dtype = kv_dtype_of(options.kv_dtype, dtype, device)
@@ -96,8 +106,8 @@ class TorchEngine:
         kv_scales: torch.Tensor | None = None
         if kv_dtype == torch.float8_e4m3fn:
             kv_scales = load_kv_scales(checkpoint_files(options.model_dir), config)
-        weights = load_weights(options.model_dir, config, dtype, device, progress, rounding)
-        geometry = geometry_of(config, options.block_size, kv_dtype)
+        weights = load_weights(options.model_dir, whole, dtype, device, progress, rounding, cut)
+        geometry = geometry_of(whole, options.block_size, kv_dtype)
         memory: GpuMemory | None = None
         if device.type == "cuda":
             from kvrelay.engine.backends.cuda.build import cuda_model, measure_memory, trial_model  # noqa: PLC0415 - a CPU worker may lack Triton
@@ -106,13 +116,14 @@ class TorchEngine:
             memory = measure_memory(config, trial_model(config, weights, options), kv_dtype, device, options)
         num_blocks = num_blocks_of(options, geometry.block_nbytes, memory)
         max_model_len = max_model_len_of(options, config, num_blocks)
-        pool = make_pool(options, geometry, num_blocks, device)
+        own_geometry = geometry_of(config, options.block_size, kv_dtype)
+        pool = make_pool(options, own_geometry, num_blocks, device, None if part is None else part.pool_memory)
         digest = weights_digest(options.model_dir) + ("" if rounding is None else f"-{rounding.value}")
         scales = "" if kv_scales is None else kv_scales_digest(kv_scales)
-        card = card_of(options, config, pool, digest, max_model_len, scales)
+        card = card_of(options, whole, geometry, num_blocks, device, digest, max_model_len, scales)
         if device.type == "cpu":
             ops = cpu_ops(options, config, pool.tensor, max_model_len, has_int8_weights=rounding is not None)
-            return cls(card, DecoderModel(config, weights, ops), ops, pool, options, None)
+            return cls(card, DecoderModel(config, weights, ops, part), ops, pool, options, None)
         model, cuda_ops, graphs = cuda_model(config, weights, pool, max_model_len, options, kv_scales)
         return cls(card, model, cuda_ops, pool, options, graphs)
 
@@ -120,6 +131,11 @@ class TorchEngine:
     def card(self) -> ModelCard:
         """See Engine."""
         return self._card
+
+    @property
+    def pool_bytes(self) -> npt.NDArray[np.uint8]:
+        """See KvPool.bytes; for a leader of ranks."""
+        return self._pool.bytes
 
     @property
     def store(self) -> BlockStore:
@@ -139,6 +155,13 @@ class TorchEngine:
             pass  # who asks for less may get it
         except RuntimeError as error:
             raise DeviceFailedError(f"{self._device} does not even read a number back: {error}") from error
+
+    def not_live(self) -> list[str]:
+        """See Engine. Whether the device has failed shows in the next step."""
+        return []
+
+    def close(self) -> None:
+        """See Engine. Memory is given back with the object."""
 
     @property
     def runs_ahead(self) -> bool:
@@ -230,13 +253,22 @@ def max_model_len_of(options: EngineOptions, shape: ModelShape, num_blocks: int)
     return min(longest, options.max_model_len or longest, num_blocks * options.block_size)
 
 
-def make_pool(options: EngineOptions, geometry: KvGeometry, num_blocks: int, device: torch.device) -> KvPool:
-    """The pool, with what a GPU needs beside its blocks. Raises ModelError if it does not fit the memory."""
+def make_pool(
+    options: EngineOptions,
+    geometry: KvGeometry,
+    num_blocks: int,
+    device: torch.device,
+    shared_memory: int | None = None,
+) -> KvPool:
+    """The pool, with what a GPU needs beside its blocks. ``shared_memory``: see KvPool.
+
+    Raises ModelError if it does not fit the memory.
+    """
     try:
         num_spare, staging = 0, None
         if device.type == "cuda":
             num_spare, staging = NUM_SPARE_BLOCKS, StagingPlan(CudaCopies(device), options.staging_bytes)
-        return KvPool(geometry, num_blocks, device, num_spare=num_spare, staging=staging)
+        return KvPool(geometry, num_blocks, device, num_spare=num_spare, staging=staging, shared_memory=shared_memory)
     except (OSError, OverflowError, MemoryError, torch.OutOfMemoryError) as error:
         raise ModelError(
             f"a KV pool of {num_blocks} blocks of {geometry.block_nbytes / 2**20:.2f} MiB does not fit the memory ({error}): "
@@ -247,7 +279,9 @@ def make_pool(options: EngineOptions, geometry: KvGeometry, num_blocks: int, dev
 def card_of(
     options: EngineOptions,
     shape: ModelShape,
-    pool: KvPool,
+    geometry: KvGeometry,
+    num_blocks: int,
+    device: torch.device,
     weights_digest: str,
     max_model_len: int,
     kv_scales: str = "",
@@ -257,13 +291,13 @@ def card_of(
         layout=KvLayout(
             model_id=options.model_id,
             weights_digest=weights_digest,
-            geometry=pool.geometry,
+            geometry=geometry,
             rope=shape.rope_text,
             kv_scales=kv_scales,
         ),
         vocab_size=shape.vocab_size,
         max_model_len=max_model_len,
-        num_blocks=pool.num_blocks,
-        device_type=pool.tensor.device.type,
+        num_blocks=num_blocks,
+        device_type=device.type,
         processors=tuple(options.processors),
     )

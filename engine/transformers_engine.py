@@ -65,7 +65,13 @@ def load_transformers_engine(options: EngineOptions, progress: Callable[[int, in
         compile_steps(model, ops, pool, options)
         compile_sampling(torch.zeros(1, shape.vocab_size, dtype=dtype, device=device), ops)
     card = card_of(
-        options, shape, pool, weights_digest(options.model_dir), max_model_len_of(options, shape, num_blocks)
+        options,
+        shape,
+        geometry,
+        num_blocks,
+        device,
+        weights_digest(options.model_dir),
+        max_model_len_of(options, shape, num_blocks),
     )
     return TorchEngine(card, model, ops, pool, options, None)
 

@@ -38,6 +38,7 @@ class Worker(ABC, Generic[S]):
         self.service = service
         self.blocks = service.blocks
         self.address = setup.address
+        self._engine = engine
         self._network = network = setup.network
         self._asyncio_loop: asyncio.AbstractEventLoop | None = None  # from the start on
         metrics = EngineMetrics(
@@ -85,11 +86,13 @@ class Worker(ABC, Generic[S]):
 
     def not_live(self) -> list[str]:
         """See Component."""
-        return self.dead_sockets() + self._loop.problems(_LIVE_TICK_S)
+        return self._engine.not_live() + self.dead_sockets() + self._loop.problems(_LIVE_TICK_S)
 
     def not_ready(self) -> list[str]:
         """See Component."""
-        return self.dead_sockets() + self._loop.problems(_READY_TICK_S) + unbalanced(self.blocks)
+        return (
+            self._engine.not_live() + self.dead_sockets() + self._loop.problems(_READY_TICK_S) + unbalanced(self.blocks)
+        )
 
     def debug_kv(self) -> dict[str, Any]:
         """See Component."""
@@ -109,6 +112,7 @@ class Worker(ABC, Generic[S]):
         await asyncio.to_thread(self._guides.close)
         await self.stop_hand_off()
         await asyncio.to_thread(self._network.close)
+        await asyncio.to_thread(self._engine.close)
 
     def _call_on_loop(self, function: Callable[..., object], *args: Any) -> None:
         """From any thread, once started: call it on the asyncio loop, in order. What comes behind the loop's end is dropped."""

@@ -151,6 +151,13 @@ class FakeEngine:
     def check_device(self) -> None:
         """See Engine. There is none."""
 
+    def not_live(self) -> list[str]:
+        """See Engine."""
+        return []
+
+    def close(self) -> None:
+        """See Engine."""
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """See Engine. Who waits hears KvMismatchError if a sampling row's K/V in the pool is not its tokens' K/V."""
         # Behind an error there is none in front.

@@ -10,10 +10,12 @@ import contextlib
 import itertools
 import math
 import mmap
+import os
 import sys
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvrelay.common.kv_geometry import KvGeometry
@@ -39,8 +41,11 @@ class KvPool:
         *,
         num_spare: int = 0,
         staging: StagingPlan | None = None,
+        shared_memory: int | None = None,
     ) -> None:
-        """``num_spare``: blocks behind the last one that the engine keeps for itself; nobody opens or owns them.
+        """``shared_memory``: a descriptor of memory for it on a CPU, which is made as large as it needs; None: its own.
+
+        ``num_spare``: blocks behind the last one that the engine keeps for itself; nobody opens or owns them.
 
         ``staging``: how blocks get to the host and back; without, and not on CPU, none can be opened. Raises ModelError if its
         memory is too little, or cannot be had.
@@ -53,7 +58,9 @@ class KvPool:
         dtype: torch.dtype = getattr(torch, group.dtype)
         # Zeros, not empty: attention reads the unwritten tail of a block under a mask, and NaN survives masks.
         self.tensor = (
-            _host_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+            _host_zeros(shape, dtype, shared_memory)
+            if device.type == "cpu"
+            else torch.zeros(shape, dtype=dtype, device=device)
         )
         self.geometry = geometry
         self.num_blocks = num_blocks
@@ -110,6 +117,12 @@ class KvPool:
         return self._host[block_id * self.block_nbytes : (block_id + 1) * self.block_nbytes]
 
     @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """Of a pool on the CPU, ``[num_blocks, block_nbytes]``: its own memory."""
+        own: npt.NDArray[np.uint8] = self._bytes[: self.num_blocks].numpy()
+        return own
+
+    @property
     def _staged(self) -> Staging:
         assert self._staging is not None, (
             f"a pool on {self.tensor.device} without a staging plan: its blocks cannot be opened"
@@ -117,14 +130,17 @@ class KvPool:
         return self._staging
 
 
-def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, shared_memory: int | None) -> torch.Tensor:
     """Zeros in memory that is there, not only promised: a page that is taken from the system at its first write costs that
     write, in the middle of somebody's stream, a millisecond; and a limit on memory is met at the start, not under load.
 
     Huge pages where the system has them: a block's layers lie far apart, and with 4 KiB pages faulting a pool in took seven
     times as long.
     """
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if shared_memory is not None:
+        os.ftruncate(shared_memory, nbytes)
+    memory = mmap.mmap(-1 if shared_memory is None else shared_memory, nbytes)
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.models.ops import Linear, Ops, StepContext
+from kvrelay.engine.models.ranks import RankPart, embedding, gathered, summed
 from kvrelay.engine.weights.checkpoint import LayerWeights, ModelWeights
 
 
@@ -29,15 +29,19 @@ class _Layer:
 class DecoderModel:
     """Runs one step's tokens through all layers."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops) -> None:
-        """Takes ``weights`` over: its layers are emptied one by one, as ``ops`` brings them into the form it multiplies with."""
+    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops, part: RankPart | None = None) -> None:
+        """Takes ``weights`` over: its layers are emptied one by one, as ``ops`` brings them into the form it multiplies with.
+
+        ``part``: which one ``config`` and ``weights`` are of the model; None: it is whole.
+        """
         self._config = config
         self._ops = ops
         self._embed = weights.embed
+        self._look_up = embedding(weights.embed, config.vocab_size, part)
         self._norm = weights.norm
-        self._lm_head = ops.make_linear(weights.lm_head, None)
+        self._lm_head = gathered(ops.make_linear(weights.lm_head, None), config.vocab_size, part)
         weights.layers.reverse()
-        self._layers = [_make_layer(weights.layers.pop(), ops) for _ in range(config.num_layers)]
+        self._layers = [_make_layer(weights.layers.pop(), ops, part) for _ in range(config.num_layers)]
 
     def forward(self, token_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Hidden states behind the last norm. ``token_ids`` ``[num_tokens]`` -> ``[num_tokens, hidden]``.
@@ -45,7 +49,7 @@ class DecoderModel:
         Side effect: K/V of every token are written into the pool.
         """
         ops, layers, eps = self._ops, self._layers, self._config.rms_norm_eps
-        residual = F.embedding(token_ids, self._embed)
+        residual = self._look_up(token_ids)
         hidden = ops.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
             hidden = self._attention(hidden, layer, index, step)
@@ -74,14 +78,14 @@ class DecoderModel:
         return layer.o(attended.flatten(-2))
 
 
-def _make_layer(weights: LayerWeights, ops: Ops) -> _Layer:
+def _make_layer(weights: LayerWeights, ops: Ops, part: RankPart | None) -> _Layer:
     return _Layer(
         input_norm=weights.input_norm,
         qkv=ops.make_linear(weights.qkv, weights.qkv_bias),
         q_norm=weights.q_norm,
         k_norm=weights.k_norm,
-        o=ops.make_linear(weights.o, weights.o_bias),
+        o=summed(ops.make_linear(weights.o, weights.o_bias), part),
         post_norm=weights.post_norm,
         gate_up=ops.make_linear(weights.gate_up, weights.gate_up_bias),
-        down=ops.make_linear(weights.down, weights.down_bias),
+        down=summed(ops.make_linear(weights.down, weights.down_bias), part),
     )

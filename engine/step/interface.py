@@ -134,6 +134,12 @@ class Engine(Protocol):
         Waits for the device. Model thread only.
         """
 
+    def not_live(self) -> list[str]:
+        """Why no step will ever succeed again, as far as that is known without one. Any thread; never waits."""
+
+    def close(self) -> None:
+        """End what it runs beside this process. No step runs, and no block is open, from then on."""
+
     @property
     def runs_ahead(self) -> bool:
         """Whether steps are worth launching while the one before them runs."""

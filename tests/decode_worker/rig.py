@@ -115,6 +115,12 @@ class Watched:
     def check_device(self) -> None:
         self._engine.check_device()
 
+    def not_live(self) -> list[str]:
+        return self._engine.not_live()
+
+    def close(self) -> None:
+        self._engine.close()
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         for join in plan.joins:
             self._names[join.slot] = join.name.partition("/")[0]
@@ -156,7 +162,8 @@ class Rig:
         self._pace = pace
         card = engine.card
         self.engine = Watched(engine, self._on_launch)
-        self._prefill = Leader(beside(engine))
+        self._prefill: Leader | None = None
+        self._own = engine
         self.blocks = BlockManager(num_blocks or card.num_blocks, card.layout.block_size, lambda: 0.0)
         self._fingerprint = card.layout.fingerprint()
         self.scheduler = DecodeScheduler(
@@ -256,6 +263,8 @@ class Rig:
     def _compute(self, sequence: Sequence, lease: Owner, block_ids: list[int]) -> SampledToken:
         """As a prefill worker and a hand-off do."""
         sequence.block_table = block_ids
+        if self._prefill is None:
+            self._prefill = Leader(beside(self._own))
         (result,) = self._prefill.step([StepRow(sequence, sequence.num_tokens)])
         (first,) = result.tokens
         sequence.num_computed_tokens = sequence.num_tokens

@@ -42,7 +42,7 @@ def test_settings_reach_the_engine(llama: tuple[Path, Any]) -> None:
 
 def test_staging_memory_reaches_the_engine(llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[EngineOptions] = []
-    monkeypatch.setattr(TorchEngine, "load", lambda options, progress: heard.append(options))
+    monkeypatch.setattr(TorchEngine, "load", lambda options, progress, part: heard.append(options))
     for staging_mb in (None, 300):
         load_engine(
             ModelSettings(model=str(llama[0])),
@@ -63,7 +63,7 @@ def test_the_largest_step_suits_the_device_unless_it_is_chosen(
     chosen: int | None, device_type: str, tokens: int, llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[EngineOptions] = []
-    monkeypatch.setattr(TorchEngine, "load", lambda options, progress: heard.append(options))
+    monkeypatch.setattr(TorchEngine, "load", lambda options, progress, part: heard.append(options))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device_type == "cuda")
     load_engine(
         ModelSettings(model=str(llama[0])),

@@ -1,0 +1,50 @@
+"""Where the K/V heads of a rank lie in a block of the whole model: what of a block is whose, between any two numbers of ranks.
+
+A rank's block holds its heads as the whole model's does: layer by layer, keys before values, then heads, then tokens. So a range
+of heads is two fragments for each layer, and a rank's block is its fragments, one behind the other. Between workers a block
+travels whole, whatever their ranks: the sender's ranks give each byte once, and every rank of the receiver takes its own, K/V
+heads that are there several times included. Pure; no memory is touched here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.common.kv_geometry import KvGeometry, KvGroup
+from kvrelay.engine.config.cut import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Bytes of a block that lie together, in the whole model's and in a rank's."""
+
+    start: int  # in the whole model's block
+    own_start: int  # in the rank's
+    nbytes: int
+
+
+def taken(geometry: KvGeometry, cut: Cut) -> list[Fragment]:
+    """All of a rank's block, in order."""
+    (group,) = geometry.groups
+    return _fragments(group, geometry.block_size, cut.heads(group.num_kv_heads))
+
+
+def given(geometry: KvGeometry, cut: Cut) -> list[Fragment]:
+    """What a rank gives when a block is put together: its heads that no rank before it has."""
+    (group,) = geometry.groups
+    heads = cut.heads(group.num_kv_heads)
+    is_copy = cut.rank > 0 and Cut(cut.rank - 1, cut.num_ranks).heads(group.num_kv_heads) == heads
+    return [] if is_copy else taken(geometry, cut)
+
+
+def _fragments(group: KvGroup, block_size: int, heads: range) -> list[Fragment]:
+    item_nbytes = group.token_nbytes // (len(group.layers) * group.num_kv_heads * (group.key_size + group.value_size))
+    fragments: list[Fragment] = []
+    start = own_start = 0
+    for _ in group.layers:
+        for size in (group.key_size, group.value_size):
+            head_nbytes = block_size * size * item_nbytes
+            nbytes = len(heads) * head_nbytes
+            fragments.append(Fragment(start + heads.start * head_nbytes, own_start, nbytes))
+            start, own_start = start + group.num_kv_heads * head_nbytes, own_start + nbytes
+    return fragments

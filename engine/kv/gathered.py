@@ -1,0 +1,85 @@
+"""The bytes of blocks of which each rank has a part, for those who ship and receive whole ones.
+
+All parts are memory of this process, its own or shared with a rank's. A block that is read is put together when its sender wants
+it; one that was written is proved whole, and then taken apart. So steps see blocks that were proved, as on a GPU
+(:mod:`kvrelay.engine.kv.staging`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrelay.common.kv_geometry import KvGeometry
+from kvrelay.common.late_bytes import Reader
+from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.kv.fragments import given, taken
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class GatheredStore:
+    """Implements :class:`kvrelay.engine.step.interface.BlockStore` over the pools of all ranks."""
+
+    def __init__(self, geometry: KvGeometry, num_blocks: int, parts: Sequence[Bytes]) -> None:
+        """``geometry``: of the whole model. ``parts``: each rank's blocks, ``[num_blocks or more, its bytes of a block]``."""
+        self.num_blocks = num_blocks
+        self.block_nbytes = geometry.block_nbytes
+        cuts = [Cut(rank, len(parts)) for rank in range(len(parts))]
+        self._given = [(part, given(geometry, cut)) for part, cut in zip(parts, cuts, strict=True)]
+        self._taken = [(part, taken(geometry, cut)) for part, cut in zip(parts, cuts, strict=True)]
+        self._writes: dict[int, Bytes] = {}  # by block
+
+    def open_read(self, block_id: int) -> GatheredRead:
+        """See BlockStore."""
+        self._check(block_id)
+        return GatheredRead(self, block_id, self.block_nbytes)
+
+    def close_read(self, block_id: int) -> None:
+        """See BlockStore."""
+
+    def open_write(self, block_id: int) -> memoryview:
+        """See BlockStore. Raises ValueError if the block is open for writing already."""
+        self._check(block_id)
+        if block_id in self._writes:
+            raise ValueError(f"block {block_id} is open for writing already")
+        whole = self._writes[block_id] = np.empty(self.block_nbytes, dtype=np.uint8)
+        return whole.data
+
+    def close_write(self, block_id: int) -> None:
+        """See BlockStore."""
+        whole = self._writes.pop(block_id)
+        for part, fragments in self._taken:
+            own = part[block_id]
+            for one in fragments:
+                own[one.own_start : one.own_start + one.nbytes] = whole[one.start : one.start + one.nbytes]
+
+    def gather(self, block_id: int) -> Bytes:
+        """A block, put together in memory of its own."""
+        whole = np.empty(self.block_nbytes, dtype=np.uint8)
+        for part, fragments in self._given:
+            own = part[block_id]
+            for one in fragments:
+                whole[one.start : one.start + one.nbytes] = own[one.own_start : one.own_start + one.nbytes]
+        return whole
+
+    def _check(self, block_id: int) -> None:
+        if not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"block {block_id} of a pool of {self.num_blocks}")
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredRead:
+    """Implements :class:`kvrelay.common.late_bytes.LateBytes`. Each reader gets memory of its own."""
+
+    _store: GatheredStore
+    _block_id: int
+    nbytes: int
+    is_scarce: bool = False
+
+    def wait(self, _reader: Reader, _timeout_s: float) -> memoryview:
+        """See LateBytes."""
+        return self._store.gather(self._block_id).data

@@ -1,0 +1,215 @@
+"""An engine of several ranks: its leader's part in this process, the others' in theirs, each step on all of them.
+
+    leader   launch ─▶ plan to all ranks ─▶ its own part of the step ─▶ results
+    ranks              plan ─▶ their parts of the step, the same tokens; nobody asks for them
+
+Ranks get plans in the order in which the engine got them, so they hold the same slots, and meet in the same collectives. What
+one of them cannot do, none may have done: whoever fails says so and waits for the same word of the other side. A step that fails
+on all ranks, because of what it was given, is as good as one that fails on one; any other failure ends the worker.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvrelay.common.errors import ModelError
+from kvrelay.common.model_card import ModelCard
+from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.kv.gathered import Bytes, GatheredStore
+from kvrelay.engine.models.ranks import RankPart
+from kvrelay.engine.ranks.group import Meeting, RankGroup
+from kvrelay.engine.ranks.messages import AGREE_S, Copy, Failed, Joining, Launch, Load, Loaded, LoadSettings, Sample
+from kvrelay.engine.ranks.process import RankProcess
+from kvrelay.engine.step.interface import BlockStore, DeviceFailedError, LaunchedStep
+from kvrelay.engine.step.plan import RowResult, SamplingInputs, StepPlan
+from kvrelay.engine.torch_engine import TorchEngine
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The processes of all ranks but the leader's. If one is lost, all are."""
+
+    def __init__(self, num_ranks: int) -> None:
+        """Starts them."""
+        self._meeting = Meeting.open(num_ranks)
+        self.processes: list[RankProcess] = []
+        try:
+            for rank in range(1, num_ranks):
+                self.processes.append(RankProcess(rank, self._meeting.environment(rank), self._kill))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def lost(self) -> list[str]:
+        """Why they are of no use any more; empty if they are."""
+        return [process.lost for process in self.processes if process.lost is not None][:1]
+
+    def tell(self, message: Any) -> None:
+        """To all ranks."""
+        encoded = msgspec.msgpack.encode(message)
+        for process in self.processes:
+            process.send(encoded)
+
+    def join(self, settings: LoadSettings) -> RankGroup:
+        """They begin to load, and this process joins them. Raises ModelError if one cannot."""
+        self.tell(Load(settings))
+        self._expect(Joining)
+        return self._meeting.join()
+
+    def cards(self) -> list[ModelCard]:
+        """What they have loaded, once they have. Raises ModelError if one could not."""
+        return [loaded.card for loaded in self._expect(Loaded)]
+
+    def agree_on_failure(self) -> bool:
+        """This process could not do what it told them to do; whether they could not, either."""
+        self.tell(Failed())
+        for process in self.processes:
+            if not isinstance(process.take(AGREE_S), Failed):
+                process.lose("is not where its leader is, which failed")
+                return False
+        return True
+
+    def close(self) -> None:
+        """End them, and wait for that."""
+        for process in self.processes:
+            process.close()
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def _expect(self, kind: type[T]) -> list[T]:
+        told: list[T] = []
+        for process in self.processes:
+            match process.take():
+                case Failed(reason):
+                    raise ModelError(f"rank {process.rank}: {reason}")
+                case kind() as one:
+                    told.append(one)
+                case other:
+                    raise ModelError(next(iter(self.lost), f"rank {process.rank} says {other}"))
+        return told
+
+
+class RankedEngine:
+    """Implements :class:`kvrelay.engine.step.interface.Engine`."""
+
+    def __init__(self, own: TorchEngine, ranks: Ranks, group: RankGroup, store: BlockStore) -> None:
+        """``own``: the leader's part. Takes all over."""
+        self._own = own
+        self._ranks = ranks
+        self._group = group
+        self._store = store
+
+    @classmethod
+    def load(cls, settings: LoadSettings, num_ranks: int, load_part: Callable[[RankPart], TorchEngine]) -> RankedEngine:
+        """``load_part`` loads this process's. Raises ModelError if a rank cannot join, or cannot load."""
+        ranks, group = Ranks(num_ranks), None
+        try:
+            group = ranks.join(settings)
+            own = load_part(RankPart(Cut(0, num_ranks), group))
+            for card in ranks.cards():
+                assert card == own.card, f"a rank has loaded {card}, its leader {own.card}"
+            parts = [own.pool_bytes, *(_shared(process.pool_memory, own.pool_bytes) for process in ranks.processes)]
+            store = GatheredStore(own.card.layout.geometry, own.card.num_blocks, parts)
+            return cls(own, ranks, group, store)
+        except BaseException as error:
+            lost = ranks.lost
+            ranks.close()
+            if group is not None:
+                group.close()
+            if lost and isinstance(error, RuntimeError):  # of a collective that waited for it
+                raise ModelError(lost[0]) from error
+            raise
+
+    @property
+    def card(self) -> ModelCard:
+        """See Engine."""
+        return self._own.card
+
+    @property
+    def store(self) -> BlockStore:
+        """See Engine."""
+        return self._store
+
+    @property
+    def runs_ahead(self) -> bool:
+        """See Engine."""
+        return self._own.runs_ahead
+
+    @property
+    def num_slots(self) -> int:
+        """See Engine."""
+        return self._own.num_slots
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """See Engine. Raises DeviceFailedError if a rank is lost."""
+        return _RankedStep(self._together(Launch(plan), lambda: self._own.launch(plan)), self)
+
+    def sample(self, step: LaunchedStep, inputs: SamplingInputs) -> None:
+        """Sample a deferred ``step`` of the leader's part, and those of all others."""
+        self._together(Sample(inputs), lambda: step.sample(inputs))
+
+    def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
+        """See Engine."""
+        self._together(Copy(tuple(pairs)), lambda: self._own.copy_blocks(pairs))
+
+    def check_device(self) -> None:
+        """See Engine. A rank that is lost is a device that has failed."""
+        for reason in self._ranks.lost:
+            raise DeviceFailedError(reason)
+        self._own.check_device()
+
+    def not_live(self) -> list[str]:
+        """See Engine."""
+        return self._ranks.lost
+
+    def close(self) -> None:
+        """See Engine."""
+        self._ranks.close()
+        self._group.close()
+        self._own.close()
+
+    def _together(self, message: Launch | Sample | Copy, act: Callable[[], T]) -> T:
+        """All ranks do what ``message`` says, this one by ``act``; or none does."""
+        for reason in self._ranks.lost:
+            raise DeviceFailedError(reason)
+        self._ranks.tell(message)
+        try:
+            return act()
+        except Exception as error:
+            if self._ranks.agree_on_failure():
+                raise
+            raise DeviceFailedError(self._ranks.lost[0]) from error
+
+
+class _RankedStep:
+    """Implements LaunchedStep. What the leader's part has written when it is done, the others' have, too: they met in its last
+    collective, which each enters behind its own K/V."""
+
+    def __init__(self, own: LaunchedStep, engine: RankedEngine) -> None:
+        self._own = own
+        self._engine = engine
+
+    @property
+    def is_deferred(self) -> bool:
+        return self._own.is_deferred
+
+    def sample(self, inputs: SamplingInputs) -> None:
+        self._engine.sample(self._own, inputs)
+
+    def wait(self) -> list[RowResult]:
+        return self._own.wait()
+
+
+def _shared(descriptor: int, like: Bytes) -> Bytes:
+    """A rank's pool, as large as the leader's."""
+    return np.frombuffer(mmap.mmap(descriptor, like.nbytes), dtype=np.uint8).reshape(like.shape)

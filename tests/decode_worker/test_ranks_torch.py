@@ -1,0 +1,102 @@
+"""Several ranks under the real scheduler, a step ahead: random requests get the tokens that one rank gives them alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from kvrelay.common.sampling import SamplingParams, Watermark
+from kvrelay.engine.step.interface import Engine
+from tests.decode_worker.rig import Rig, beams, greedy
+from tests.engine.conftest import SIZES, VOCAB, load, save_model
+from tests.engine.ranks.conftest import load_ranks
+from tests.guides import ChainState
+
+NUM_BLOCKS = 80
+HEADS = {**SIZES, "num_attention_heads": 12}
+
+FAMILIES: dict[str, tuple[Any, int]] = {  # and how many ranks
+    "llama-2": (transformers.LlamaConfig(**{**HEADS, "num_key_value_heads": 4}), 2),
+    "llama-tied-one-kv-head-3": (
+        transformers.LlamaConfig(**{**HEADS, "num_key_value_heads": 1, "tie_word_embeddings": True}), 3
+    ),
+    "llama-biases-two-kv-heads-4": (
+        transformers.LlamaConfig(**{**HEADS, "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}), 4
+    ),
+    "mistral-window-3": (transformers.MistralConfig(**{**HEADS, "num_key_value_heads": 3}, sliding_window=19), 3),
+    "qwen2-2": (transformers.Qwen2Config(**{**HEADS, "num_key_value_heads": 2}), 2),
+    "qwen3-2": (transformers.Qwen3Config(**{**HEADS, "num_key_value_heads": 6, "head_dim": 32}), 2),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Engine]]:
+    """The same model on several ranks, and on one."""
+    config, num_ranks = FAMILIES[request.param]
+    directory: Path = tmp_path_factory.mktemp("model")
+    save_model(directory, config)
+    ranked = load_ranks(directory, num_ranks, num_blocks=NUM_BLOCKS, block_size=8, run_ahead="on", dtype="float32")
+    yield ranked, load(directory, num_blocks=NUM_BLOCKS, block_size=8, run_ahead="off", dtype="float32")
+    ranked.close()
+
+
+def sampling(draws: random.Random) -> SamplingParams:
+    """Some of everything but an operator's processors. Few tokens come for most, so that penalties meet them again."""
+    few = tuple(sorted(draws.sample(range(VOCAB), draws.choice((4, 9)))))
+    return SamplingParams(
+        max_tokens=draws.randint(1, 30),
+        temperature=draws.choice((0.0, 0.0, 0.7, 1.5)),
+        seed=draws.randrange(2**32),
+        top_k=draws.choice((0, 0, 12)),
+        repetition_penalty=draws.choice((1.0, 1.3)),
+        frequency_penalty=draws.choice((0.0, 0.6)),
+        allowed_token_ids=draws.choice(((), few, few)),
+        logit_bias=draws.choice(((), ((few[0], 6.0), (few[1], 5.5)))),
+        bad_words=draws.choice(((), ((few[2],), (few[0], few[1])))),
+        watermark=draws.choice((None, None, None, Watermark(delta=6.0))),
+        num_logprobs=draws.choice((None, None, 2)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_request_gets_the_tokens_that_one_rank_gives_it(engines: tuple[Engine, Engine], seed: int) -> None:
+    """Chunked, batched, preempted, guided."""
+    ranked, one_rank = engines
+    draws = random.Random(seed)
+    rig = Rig(ranked, draws.choice((12, 20)), max_num_seqs=6, max_batched_tokens=16)
+    wanted = {}
+    for index in range(6):
+        prompt, params = [draws.randrange(VOCAB) for _ in range(draws.randint(1, 40))], sampling(draws)
+        guided = draws.choice((0, 0, 5, 40))
+        wanted[f"r{index}"] = (prompt, params, guided)
+        rig.add(f"r{index}", prompt, params, handed_over=False, guide=ChainState(guided) if guided else None)
+        for _ in range(draws.randint(0, 6)):
+            rig.step()
+            rig.let_go()
+            rig.scribble(draws.randint(1, 5))
+    rig.let_go()
+    rig.run()
+    assert max(rig.engine.depths) == 1, "no step ran ahead"
+    for name, (prompt, params, guided) in wanted.items():
+        alone = Rig(one_rank)
+        alone.add(name, prompt, params, handed_over=False, guide=ChainState(guided) if guided else None)
+        alone.run()
+        assert (rig.outputs[name], rig.ends.get(name)) == (alone.outputs[name], alone.ends.get(name)), (name, params)
+
+
+def test_beams_copy_blocks_on_every_rank(engines: tuple[Engine, Engine]) -> None:
+    found = []
+    for engine in engines:
+        rig = Rig(engine)
+        rig.add("beams", list(range(3, 30)), beams(4, 16, stops=tuple(range(0, VOCAB, 9))), handed_over=False)
+        rig.add("other", [4, 5, 6], greedy(20), handed_over=False)
+        found.append(rig.run())
+        assert rig.engine.num_copies
+    assert found[0] == found[1]

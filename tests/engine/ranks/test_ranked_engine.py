@@ -1,0 +1,195 @@
+"""Several ranks: what they compute, and how their engine ends when one of them does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.ranks import process
+from kvrelay.engine.ranks.engine import RankedEngine
+from kvrelay.engine.ranks.group import Meeting
+from kvrelay.engine.step.interface import DeviceFailedError, Engine, StepRow
+from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_model, sequence, tokens
+from tests.engine.led import step
+
+from .conftest import load_ranks
+
+SOON_S = 10.0  # on a machine with other things to do
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("llama")
+    save_model(directory, transformers.LlamaConfig(**SIZES))
+    return directory
+
+
+@pytest.fixture
+def engine(model: Path) -> Iterator[Any]:
+    """Of two ranks, which may die."""
+    loaded = load_ranks(model, 2)
+    yield loaded
+    started = pids(loaded)
+    loaded.close()
+    assert not any(map(is_alive, started)), "a rank outlives its engine"
+
+
+def pids(engine: Any) -> list[int]:
+    return [one.pid for one in engine._ranks.processes]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Any, what: str) -> None:
+    end_s = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < end_s, f"{what}, after {SOON_S:g} s"
+        time.sleep(0.02)
+
+
+def run(engine: Engine, **sampling: Any) -> Any:
+    """A prompt in two chunks, and a token."""
+    row = sequence(tokens(1, 45), [5, 9, 2, 30], **sampling)
+    step(engine, [StepRow(row, 20)])
+    row.num_computed_tokens = 20
+    (result,) = step(engine, [StepRow(row, 25)])
+    row.num_computed_tokens = 45
+    assert result is not None
+    return row, result
+
+
+def test_log_probabilities_and_blocks_are_those_of_one_rank(engine: Any, model: Path) -> None:
+    alone = load(model, model_id=model.name)
+    asking = {"num_logprobs": VOCAB, "num_prompt_logprobs": 3}
+    (ours, result), (theirs, expected) = run(engine, **asking), run(alone, **asking)
+    assert_same_tokens([result], [expected])
+    assert_same_tokens(ours.prompt_logprobs, theirs.prompt_logprobs)
+    assert len(ours.prompt_logprobs) == 44
+    assert engine.card == alone.card, "two workers with unequal ranks are not each other's peers"
+    for block_id in (5, 9):
+        whole = np.frombuffer(engine.store.open_read(block_id).wait(None, 1), dtype=np.float32)
+        np.testing.assert_allclose(whole, np.frombuffer(alone.store.open_read(block_id), dtype=np.float32), atol=1e-4)
+
+
+def test_blocks_of_one_rank_continue_on_two_and_back(engine: Any, model: Path) -> None:
+    """A hand-off without a network, both ways."""
+    alone = load(model, model_id=model.name)
+    for source, target in ((alone, engine), (engine, alone)):
+        row, result = run(source, num_logprobs=5)
+        row.token_ids.append(result.token_id)
+        moved = sequence(row.token_ids, [60, 61, 62], num_logprobs=5)
+        for ours, theirs in zip(row.block_table[:3], moved.block_table, strict=True):
+            given = source.store.open_read(ours)
+            target.store.open_write(theirs)[:] = given if isinstance(given, memoryview) else given.wait(None, 1)
+            target.store.close_write(theirs)
+        moved.num_computed_tokens = 45
+        (next_token,) = step(target, [StepRow(moved, 1)])
+        (expected,) = step(source, [StepRow(row, 1)])
+        assert next_token is not None
+        assert expected is not None
+        assert_same_tokens([next_token], [expected])
+
+
+def test_a_step_that_no_rank_can_compute_ends_nothing(engine: Any, model: Path) -> None:
+    with pytest.raises(ValueError, match="33 tokens behind 0 do not fit 2 blocks of 16"):
+        step(engine, [StepRow(sequence(tokens(0, 33), [1, 2]), 33)])
+    engine.check_device()
+    assert_same_tokens([run(engine)[1]], [run(load(model))[1]])
+
+
+def test_a_rank_that_is_not_where_its_leader_is_ends_the_engine(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(plan: Any) -> Any:
+        raise MemoryError("only here")
+
+    monkeypatch.setattr(engine._own, "launch", fails)
+    monkeypatch.setattr("kvrelay.engine.ranks.engine.AGREE_S", 1.0)
+    with pytest.raises(DeviceFailedError, match="rank 1"):
+        run(engine)
+    with pytest.raises(DeviceFailedError, match="rank 1"):
+        engine.check_device()
+
+
+def test_a_rank_that_dies_ends_the_engine_with_a_reason(engine: Any) -> None:
+    run(engine)
+    assert not engine.not_live()
+    os.kill(pids(engine)[0], signal.SIGKILL)
+    wait_until(engine.not_live, "nobody has noticed that a rank is dead")
+    assert engine.not_live() == [f"rank 1 (process {pids(engine)[0]}) was ended by SIGKILL"]
+    with pytest.raises(DeviceFailedError, match="SIGKILL"):
+        run(engine)
+
+
+def test_a_rank_that_hangs_in_the_middle_of_a_step_ends_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_SILENT_S", 3.0)
+    engine: Any = load_ranks(model, 2)
+    try:
+        os.kill(pids(engine)[0], signal.SIGSTOP)
+        began_s = time.monotonic()
+        with pytest.raises(DeviceFailedError, match="has been silent for 3 s: it hangs"):
+            run(engine)
+        assert time.monotonic() - began_s < SOON_S
+    finally:
+        engine.close()
+    assert not is_alive(pids(engine)[0])
+
+
+def test_a_rank_that_cannot_load_or_join_is_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path, transformers.LlamaConfig(**SIZES))
+    loads = RankedEngine.load
+
+    def without_weights(*arguments: Any) -> Any:
+        (tmp_path / "model.safetensors").unlink()
+        return loads(*arguments)
+
+    monkeypatch.setattr(RankedEngine, "load", without_weights)
+    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+        load_ranks(tmp_path, 2)
+    monkeypatch.undo()
+    monkeypatch.setattr(Meeting, "environment", lambda self, rank: {"RANK": "1"})
+    with pytest.raises(ModelError, match="rank 1: 'WORLD_SIZE'"):
+        load_ranks(model, 2)
+
+
+def test_what_ranks_do_not_serve_is_refused_before_any_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.engine.ranks.engine.Ranks", None)
+    with pytest.raises(ModelError, match="6 query and 2 K/V heads, which fit 1, 2, 6 ranks"):
+        load_ranks(model, 3)
+    with pytest.raises(ModelError, match="--weight-format int8, which rounds whole rows"):
+        load_ranks(model, 2, weight_format="int8")
+    with pytest.raises(ModelError, match="--tensor-parallel is 2, which needs a model with a path of its own"):
+        load_ranks(model, 2, backend="transformers")
+
+
+LEADER = """
+import sys, time
+from tests.engine.ranks.conftest import load_ranks
+from pathlib import Path
+engine = load_ranks(Path(sys.argv[1]), 2)
+print(engine._ranks.processes[0].pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_leader_that_is_killed_leaves_no_rank(model: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", LEADER, str(model)], stdout=subprocess.PIPE, text=True) as leader:
+        assert leader.stdout is not None
+        pid = int(leader.stdout.readline())
+        assert is_alive(pid)
+        leader.kill()
+    wait_until(lambda: not is_alive(pid), "the rank has not ended")
