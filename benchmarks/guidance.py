@@ -30,7 +30,7 @@ from kvrelay.engine.step.leader import Leader
 from kvrelay.engine.step.sequence import GuideState, Sequence, SequenceStatus
 from kvrelay.engine.torch_engine import TorchEngine
 from kvrelay.gateway.chat.tools.call_grammar import tool_guide
-from kvrelay.gateway.chat.tools.formats.families import family_named
+from kvrelay.gateway.chat.tools.formats.families import FAMILIES
 from kvrelay.gateway.chat.tools.functions import parse_tool_choice, parse_tools
 from kvrelay.launcher.models import resolve_model
 
@@ -164,7 +164,7 @@ def main(model: str, rows: int, rounds: int, threads: int) -> None:
 
 def _call_guide() -> Guide:
     choice = parse_tool_choice("required", parse_tools(_TOOLS))
-    guide = tool_guide(family_named("hermes"), choice, None)
+    guide = tool_guide(FAMILIES["hermes"], choice, None)
     assert guide is not None
     return guide
 

@@ -10,33 +10,32 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from kvrelay import __version__
-from kvrelay.gateway.activity import Activity
-from kvrelay.gateway.apis.answer_docs import HEALTHY, METRICS, READY, VERSION
-from kvrelay.gateway.apis.answering import IGNORED_HEADER, Responder
-from kvrelay.gateway.apis.openai.routes import OpenAIRoutes
-from kvrelay.gateway.apis.responses.routes import ResponsesRoutes
-from kvrelay.gateway.apis.tgi.routes import TgiRoutes
-from kvrelay.gateway.apis.tokenize.routes import TokenizeRoutes
-from kvrelay.gateway.debug import known_workers
+from kvrelay.gateway.apis.answer_docs import HEALTHY, READY, VERSION
+from kvrelay.gateway.apis.answering import IGNORED_HEADER, IgnoredFields
+from kvrelay.gateway.apis.openai import routes as openai
+from kvrelay.gateway.apis.responses import routes as responses
+from kvrelay.gateway.apis.tgi import routes as tgi
+from kvrelay.gateway.apis.tokenize import routes as tokenize
 from kvrelay.gateway.desk.feed import Feed
 from kvrelay.gateway.desk.records import Records
+from kvrelay.gateway.desk.report import Activity, known_workers
 from kvrelay.gateway.desk.routes import add_desk
 from kvrelay.gateway.http.api_keys import ApiKeys
-from kvrelay.gateway.http.docs_page import add_docs_page
 from kvrelay.gateway.http.edge import Edge, install_error_handlers
-from kvrelay.gateway.http.request import ApiRoute
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.model import Model, ModelFiles, Models
 from kvrelay.gateway.relay.relay import Relay
-from kvrelay.gateway.relay.timings import HEADER as TIMINGS_HEADER
+from kvrelay.gateway.relay.request import TIMINGS_HEADER
 from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.gateway.workers.discovery import Pods, followed
 from kvrelay.gateway.workers.pool import WorkerPool
@@ -71,17 +70,14 @@ def create_app(
             activity.cancel()
 
     app = FastAPI(title="kvrelay", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.router.route_class = ApiRoute
+    app.state.models, app.state.ignored_fields = models, IgnoredFields()
     install_error_handlers(app)
-    responder = Responder()
-    OpenAIRoutes(models, responder).add_to(app)
-    ResponsesRoutes(models, responder).add_to(app)
-    TgiRoutes(models, responder).add_to(app)
-    TokenizeRoutes(models).add_to(app)
+    for routes in (openai, responses, tgi, tokenize):
+        app.router.routes += routes.router.routes  # routers within routers would have to be asked one after the other
     _add_operations(app, models, metrics)
     records = Records(time.monotonic, time.time)
     add_desk(app, records, Feed(models, metrics, records, time.monotonic, is_ending))
-    add_docs_page(app)
+    _add_docs_page(app)
     api_keys = None if settings.api_keys is None else ApiKeys(Path(settings.api_keys), time.monotonic)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
     edge = Edge(app, paths, settings.max_body_bytes, settings.http.client_timeout_s, metrics, api_keys, records)
@@ -121,6 +117,20 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
+def _add_docs_page(app: FastAPI) -> None:
+    """Swagger UI with its files from here, so that it needs no internet. Its links are relative: a proxy may add a prefix."""
+    page = get_swagger_ui_html(
+        openapi_url="openapi.json",
+        title="kvrelay",
+        swagger_js_url="docs/swagger-ui-bundle.js",
+        swagger_css_url="docs/swagger-ui.css",
+        swagger_favicon_url="docs/favicon-32x32.png",
+        swagger_ui_parameters={"validatorUrl": None},  # else the description is sent to swagger.io
+    )
+    app.get("/docs", include_in_schema=False)(lambda: page)
+    app.mount("/docs", StaticFiles(packages=[("fastapi_swagger", "resources")]))
+
+
 def _add_operations(app: FastAPI, models: Models, metrics: GatewayMetrics) -> None:
     @app.get("/health/live", tags=["operations"], responses=HEALTHY)
     async def live() -> Response:
@@ -145,7 +155,7 @@ def _add_operations(app: FastAPI, models: Models, metrics: GatewayMetrics) -> No
         """What this gateway knows of its workers, whom it only sends probes, and which way prompts went."""
         return JSONResponse(known_workers(models))
 
-    @app.get("/metrics", tags=["operations"], response_class=PlainTextResponse, responses=METRICS)
+    @app.get("/metrics", tags=["operations"], response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

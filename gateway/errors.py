@@ -1,4 +1,4 @@
-"""Errors that a client sees, as OpenAI error objects; where they are answered with 503 or 429 they carry Retry-After."""
+"""Errors that a client sees, as OpenAI's error objects or TGI's; where they are answered with 503 or 429 they carry Retry-After."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ class ApiError(KvrelayError):
     """Base of all errors that a client sees. The text is meant for the client: no traces, no addresses."""
 
     status = 500
-    type = "server_error"
     code = "internal_error"
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
@@ -21,6 +20,11 @@ class ApiError(KvrelayError):
         self.param = param
         self.retry_after_s = retry_after_s
         self.request_id: str | None = None  # of the request that it answers, filled in by whoever answers
+
+    @property
+    def type(self) -> str:
+        """Whose fault it is, in OpenAI's words."""
+        return "server_error" if self.status >= 500 else "requests" if self.status == 429 else "invalid_request_error"
 
     @property
     def retry_after(self) -> str | None:
@@ -37,7 +41,6 @@ class InvalidRequestError(ApiError):
     """A field is wrong."""
 
     status = 400
-    type = "invalid_request_error"
     code = "invalid_value"
 
 
@@ -69,7 +72,6 @@ class UnauthorizedError(ApiError):
     """No API key, or one that is not known."""
 
     status = 401
-    type = "invalid_request_error"
     code = "invalid_api_key"
 
 
@@ -77,7 +79,6 @@ class ForbiddenError(ApiError):
     """The API key does not go so far."""
 
     status = 403
-    type = "invalid_request_error"
     code = "forbidden"
 
 
@@ -85,7 +86,6 @@ class ModelNotFoundError(ApiError):
     """The model is not served here."""
 
     status = 404
-    type = "invalid_request_error"
     code = "model_not_found"
 
 
@@ -93,7 +93,6 @@ class NotFoundError(ApiError):
     """Nothing is at that path."""
 
     status = 404
-    type = "invalid_request_error"
     code = "not_found"
 
 
@@ -101,7 +100,6 @@ class SlowClientError(ApiError):
     """Headers or body took too long to arrive."""
 
     status = 408
-    type = "invalid_request_error"
     code = "request_too_slow"
 
 
@@ -109,7 +107,6 @@ class ClientBehindError(ApiError):
     """Too much of a stream waits for its client."""
 
     status = 408
-    type = "invalid_request_error"
     code = "client_behind"
 
 
@@ -117,7 +114,6 @@ class BodyTooLargeError(ApiError):
     """The body exceeds the limit."""
 
     status = 413
-    type = "invalid_request_error"
     code = "body_too_large"
 
 
@@ -125,7 +121,6 @@ class TooManyRequestsError(ApiError):
     """This API key asks for more than it may."""
 
     status = 429
-    type = "requests"
     code = "rate_limit_exceeded"
 
 
@@ -133,7 +128,6 @@ class HeadersTooLargeError(ApiError):
     """Request line and headers exceed the limit."""
 
     status = 431
-    type = "invalid_request_error"
     code = "headers_too_large"
 
 
@@ -141,7 +135,6 @@ class UnavailableError(ApiError):
     """Nobody can serve the request now."""
 
     status = 503
-    type = "server_error"
     code = "unavailable"
 
 
@@ -170,7 +163,6 @@ class RequestTimeoutError(ApiError):
     """The request's time ran out."""
 
     status = 504
-    type = "server_error"
     code = "timeout"
 
 
@@ -178,5 +170,31 @@ class AttemptsFailedError(ApiError):
     """Every attempt at the request failed."""
 
     status = 502
-    type = "server_error"
     code = "attempts_failed"
+
+
+_TGI_KINDS: tuple[tuple[type[ApiError], int | None, str, str], ...] = (
+    (ChatTemplateError, 422, "template_error", "Template error: "),
+    (InvalidRequestError, 422, "validation", "Input validation error: "),
+    (OverloadedError, 429, "overloaded", "Model is overloaded: "),
+    (TooManyRequestsError, 429, "overloaded", "Model is overloaded: "),
+    (AttemptsFailedError, 424, "generation", "Request failed during generation: "),
+    (UnavailableError, None, "unhealthy", ""),
+    (RequestTimeoutError, None, "timeout", ""),
+    (UnauthorizedError, None, "unauthorized", ""),
+)
+"""Of an error and those derived from it, the first that fits: status (None: its own), type, what the text begins with."""
+
+
+def tgi_error(error: ApiError) -> tuple[int, dict[str, str]]:
+    """Status and body for TGI's clients. What has no counterpart there (keys, bounds on bodies, time) keeps its status."""
+    status, kind, prefix = error.status, "validation", ""  # of a body that is too large, or too slow
+    if status >= 500:
+        status, kind, prefix = 500, "incomplete_generation", "Incomplete generation: "
+    # An error that has another status than its class is one of HTTP: a method that the path does not take.
+    if error.status == type(error).status:
+        kinds = (known for known in _TGI_KINDS if isinstance(error, known[0]))
+        _, own_status, kind, prefix = next(kinds, (ApiError, status, kind, prefix))
+        status = own_status or error.status
+    body = {"error": f"{prefix}{error}", "error_type": kind}
+    return status, body if error.request_id is None else {**body, "request_id": error.request_id}

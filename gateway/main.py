@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
 import gc
 import logging
 import signal
@@ -10,19 +12,21 @@ import socket
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from kvrelay.common.descriptors import raise_descriptor_limit
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.logs import configure_logs
 from kvrelay.gateway.app import create_app
-from kvrelay.gateway.http.refusals import Refusals
-from kvrelay.gateway.http.server import make_http_server
+from kvrelay.gateway.http.protocol import HttpProtocol
 from kvrelay.gateway.http.settings import HttpLimits, TlsSettings
+from kvrelay.gateway.http.sse import GatheredWrites
 from kvrelay.gateway.http.tls import Certificate
-from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.metrics import GatewayMetrics, Refusals
 from kvrelay.gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -101,3 +105,34 @@ def _listen(host: str, port: int) -> socket.socket:
             f"--port: cannot listen on {host}:{port} ({error.strerror}); choose another port"
         ) from error
     return listener
+
+
+def make_http_server(
+    app: ASGIApp, limits: HttpLimits, refusals: Refusals, *, certificate: Certificate | None = None, drain_s: float
+) -> uvicorn.Server:
+    """What serves ``app`` on sockets that are bound already.
+
+    ``certificate``: None means plain HTTP. ``drain_s``: how long running requests may take after a signal.
+    """
+    protocol = functools.partial(HttpProtocol, limits=limits, refusals=refusals, writes=GatheredWrites())
+    tls: dict[str, Any] = {}
+    if certificate is not None:
+        tls = {
+            "ssl_context_factory": lambda *_: certificate.context,
+            "callback_notify": certificate.look_again,
+            "timeout_notify": 1,
+        }
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="error",  # it would warn of each request that is not HTTP: Refusals does so once a second
+        access_log=False,
+        proxy_headers=False,  # nothing here depends on who the client says it is
+        loop="uvloop",
+        http=cast(type[asyncio.Protocol], protocol),
+        ws="none",
+        timeout_graceful_shutdown=max(1, round(drain_s)),
+        timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # seconds of a timer: parts, too
+        **tls,
+    )
+    return uvicorn.Server(config)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Iterator
+from enum import StrEnum
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+
+from kvrelay.common.clock import Clock
+from kvrelay.common.logs import RareWarnings
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -139,3 +144,34 @@ class GatewayMetrics:
         self.part_s = histogram(
             "ttft_part", "Parts of a request's start: accept, queue, prefill, transfer, first_step", _LATENCY, "part"
         )
+
+
+logger = logging.getLogger(__name__)
+
+
+class Reason(StrEnum):
+    """The label ``reason`` of ``kvrelay_refused_connections_total``."""
+
+    TOO_MANY_CONNECTIONS = "too_many_connections"
+    INVALID_HTTP = "invalid_http"
+    HEADERS_TOO_LARGE = "headers_too_large"
+    HEADER_TIMEOUT = "header_timeout"
+    BODY_TIMEOUT = "body_timeout"
+    PIPELINE = "pipeline"
+    CLIENT_READS_NOTHING = "client_reads_nothing"
+
+
+class Refusals:
+    """Counts refusals and logs them, one line a second at the most: a flood of them must not become a flood of logs."""
+
+    def __init__(self, counter: Counter, clock: Clock) -> None:
+        """``counter`` has one label, the reason."""
+        self._counter = counter
+        self._warnings = RareWarnings(logger, clock)
+        for reason in Reason:
+            counter.labels(reason)  # a series that begins at 0 is one that alerts can take the increase of
+
+    def count(self, reason: Reason, detail: str, client: object) -> None:
+        """One more; ``detail`` and the ``client``'s address are for the log."""
+        self._counter.labels(reason).inc()
+        self._warnings.warn(f"ended the connection of {client}: {detail}", str(reason))

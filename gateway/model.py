@@ -17,8 +17,7 @@ from kvrelay.gateway.chat.dialect import Dialect
 from kvrelay.gateway.chat.template import ChatTemplate
 from kvrelay.gateway.errors import InvalidRequestError, ModelNotFoundError, UnavailableError
 from kvrelay.gateway.relay.relay import Relay
-from kvrelay.gateway.relay.request import GenerationRequest, GenerationSpec, PromptShare
-from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.gateway.relay.request import GenerationRequest, GenerationSpec, PromptShare, RequestTimings
 from kvrelay.gateway.text.output import Output, TextDelta, Usage
 from kvrelay.gateway.text.sampling import check_token_ids, sampling_params, word_ids
 from kvrelay.gateway.text.tokenizer import Tokenizer, check_text

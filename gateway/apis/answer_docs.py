@@ -211,7 +211,6 @@ UNAUTHORIZED: dict[int | str, dict[str, Any]] = {
 HEALTHY: dict[int | str, dict[str, Any]] = {200: {"model": Health}}
 VERSION: dict[int | str, dict[str, Any]] = {200: {"model": Version}}
 READY: dict[int | str, dict[str, Any]] = {**HEALTHY, 503: {"model": Health, "description": "With the reasons"}}
-METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 # Read by the routes themselves: FastAPI does not see the requests that it documents.
 REQUEST_HEADERS: dict[str, Any] = {

@@ -6,21 +6,23 @@ event in the stream, never a silent cut.
 
 from __future__ import annotations
 
+import abc
 import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.gateway.errors import ApiError, ClientBehindError
 from kvrelay.gateway.http.request import ApiRequest
 from kvrelay.gateway.http.sse import EventStream
-from kvrelay.gateway.model import Model
-from kvrelay.gateway.relay.request import GenerationRequest, GenerationSpec
+from kvrelay.gateway.model import Model, Models
+from kvrelay.gateway.relay.request import TIMINGS_HEADER, GenerationRequest, GenerationSpec
 from kvrelay.gateway.text.output import TextDelta, Usage
 
 logger = logging.getLogger(__name__)
@@ -60,38 +62,34 @@ class Choice:
         return next((delta.prompt_logprobs for delta in self.deltas if delta.prompt_logprobs is not None), None)
 
 
-class Format(Protocol):
+class Format(abc.ABC):
     """How one route writes one answer. Choices are numbered by ``index``. Methods that write events give bytes, maybe none."""
 
     def opening(self) -> bytes:
         """Events before the first text."""
+        return b""
 
+    @abc.abstractmethod
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """Events for what is new of one choice."""
 
     def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
         """Events behind the last text. ``extras``: what only kvrelay's clients ask for, beside the usage."""
+        return b""
 
+    @abc.abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """Events that end a stream that cannot go on."""
 
+    @abc.abstractmethod
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any] | list[Any]:
         """The body of an answer that is not streamed."""
 
 
-class Job(msgspec.Struct, frozen=True):
-    """One HTTP request, ready to run."""
-
-    model: Model
-    sequences: Sequence[GenerationRequest]
-    written: Format
-    is_stream: bool
-    ignored: Sequence[str] = ()  # fields of the body that nobody knows
-    includes_timings: bool = False  # beside the usage, for the first choice
-
-    def extras(self) -> dict[str, object]:
-        """What only kvrelay's clients ask for, once the answer is complete."""
-        return {"kvrelay": self.sequences[0].timings.body()} if self.includes_timings else {}
+def served_models(request: Request) -> Models:
+    """The models of the application that handles ``request``."""
+    models: Models = request.app.state.models
+    return models
 
 
 def sequences_of(
@@ -110,43 +108,54 @@ def sequences_of(
     return sequences
 
 
-class Responder:
-    """Runs jobs and answers them."""
+async def respond(
+    request: ApiRequest,
+    model: Model,
+    sequences: Sequence[GenerationRequest],
+    written: Format,
+    *,
+    is_stream: bool,
+    ignored: Sequence[str] = (),
+) -> Response:
+    """Run ``sequences`` and answer. What fails before the status line is raised, as ApiError, here or when the response is sent.
 
-    def __init__(self) -> None:
-        self._ignored = _IgnoredFields()
+    ``ignored``: fields of the body that nobody knows.
+    """
+    fields: IgnoredFields = request.app.state.ignored_fields
+    headers = fields.headers(ignored)
+    # A prompt counts once.
+    usages = [Usage(len(one.prompt_token_ids) if one.is_first else 0) for one in sequences]
 
-    async def respond(self, request: ApiRequest, job: Job) -> Response:
-        """The response. What fails before its status line is raised, as ApiError, here or when it is sent."""
-        headers = self._ignored.headers(job.ignored)
-        # A prompt counts once.
-        usages = [Usage(len(one.prompt_token_ids) if one.is_first else 0) for one in job.sequences]
-        if job.is_stream:
-            return EventStream(lambda stream: self._events(request, job, usages, stream), job.written.failed, headers)
-        deltas: list[list[TextDelta]] = [[] for _ in job.sequences]
-        await job.model.run(job.sequences, usages, lambda index, delta: deltas[index].append(delta))
-        body = job.written.whole(choose(job.sequences, deltas), _total(usages))
-        return JSONResponse({**body, **job.extras()} if isinstance(body, dict) else body, headers=headers)
+    def extras() -> dict[str, object]:
+        """What only kvrelay's clients ask for, once the answer is complete: the first choice's timings."""
+        return {"kvrelay": sequences[0].timings.body()} if request.headers.get(TIMINGS_HEADER) == "1" else {}
 
-    async def _events(self, request: ApiRequest, job: Job, usages: Sequence[Usage], stream: EventStream) -> bytes:
-        """Write the job's events, up to the last ones, which are returned."""
+    async def produce(stream: EventStream) -> bytes:
+        """Write the events, up to the last ones, which are returned."""
 
         def take(index: int, delta: TextDelta) -> None:
-            before = b"" if stream.has_begun else job.written.opening()
-            stream.write(before + job.written.chunk(index, delta))
+            before = b"" if stream.has_begun else written.opening()
+            stream.write(before + written.chunk(index, delta))
 
         try:
-            await job.model.run(job.sequences, usages, take)
-            return job.written.closing(_total(usages), job.extras())
+            await model.run(sequences, usages, take)
+            return written.closing(_total(usages), extras())
         except Exception as error:
             if not stream.has_begun:
                 raise
             request.cut = "client_behind" if isinstance(error, ClientBehindError) else "failed_mid_stream"
             if isinstance(error, ApiError):
-                return job.written.failed(request.fail(error))
-            logger.exception("a stream failed", extra={"request_id": job.sequences[0].request_id})
+                return written.failed(request.fail(error))
+            logger.exception("a stream failed", extra={"request_id": sequences[0].request_id})
             failure = ApiError("the server failed while it was answering; try again")
-            return job.written.failed(request.fail(failure))
+            return written.failed(request.fail(failure))
+
+    if is_stream:
+        return EventStream(produce, written.failed, headers)
+    deltas: list[list[TextDelta]] = [[] for _ in sequences]
+    await model.run(sequences, usages, lambda index, delta: deltas[index].append(delta))
+    body = written.whole(choose(sequences, deltas), _total(usages))
+    return JSONResponse({**body, **extras()} if isinstance(body, dict) else body, headers=headers)
 
 
 def choose(sequences: Sequence[GenerationRequest], deltas: Sequence[Sequence[TextDelta]]) -> list[Choice]:
@@ -176,7 +185,7 @@ def _total(usages: Sequence[Usage]) -> Usage:
     )
 
 
-class _IgnoredFields:
+class IgnoredFields:
     """Fields of bodies that nobody knows: the client is told in a header, the operator in the log, once for each name."""
 
     def __init__(self) -> None:

@@ -11,8 +11,8 @@ import msgspec
 from kvrelay.gateway.chat.dialect import Dialect
 from kvrelay.gateway.chat.template import ChatTemplate
 from kvrelay.gateway.chat.tools.call_grammar import guide_param
-from kvrelay.gateway.chat.tools.calls import OutputParser
 from kvrelay.gateway.chat.tools.functions import ToolChoice, ToolMode, parse_tool_choice, parse_tools
+from kvrelay.gateway.chat.tools.parser import CallParser
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.relay.request import GenerationSpec
 
@@ -40,7 +40,7 @@ class Chat:
         """Whether all text is content: there are neither tools nor thoughts."""
         return self._dialect.is_plain(self._choice)
 
-    def parser(self) -> OutputParser:
+    def parser(self) -> CallParser:
         """Reads one choice of the answer."""
         return self._dialect.parser(self.prompt, self._choice)
 

@@ -16,34 +16,83 @@ from typing import Any
 import msgspec
 
 from kvrelay.common.sampling import Guide
-from kvrelay.gateway.chat import reasoning as thoughts
-from kvrelay.gateway.chat.reasoning import (
-    ReasoningFamily,
-    after_reasoning,
-    read_thoughts,
-    reasoning_for,
-    reasoning_named,
-)
-from kvrelay.gateway.chat.structural_tag import format_of, guide_of
+from kvrelay.gateway.chat.structural_tag import format_of, free_text, guide_of, optional, regex, sequence, tag
 from kvrelay.gateway.chat.tools.call_grammar import tool_guide
-from kvrelay.gateway.chat.tools.calls import CallIds, OutputParser, PlainParser, random_call_id
-from kvrelay.gateway.chat.tools.formats.families import FALLBACK, FAMILIES, ToolFamily, family_for, family_named
+from kvrelay.gateway.chat.tools.calls import CallIds, random_call_id
+from kvrelay.gateway.chat.tools.formats.families import FALLBACK, FAMILIES, ToolFamily, family_for
 from kvrelay.gateway.chat.tools.functions import ToolChoice, ToolMode
-from kvrelay.gateway.chat.tools.messages import Message, MessageStyle, template_messages
-from kvrelay.gateway.chat.tools.parser import NO_CALLS, CallParser
-from kvrelay.gateway.chat.tools.prompts import as_text, with_tools
+from kvrelay.gateway.chat.tools.messages import Message, MessageStyle, as_text, template_messages, with_tools
+from kvrelay.gateway.chat.tools.parser import NO_CALLS, CallParser, Context
+from kvrelay.gateway.chat.tools.reader import Reading
 from kvrelay.gateway.errors import InvalidRequestError
 
-# Values of --tool-parser and --reasoning-parser.
-TOOL_PARSERS: tuple[str, ...] = ("auto", "none", *sorted(family.name for family in FAMILIES))
-REASONING_PARSERS: tuple[str, ...] = ("auto", "none", *sorted(family.name for family in thoughts.FAMILIES))
 
+@dataclass(frozen=True, slots=True)
+class ReasoningFamily:
+    """How one family of models thinks, known by the tags around its thoughts.
+
+    Thoughts come first or not at all: either the answer begins with the opening tag, or the prompt ended with it (the chat template
+    opened it), and everything up to the closing tag is reasoning. A tag in the midst of an answer is text. White space around
+    thoughts belongs to the tags.
+    """
+
+    begin: str
+    end: str
+    mark: str = ""  # what else is in a chat template of this family
+
+    def starts_inside(self, prompt: str) -> bool:
+        """Whether the prompt, as rendered, ends within thoughts: its last words open them."""
+        return prompt.rstrip().endswith(self.begin)
+
+
+# In the order in which a template is held against them.
+REASONING_FAMILIES: dict[str, ReasoningFamily] = {
+    "mistral": ReasoningFamily("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningFamily("<seed:think>", "</seed:think>"),
+    "deepseek_r1": ReasoningFamily("<think>", "</think>", "<\uff5cAssistant\uff5c>"),
+    "qwen3": ReasoningFamily("<think>", "</think>"),
+}
+# Values of --tool-parser and --reasoning-parser.
+TOOL_PARSERS: tuple[str, ...] = ("auto", "none", *sorted(FAMILIES))
+REASONING_PARSERS: tuple[str, ...] = ("auto", "none", *sorted(REASONING_FAMILIES))
 
 # The variable, not a message's field of that name.
 _TOOLS = re.compile(r"(?<![\w.\"'])tools\b(?!['\"])")
 
 # What templates say that know one call of an answer: Llama 3's, and gpt-oss's.
 _SINGLE_CALL = ("only supports single tool", "max 1 tool call per message")
+
+
+def reasoning_for(chat_template: str) -> ReasoningFamily | None:
+    """The family that a chat template belongs to; None if it shows no thoughts."""
+    for family in REASONING_FAMILIES.values():
+        if (family.begin in chat_template or family.end in chat_template) and family.mark in chat_template:
+            return family
+    return None
+
+
+def after_reasoning(guide: Guide, family: ReasoningFamily, *, starts_inside: bool) -> Guide:
+    """A guide for a model that may think first: thoughts are free, and ``guide`` holds from their end on.
+
+    Where the prompt opened the thoughts they must end before the answer; elsewhere the model chooses. Raises ValueError if
+    ``guide`` is not of its kind, as far as that shows without compiling it.
+    """
+    thoughts = tag("" if starts_inside else family.begin, free_text(), family.end)
+    return guide_of(sequence(thoughts if starts_inside else optional(thoughts), regex(r"\s{0,4}"), format_of(guide)))
+
+
+def read_thoughts(context: Context, family: ReasoningFamily, *, starts_inside: bool) -> Reading[None]:
+    """Read the thoughts that an answer may begin with, and the white space around them."""
+    reader = context.reader
+    yield from reader.spaces()
+    opening = yield from reader.next_is(family.begin)  # some models repeat what the prompt ended with
+    if not starts_inside and not opening:
+        return  # what was read stays unsettled: spaces are the answer's
+    yield from reader.spaces()
+    reader.settle()
+    yield from reader.free((family.end,), context.out.add_reasoning)
+    yield from reader.spaces()
+    reader.settle()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +115,8 @@ class Dialect:
         that nobody reads. Raises KeyError on an unknown name.
         """
         template = chat_template or ""
-        known = family_for(template) if tool_parser in ("auto", "none") else family_named(tool_parser)
-        named = None if reasoning_parser in ("auto", "none") else reasoning_named(reasoning_parser)
+        known = family_for(template) if tool_parser in ("auto", "none") else FAMILIES[tool_parser]
+        named = None if reasoning_parser in ("auto", "none") else REASONING_FAMILIES[reasoning_parser]
         return cls(
             family=None if tool_parser == "none" else known or FALLBACK,
             reasoning=reasoning_for(template) if reasoning_parser == "auto" else named,
@@ -133,10 +182,8 @@ class Dialect:
             param = param or "response_format"
             raise InvalidRequestError(f"{param} cannot be used: {error}", param=param.partition(".")[0]) from error
 
-    def parser(self, prompt: str, choice: ToolChoice, new_id: CallIds = random_call_id) -> OutputParser:
+    def parser(self, prompt: str, choice: ToolChoice, new_id: CallIds = random_call_id) -> CallParser:
         """Reads one answer to ``prompt``, as rendered."""
-        if self.is_plain(choice):
-            return PlainParser()
         syntax, read_first = NO_CALLS, None
         if self.family is not None and self._reads_calls(choice):
             syntax, choice = self.family.syntax, self.choice_for(choice)

@@ -13,8 +13,7 @@ from typing import Any
 
 from kvrelay.common.clock import Clock
 from kvrelay.gateway.http.request import ApiRequest
-from kvrelay.gateway.relay.request import GenerationRequest
-from kvrelay.gateway.relay.timings import AttemptNote, RequestTimings
+from kvrelay.gateway.relay.request import AttemptNote, GenerationRequest, RequestTimings
 
 NUM_KEPT = 1000
 _NUM_FAILED = 20

@@ -14,7 +14,7 @@ from kvrelay import __version__
 from kvrelay.gateway.desk.figures import Figures
 from kvrelay.gateway.desk.records import Records, RequestRecord
 from kvrelay.gateway.model import Models
-from kvrelay.gateway.relay.timings import AttemptNote
+from kvrelay.gateway.relay.request import AttemptNote
 from kvrelay.gateway.routing.breaker import BreakerState
 from kvrelay.gateway.workers.worker import Worker
 

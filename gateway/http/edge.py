@@ -21,15 +21,11 @@ from kvrelay.gateway.errors import (
     NotFoundError,
     ShuttingDownError,
     SlowClientError,
+    tgi_error,
 )
-from kvrelay.gateway.http.api_keys import ApiKeys
-from kvrelay.gateway.http.docs_page import PATHS as DOCS_PATHS
-from kvrelay.gateway.http.key_limits import KeyUse
-from kvrelay.gateway.http.refusals import Reason
+from kvrelay.gateway.http.api_keys import ApiKeys, KeyUse
 from kvrelay.gateway.http.request import ApiRequest
-from kvrelay.gateway.http.tgi_errors import PATHS as TGI_PATHS
-from kvrelay.gateway.http.tgi_errors import tgi_error
-from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.metrics import GatewayMetrics, Reason
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +33,12 @@ OPERATORS_PATHS = "/debug/"  # what begins so tells of workers and of others' re
 
 # What probes and Prometheus ask for, and what only describes the API.
 _OPEN_PATHS = frozenset(
-    {"/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics", "/openapi.json", *DOCS_PATHS}
+    {"/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics", "/openapi.json", "/docs"}
+)
+_OPEN_FOLDER = "/docs/"
+# Whatever goes wrong with a request to one of these is told in TGI's shape.
+TGI_PATHS = frozenset(
+    {"/", "/generate", "/generate_stream", "/info", "/health", "/ping", "/tokenize", "/chat_tokenize"}
 )
 
 
@@ -127,7 +128,7 @@ class Edge:
     def _let_in(self, request: ApiRequest, path: str) -> KeyUse | None:
         """The use of its API key, to be left, if it needs one. Raises UnauthorizedError, ForbiddenError, TooManyRequestsError."""
         use: KeyUse | None = None
-        if self._api_keys is not None and path not in _OPEN_PATHS:
+        if self._api_keys is not None and path not in _OPEN_PATHS and not path.startswith(_OPEN_FOLDER):
             use = self._api_keys.enter(request.headers.get("authorization"))
             request.min_priority = use.min_priority
             if path.startswith(OPERATORS_PATHS) and not use.is_operator:

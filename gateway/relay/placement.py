@@ -1,6 +1,6 @@
 """Where the next attempt at a request goes: the workers' state, what they have cached, whom the request avoids.
 
-The decision itself is a pure function (:mod:`kvrelay.gateway.routing.ways`, over :mod:`kvrelay.gateway.routing.policy`); here is
+The decision itself is a pure function (:mod:`kvrelay.gateway.routing.ways`, over :mod:`kvrelay.gateway.routing.ways`); here is
 gathered what it decides by.
 """
 
@@ -14,12 +14,10 @@ from kvrelay.gateway.relay.request import GenerationRequest, Place
 from kvrelay.gateway.relay.settings import RelaySettings
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
 from kvrelay.gateway.routing.forecast import Prefiller, Supply
-from kvrelay.gateway.routing.policy import Route, choose
 from kvrelay.gateway.routing.prefixes import PrefixMap, RequestPrefix
-from kvrelay.gateway.routing.ways import Limits, Reason, Way, best_local, choose_way, is_clearly_sooner
-from kvrelay.gateway.workers.load import Key
+from kvrelay.gateway.routing.ways import CLEARLY_SOONER, Limits, Reason, Route, best_local, choose, choose_way
+from kvrelay.gateway.workers.load import Key, WorkerView
 from kvrelay.gateway.workers.pool import WorkerPool
-from kvrelay.gateway.workers.view import WorkerView
 from kvrelay.gateway.workers.worker import Worker
 
 
@@ -74,8 +72,8 @@ class Placement:
         hand_off_s = prefill.load.num_tokens_until(key, self._clock(), view.tokens_per_s) / view.tokens_per_s
         for _, others in self._choices(request, [], decodes):
             local = best_local([view], others, num_tokens, self._sequence_number, cached, self._local_backlog_s)
-            if local is not None and is_clearly_sooner(local, hand_off_s):
-                return self._place_of(Way(Route(None, local.address), Reason.TAKEN_BACK), num_tokens, cached)
+            if local is not None and local[0] < hand_off_s * CLEARLY_SOONER:
+                return self._place_of(Route(None, local[1]), Reason.TAKEN_BACK, num_tokens, cached)
         return None
 
     def supply(self) -> Supply:
@@ -114,32 +112,24 @@ class Placement:
         limits = Limits(backlog_s, self._local_backlog_s)
         self._sequence_number += 1
         for some, others in self._choices(request, prefills, decodes):
-            if (way := self._way(some, others, request.num_tokens, cached, limits)) is not None:
-                return self._place_of(way, request.num_tokens, cached)
+            if self._pool.is_local_only:
+                route = choose([], others, request.num_tokens + 1, self._sequence_number, cached)
+                way = None if route is None else (route, Reason.ONLY_WAY)
+            else:
+                way = choose_way(some, others, request.num_tokens, self._sequence_number, cached, limits)
+            if way is not None:
+                return self._place_of(*way, request.num_tokens, cached)
         return None
 
-    def _way(
-        self,
-        prefills: list[WorkerView],
-        decodes: list[WorkerView],
-        num_tokens: int,
-        cached: Mapping[str, int],
-        limits: Limits,
-    ) -> Way | None:
-        if self._pool.is_local_only:
-            route = choose([], decodes, num_tokens + 1, self._sequence_number, cached)
-            return None if route is None else Way(route, Reason.ONLY_WAY)
-        return choose_way(prefills, decodes, num_tokens, self._sequence_number, cached, limits)
-
-    def _place_of(self, way: Way, num_tokens: int, cached: Mapping[str, int]) -> Place:
-        decode = self._pool.decodes[way.route.decode]
-        if way.route.prefill is not None:
-            prefill = self._pool.prefills[way.route.prefill]
-            return Place(prefill, decode, way.reason, num_tokens - cached.get(prefill.address, 0))
+    def _place_of(self, route: Route, reason: Reason, num_tokens: int, cached: Mapping[str, int]) -> Place:
+        decode = self._pool.decodes[route.decode]
+        if route.prefill is not None:
+            prefill = self._pool.prefills[route.prefill]
+            return Place(prefill, decode, reason, num_tokens - cached.get(prefill.address, 0))
         # Was it chosen for what it has cached, and has it no more, then the ways are to be compared again.
         num_to_compute = num_tokens - cached.get(decode.address, 0)
         may_be_wrong = num_to_compute < num_tokens and not self._pool.is_local_only
-        return Place(None, decode, way.reason, num_to_compute, num_to_compute if may_be_wrong else None)
+        return Place(None, decode, reason, num_to_compute, num_to_compute if may_be_wrong else None)
 
     @property
     def _local_backlog_s(self) -> float | None:

@@ -25,9 +25,8 @@ from kvrelay.gateway.errors import (
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.attempt import Attempt, AttemptFailedError, AttemptMovedError, Take
 from kvrelay.gateway.relay.placement import Placement, views
-from kvrelay.gateway.relay.request import GenerationRequest, Place
+from kvrelay.gateway.relay.request import AttemptNote, GenerationRequest, Place
 from kvrelay.gateway.relay.settings import RelaySettings
-from kvrelay.gateway.relay.timings import AttemptNote
 from kvrelay.gateway.routing.admission import Admission, Asked
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
 from kvrelay.gateway.workers.pool import WorkerPool

@@ -5,7 +5,7 @@ First come, first served, among those of one priority; a request of a better one
 A request that finds a place does not wait. One that does not stands in line, unless the line is full, or it would get its place
 later than it may wait, or so late that it could not be answered in its time: then it is refused at once, with a hint when to
 come again, and costs nobody anything. The wait is forecast from what workers report and from what runs
-(:mod:`kvrelay.gateway.routing.forecast`), the answer from how long others like it took (:mod:`kvrelay.gateway.routing.pace`);
+(:mod:`kvrelay.gateway.routing.forecast`), the answer from how long others like it took (:mod:`kvrelay.gateway.routing.forecast`);
 without others like it nobody is refused on an estimate. When its turn comes and too little of its time is left, it is refused as
 well: nobody computes what nobody waits for. Attempts after the first do not stand in line: their clients are being answered.
 
@@ -24,8 +24,7 @@ from typing import TypeVar
 from kvrelay.common.clock import Clock
 from kvrelay.gateway.errors import OverloadedError, RequestTimeoutError
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.routing.forecast import Forecast, Need, Supply
-from kvrelay.gateway.routing.pace import Kind, Pace, Served, kind_of
+from kvrelay.gateway.routing.forecast import Forecast, Kind, Need, Pace, Served, Supply, kind_of
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvrelay.common.block_hash import HashChain
-from kvrelay.gateway.workers.view import WorkerView
+from kvrelay.gateway.workers.load import WorkerView
 
 Holder = tuple[str, int]  # a worker's address and epoch
 

@@ -1,4 +1,5 @@
-"""Which way a prompt goes: over a prefill worker and the hand-off, or to a decode worker that computes it itself. Pure.
+"""Which workers serve a request, by what they last reported, and which way its prompt goes: over a prefill worker and the hand-off,
+or to a decode worker that computes it itself. Pure functions.
 
 Both ways are compared by when the first token is to be expected, in seconds from now. For a prompt of ``n`` tokens:
 
@@ -18,18 +19,26 @@ if it is idle, else at a quarter of it. While nobody knows a speed, prompts are 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from kvrelay.gateway.routing.policy import Route, choose
-from kvrelay.gateway.workers.view import WorkerView
+from kvrelay.gateway.workers.load import WorkerView
 
+# What a decode worker may have more in use than others and still get a prompt that is cached there: for each cached token so many …
+_IN_USE_PER_CACHED = 4.0
+# … and, if all of the prompt is cached, such a part of what is in use there.
+_IN_USE_SLACK = 0.25
+# What a decode worker counts as having in use for each token of a prompt that waits to be computed there.
+_IN_USE_PER_WAITING = 4.0
 # Offer, grant, the last blocks and their verdict, and the wait for the decode worker's next step.
 _HAND_OFF_S = 0.01
 _TIE = 0.1
 _TRIED_AT = 0.25  # of a prefill worker's speed: what a budget may leave of it
-_CLEARLY = 0.5  # of the time that is left by the way that was chosen: what is left by another that is worth the change
+CLEARLY_SOONER = (
+    0.5  # of the time that is left by the way that was chosen: what is left by another that is worth the change
+)
 
 
 class Reason(enum.StrEnum):
@@ -42,11 +51,78 @@ class Reason(enum.StrEnum):
     TAKEN_BACK = "taken_back"  # it waited at a prefill worker, and the other way had become sooner
 
 
-class Way(msgspec.Struct, frozen=True, gc=False):
-    """Where a prompt goes, and why."""
+class Route(msgspec.Struct, frozen=True, gc=False):
+    """The chosen pair; without a prefill worker the decode worker prefills itself."""
 
-    route: Route
-    reason: Reason
+    prefill: str | None
+    decode: str
+
+
+Way = tuple[Route, Reason]
+"""Where a prompt goes, and why."""
+
+
+def choose(
+    prefills: Sequence[WorkerView],
+    decodes: Sequence[WorkerView],
+    num_tokens: int,
+    sequence_number: int,
+    cached: Mapping[str, int],
+) -> Route | None:
+    """The workers that have the longest prefix, unless they are clearly more loaded; where nothing is cached, the least loaded.
+
+    Both are costs, and the lowest wins; ties go round by ``sequence_number``. Of a prefill worker: the tokens to compute before
+    this prompt has its first one, so
+
+        tokens that wait - cached tokens
+
+    (the prompt's length is the same everywhere). Of a decode worker with room, as parts of its pool:
+
+        (tokens in use + 4 * tokens of prompts that wait) / (1 + 0.25 * cached part of the prompt) - 4 * cached tokens
+
+    So it may have four tokens more in use than others for each cached one, which spares a computation or a transfer, and a quarter
+    more of what is in use: among many requests chance alone would else drive chats from their workers. On a worker whose batch
+    is full nothing counts as cached. Prompts that wait there count, as who joins a batch beside them waits longer for its next
+    token. A decode worker without room is only taken if none has any.
+
+    ``cached``: leading tokens of the prompt that a worker has, by address, as far as this gateway knows (see
+    :mod:`kvrelay.gateway.routing.prefixes`). Without ``prefills`` the route has no prefill worker. None if there is no decode
+    worker, or no prefill worker whose KV fits it.
+    """
+
+    def decode_cost(view: WorkerView) -> tuple[bool, float, int]:
+        num_cached = 0 if view.is_full else cached.get(view.address, 0)
+        num_used = (
+            view.num_blocks - view.num_free_blocks + _IN_USE_PER_WAITING * view.num_waiting_tokens / view.block_size
+        )
+        used = num_used / (1 + _IN_USE_SLACK * num_cached / num_tokens)
+        cost = (used - _IN_USE_PER_CACHED * num_cached / view.block_size) / view.num_blocks
+        return (not view.has_room(num_tokens), cost, view.num_requests)
+
+    def prefill_cost(view: WorkerView) -> tuple[int, int]:
+        return (view.num_waiting_tokens - cached.get(view.address, 0), view.num_requests)
+
+    if prefills:
+        fingerprints = {view.fingerprint for view in prefills}
+        decodes = [view for view in decodes if view.fingerprint in fingerprints]
+    if not decodes:
+        return None
+    decode = _first(decodes, sequence_number, decode_cost)
+    if not prefills:
+        return Route(None, decode.address)
+    fitting = [view for view in prefills if view.fingerprint == decode.fingerprint]
+    return Route(_first(fitting, sequence_number, prefill_cost).address, decode.address)
+
+
+def _first(
+    views: Sequence[WorkerView], sequence_number: int, cost: Callable[[WorkerView], tuple[Any, ...]]
+) -> WorkerView:
+    """The one that costs least; of several, another one each time."""
+    if len(views) == 1:
+        return views[0]
+    ordered = sorted(views, key=lambda view: view.address)
+    first = sequence_number % len(ordered)
+    return min(ordered[first:] + ordered[:first], key=cost)
 
 
 class Limits(msgspec.Struct, frozen=True, gc=False):
@@ -67,33 +143,21 @@ def choose_way(
     """The way by which a prompt of ``num_tokens`` is expected to have its first token sooner.
 
     ``prefills``: all that may be asked, whatever waits there; ``decodes``: those with room for the sequence; ``cached``: as for
-    :func:`kvrelay.gateway.routing.policy.choose`. None: there is no place, or the prompt is better off if it waits for one.
+    :func:`kvrelay.gateway.routing.ways.choose`. None: there is no place, or the prompt is better off if it waits for one.
     """
     local = best_local(prefills, decodes, num_tokens, sequence_number, cached, limits.local_backlog_s)
     if not prefills:
-        return None if local is None else Way(Route(None, local.address), Reason.ONLY_WAY)
+        return None if local is None else (Route(None, local[1]), Reason.ONLY_WAY)
     takers = [view for view in prefills if view.takes_prompt(limits.prefill_backlog_s)]
     route = choose(takers or prefills, decodes, num_tokens + 1, sequence_number, cached)
     hand_off_s = None if route is None else _hand_off_s(prefills, route, num_tokens, cached)
-    if local is not None and hand_off_s is not None and local.first_token_s < hand_off_s * (1 - _TIE):
-        return Way(Route(None, local.address), Reason.SOONER)
+    if local is not None and hand_off_s is not None and local[0] < hand_off_s * (1 - _TIE):
+        return Route(None, local[1]), Reason.SOONER
     if route is None or not takers:
         return None
     if local is None:
-        return Way(route, Reason.ONLY_WAY)
-    return Way(route, Reason.UNKNOWN if hand_off_s is None else Reason.SOONER)
-
-
-class LocalWay(msgspec.Struct, frozen=True, gc=False):
-    """The best decode worker for a prompt without a hand-off."""
-
-    address: str
-    first_token_s: float  # from now
-
-
-def is_clearly_sooner(local: LocalWay, hand_off_s: float) -> bool:
-    """Whether a prompt that waits for its first token for ``hand_off_s`` more should be taken back: it would wait half as long."""
-    return local.first_token_s < hand_off_s * _CLEARLY
+        return route, Reason.ONLY_WAY
+    return route, Reason.UNKNOWN if hand_off_s is None else Reason.SOONER
 
 
 def best_local(
@@ -103,8 +167,8 @@ def best_local(
     sequence_number: int,
     cached: Mapping[str, int],
     backlog_s: float | None,
-) -> LocalWay | None:
-    """The decode worker that would compute the prompt soonest; None if no decode worker may.
+) -> tuple[float, str] | None:
+    """In how many seconds which decode worker would compute the prompt soonest; None if no decode worker may.
 
     Who may has blocks and a place in its batch for the sequence, is left some of its budget, and computes within ``backlog_s`` what
     waits there.
@@ -112,7 +176,7 @@ def best_local(
     if backlog_s is None:
         return None
     fastest = max((view.tokens_per_s or 0.0 for view in prefills), default=0.0)
-    ways: list[LocalWay] = []
+    ways: list[tuple[float, str]] = []
     for view in decodes:
         if (speed := view.tokens_per_s) is not None:
             most_waiting = speed * backlog_s
@@ -120,9 +184,9 @@ def best_local(
             speed, most_waiting = fastest * (_TRIED_AT if view.num_requests else 1.0), 0.0
         if speed > 0 and view.num_waiting_tokens <= most_waiting and not view.is_full and view.has_room(num_tokens + 1):
             num_to_compute = view.num_waiting_tokens + num_tokens - cached.get(view.address, 0)
-            ways.append(LocalWay(view.address, num_to_compute / speed))
+            ways.append((num_to_compute / speed, view.address))
     first = sequence_number % len(ways) if ways else 0  # ties go round
-    return min(ways[first:] + ways[:first], key=lambda way: way.first_token_s, default=None)
+    return min(ways[first:] + ways[:first], key=lambda way: way[0], default=None)
 
 
 def _hand_off_s(

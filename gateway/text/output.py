@@ -11,8 +11,7 @@ import msgspec
 from kvrelay.common.clock import Clock
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.relay.request import GenerationRequest
-from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.gateway.relay.request import GenerationRequest, RequestTimings
 from kvrelay.gateway.text.tokenizer import Tokenizer
 from kvrelay.wire.messages import Beam, TokenDelta
 

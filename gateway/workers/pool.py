@@ -14,8 +14,7 @@ from functools import partial
 
 from kvrelay.common.model_card import ModelCard, SharedLimits
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.workers.load import Key
-from kvrelay.gateway.workers.view import choose_fingerprint
+from kvrelay.gateway.workers.load import Key, choose_fingerprint
 from kvrelay.gateway.workers.worker import AttemptEvent, Listener, Worker
 from kvrelay.wire.messages import Hello, Role, Status
 from kvrelay.wire.metrics import WireMetrics

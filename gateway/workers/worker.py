@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvrelay.gateway.workers.load import Load
-from kvrelay.gateway.workers.view import WorkerView
+from kvrelay.gateway.workers.load import Load, WorkerView
 from kvrelay.wire.control.client import ControlClient
 from kvrelay.wire.messages import (
     Cancelled,

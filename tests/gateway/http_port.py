@@ -18,11 +18,10 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvrelay.gateway.http.refusals import Reason, Refusals
-from kvrelay.gateway.http.server import make_http_server
 from kvrelay.gateway.http.settings import HttpLimits
 from kvrelay.gateway.http.tls import Certificate
-from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.main import make_http_server
+from kvrelay.gateway.metrics import GatewayMetrics, Reason, Refusals
 
 GET = b"GET /first HTTP/1.1\r\nhost: x\r\n\r\n"
 POST = b"POST /first HTTP/1.1\r\nhost: x\r\n"  # the rest of it is the test's

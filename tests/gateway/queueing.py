@@ -14,8 +14,7 @@ from kvrelay.gateway.errors import UnavailableError
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.routing.admission import Admission, Asked
 from kvrelay.gateway.routing.forecast import Prefiller, Supply
-from kvrelay.gateway.workers.load import Load
-from kvrelay.gateway.workers.view import WorkerView
+from kvrelay.gateway.workers.load import Load, WorkerView
 from kvrelay.wire.messages import Status, WorkerState
 
 from ..simulation.clock import SimLoop

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.gateway.activity import Activity
+from kvrelay.gateway.desk.report import Activity
 from kvrelay.gateway.model import Model, ModelFiles, Models
 from kvrelay.wire.messages import Submit
 
@@ -45,8 +45,8 @@ async def test_a_line_says_what_was_done_since_the_last_one_and_nothing_of_nothi
 async def test_a_gateway_logs_the_line_now_and_then(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvrelay.gateway.activity._EVERY_S", 0.001)
-    caplog.set_level("INFO", "kvrelay.gateway.activity")
+    monkeypatch.setattr("kvrelay.gateway.desk.report._EVERY_S", 0.001)
+    caplog.set_level("INFO", "kvrelay.gateway.desk.report")
     async with app_for(model_directory, good) as app:
         await app.post(TEXT, prompt="x")
         async with asyncio.timeout(20):

@@ -21,8 +21,7 @@ from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.model import Model, ModelFiles
 from kvrelay.gateway.relay.attempt import Take
-from kvrelay.gateway.relay.request import GenerationRequest
-from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.gateway.relay.request import GenerationRequest, RequestTimings
 from kvrelay.gateway.settings import GatewaySettings
 from kvrelay.gateway.text.output import Usage
 from kvrelay.gateway.text.tokenizer import Tokenizer

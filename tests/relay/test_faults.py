@@ -17,8 +17,7 @@ from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake.engine import expected_output, fake_card
 from kvrelay.engine.kv.block_manager import Owner, OwnerKind
 from kvrelay.gateway.metrics import GatewayMetrics
-from kvrelay.gateway.relay.request import GenerationRequest
-from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.gateway.relay.request import GenerationRequest, RequestTimings
 from kvrelay.wire.blocks.frames import BlockHeader
 from kvrelay.wire.blocks.seal import BlockSealer, new_key
 from kvrelay.wire.blocks.send_job import SendTicket

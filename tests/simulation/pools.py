@@ -17,9 +17,8 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.fake.engine import FakePace
 from kvrelay.gateway.errors import ApiError
-from kvrelay.gateway.relay.request import GenerationRequest
+from kvrelay.gateway.relay.request import GenerationRequest, RequestTimings
 from kvrelay.gateway.relay.settings import RelaySettings
-from kvrelay.gateway.relay.timings import RequestTimings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.messages import TokenDelta
 

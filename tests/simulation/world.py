@@ -26,9 +26,8 @@ from kvrelay.engine.fake.step import Share
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.relay import Relay
-from kvrelay.gateway.relay.request import GenerationRequest
+from kvrelay.gateway.relay.request import GenerationRequest, RequestTimings
 from kvrelay.gateway.relay.settings import RelaySettings
-from kvrelay.gateway.relay.timings import RequestTimings
 from kvrelay.gateway.workers.pool import WorkerPool, static_workers
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.common.sampling import SampledToken
+from kvrelay.gateway.apis.answering import Format
+from kvrelay.gateway.errors import ApiError
+from kvrelay.gateway.http.sse import DONE, ChunkTemplate, sse
+from kvrelay.gateway.text.output import Usage
 from kvrelay.gateway.text.tokenizer import Tokenizer
 
 _IMPOSSIBLE = -9999.0
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """What every chunk of an answer begins with."""
-
-    request_id: str
-    model: str
-    system_fingerprint: str | None  # of model, weights and KV layout
-    created_s: int = field(default_factory=lambda: int(time.time()))
-
-    def body(self, prefix: str, kind: str) -> dict[str, Any]:
-        """``prefix`` of the id, ``kind`` of object."""
-        return {
-            "id": f"{prefix}-{self.request_id}",
-            "object": kind,
-            "created": self.created_s,
-            "model": self.model,
-            "system_fingerprint": self.system_fingerprint,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +26,29 @@ class Shown:
     token_ids: bool = False
     ids_as_tokens: bool = False  # in log probabilities, ``token_id:17`` instead of a token's text
     usage: bool = False  # at a stream's end; whole answers always have it
+
+
+class OpenAIFormat(Format):
+    """What answers of chats and texts share."""
+
+    def __init__(self, head: dict[str, Any], chunk_kind: str, tokenizer: Tokenizer, shown: Shown) -> None:
+        """``head``: what a whole answer begins with; chunks do, too, but are objects of ``chunk_kind``."""
+        self._head = head
+        self._chunk_head = {**head, "object": chunk_kind}
+        self._template = ChunkTemplate(self._chunk_head, "choices")
+        self._tokenizer = tokenizer
+        self._shown = shown
+
+    def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
+        """Usage, if asked for, and the end."""
+        return (self._event([], usage=usage.body(), **extras) if self._shown.usage else b"") + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The error, and the end."""
+        return sse(error.body()) + DONE
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return sse({**self._chunk_head, "choices": choices, **more}) if more else self._template.event(choices)
 
 
 def chat_logprobs(

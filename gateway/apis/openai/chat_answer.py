@@ -7,49 +7,41 @@ from typing import Any
 
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.apis.answering import Choice
-from kvrelay.gateway.apis.openai.answer_parts import AnswerHead, Shown, chat_logprobs, prompt_logprobs
-from kvrelay.gateway.chat.tools.calls import OutputParser, ToolCallDelta
-from kvrelay.gateway.errors import ApiError
-from kvrelay.gateway.http.sse import DONE, ChunkTemplate, sse
+from kvrelay.gateway.apis.openai.answer_parts import OpenAIFormat, Shown, chat_logprobs, prompt_logprobs
+from kvrelay.gateway.chat.tools.calls import ToolCallDelta
+from kvrelay.gateway.chat.tools.parser import CallParser
 from kvrelay.gateway.text.output import TextDelta, Usage
 from kvrelay.gateway.text.tokenizer import Tokenizer
 
 
-class ChatFormat:
-    """Answers of ``/v1/chat/completions``. Implements :class:`kvrelay.gateway.apis.answering.Format`."""
+class ChatFormat(OpenAIFormat):
+    """Answers of ``/v1/chat/completions``."""
 
     def __init__(
         self,
-        head: AnswerHead,
+        head: dict[str, Any],
         tokenizer: Tokenizer,
         shown: Shown,
         *,
         num_choices: int = 1,
-        make_parser: Callable[[], OutputParser] | None = None,
+        make_parser: Callable[[], CallParser] | None = None,
         echoed: str = "",
     ) -> None:
         """``make_parser``: what finds reasoning and tool calls in one choice's text; None: all of it is content.
 
         ``echoed``: text that every choice begins with.
         """
-        self._head = head
-        self._chunk_head = head.body("chatcmpl", "chat.completion.chunk")
-        self._template = ChunkTemplate(self._chunk_head, "choices")
-        self._tokenizer = tokenizer
-        self._shown = shown
+        super().__init__(head, "chat.completion.chunk", tokenizer, shown)
         self._num_choices = num_choices
         self._echoed = echoed
-        parsers = None if make_parser is None else [make_parser() for _ in range(num_choices)]
-        self._parsers = parsers
+        self._parsers = None if make_parser is None else [make_parser() for _ in range(num_choices)]
         self._has_called = [False] * num_choices
 
     def opening(self) -> bytes:
         """The chunks that say who speaks."""
-        events: list[bytes] = []
-        for index in range(self._num_choices):
-            delta = {"role": "assistant", "content": self._echoed}
-            events.append(self._chunk([{"index": index, "delta": delta, "finish_reason": None}]))
-        return b"".join(events)
+        delta = {"role": "assistant", "content": self._echoed}
+        choices = [{"index": index, "delta": delta, "finish_reason": None} for index in range(self._num_choices)]
+        return b"".join([self._event([choice]) for choice in choices])
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """One chunk of a stream; none for text that is held back because it may be a marker's beginning."""
@@ -66,20 +58,12 @@ class ChatFormat:
         is_silent = self._parsers is not None and not said and delta.finish_reason is None
         if is_silent and not more and not self._shown.logprobs and not self._shown.token_ids:
             return b""
-        return self._chunk([choice], **more)
-
-    def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
-        """Usage, if asked for, and the end."""
-        return (self._chunk([], usage=usage.body(), **extras) if self._shown.usage else b"") + DONE
-
-    def failed(self, error: ApiError) -> bytes:
-        """The error, and the end."""
-        return sse(error.body()) + DONE
+        return self._event([choice], **more)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         bodies = [self._choice(choice) for choice in choices]
-        body = {**self._head.body("chatcmpl", "chat.completion"), "choices": bodies, "usage": usage.body()}
+        body = {**self._head, "choices": bodies, "usage": usage.body()}
         if self._shown.prompt_logprobs and (known := choices[0].prompt_logprobs) is not None:
             body["prompt_logprobs"] = prompt_logprobs(self._tokenizer, known)
         return body
@@ -133,9 +117,6 @@ class ChatFormat:
         if self._shown.token_ids:
             body["token_ids"] = [token.token_id for token in tokens]
         return body
-
-    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return sse({**self._chunk_head, "choices": choices, **more}) if more else self._template.event(choices)
 
 
 def _whole_calls(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,19 +7,17 @@ from typing import Any
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.gateway.apis.answering import Choice
-from kvrelay.gateway.apis.openai.answer_parts import AnswerHead, Shown, prompt_logprobs, text_logprobs
-from kvrelay.gateway.errors import ApiError
-from kvrelay.gateway.http.sse import DONE, ChunkTemplate, sse
+from kvrelay.gateway.apis.openai.answer_parts import OpenAIFormat, Shown, prompt_logprobs, text_logprobs
 from kvrelay.gateway.text.output import TextDelta, Usage
 from kvrelay.gateway.text.tokenizer import Tokenizer
 
 
-class CompletionFormat:
-    """Answers of ``/v1/completions``. Implements :class:`kvrelay.gateway.apis.answering.Format`."""
+class CompletionFormat(OpenAIFormat):
+    """Answers of ``/v1/completions``."""
 
     def __init__(
         self,
-        head: AnswerHead,
+        head: dict[str, Any],
         tokenizer: Tokenizer,
         shown: Shown,
         *,
@@ -31,32 +29,16 @@ class CompletionFormat:
 
         ``prompts``: the token ids of each prompt, to be told with each choice's first tokens if token ids are shown.
         """
-        self._head = head.body("cmpl", "text_completion")
-        self._template = ChunkTemplate(self._head, "choices")
-        self._tokenizer = tokenizer
-        self._shown = shown
+        super().__init__(head, "text_completion", tokenizer, shown)
         self._num_per_prompt = num_per_prompt
         self._echoed = echoed
         self._prompts = prompts
         self._offsets: dict[int, int] = {}  # by choice: characters sent so far; there from its first delta on
         self._prompt_logprobs: dict[int, list[SampledToken]] = {}  # by prompt
 
-    def opening(self) -> bytes:
-        """Nothing comes before the text."""
-        return b""
-
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """One chunk of a stream."""
-        return self._template.event([self._choice(Choice(index, [delta]))])
-
-    def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
-        """Usage, if asked for, and the end."""
-        last = {**self._head, "choices": [], "usage": usage.body(), **extras}
-        return (sse(last) if self._shown.usage else b"") + DONE
-
-    def failed(self, error: ApiError) -> bytes:
-        """The error, and the end."""
-        return sse(error.body()) + DONE
+        return self._event([self._choice(Choice(index, [delta]))])
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """The body of an answer that is not streamed."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from enum import Enum
+import time
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Path
+from fastapi import APIRouter, Path, Request
 from starlette.responses import JSONResponse, Response
 
 from kvrelay.gateway.apis.answer_docs import (
@@ -18,119 +18,87 @@ from kvrelay.gateway.apis.answer_docs import (
     TextAnswer,
     answers,
 )
-from kvrelay.gateway.apis.answering import Format, Job, Responder, sequences_of
-from kvrelay.gateway.apis.openai.answer_parts import AnswerHead, Shown
+from kvrelay.gateway.apis.answering import respond, sequences_of, served_models
+from kvrelay.gateway.apis.openai.answer_parts import Shown
 from kvrelay.gateway.apis.openai.bodies import ChatBody, CompletionBody
 from kvrelay.gateway.apis.openai.chat_answer import ChatFormat
 from kvrelay.gateway.apis.openai.completion_answer import CompletionFormat
 from kvrelay.gateway.apis.openai.sampling import SamplingBody
 from kvrelay.gateway.chat.chat import Chat
 from kvrelay.gateway.errors import InvalidRequestError
-from kvrelay.gateway.http.request import ApiRequest
-from kvrelay.gateway.model import Model, Models
-from kvrelay.gateway.relay.request import GenerationRequest, GenerationSpec
-from kvrelay.gateway.relay.timings import HEADER as TIMINGS_HEADER
+from kvrelay.gateway.http.request import ApiRequest, ApiRoute
+from kvrelay.gateway.model import Model
+from kvrelay.gateway.relay.request import GenerationSpec
 from kvrelay.gateway.text.tokenizer import aside
+
+router = APIRouter(route_class=ApiRoute, tags=["OpenAI"])
 
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
-class OpenAIRoutes:
-    """Answers chats, completions, and who asks for the model."""
+@router.get("/v1/models", responses={200: {"model": ModelList}, **UNAUTHORIZED})
+async def models(request: Request) -> Response:
+    """The models that are served."""
+    return JSONResponse({"object": "list", "data": [_model_entry(model) for model in served_models(request)]})
 
-    def __init__(self, models: Models, responder: Responder) -> None:
-        self._models = models
-        self._responder = responder
 
-    def add_to(self, app: FastAPI) -> None:
-        """Declare the routes."""
-        tags: list[str | Enum] = ["OpenAI"]
-        for path, endpoint, whole in (
-            ("/v1/chat/completions", self.chat, ChatAnswer),
-            ("/v1/completions", self.completions, TextAnswer),
-        ):
-            app.post(path, tags=tags, responses=answers(whole), openapi_extra=REQUEST_HEADERS)(endpoint)
-        models: dict[int | str, dict[str, Any]] = {200: {"model": ModelList}, **UNAUTHORIZED}
-        app.get("/v1/models", tags=tags, responses=models)(self.models)
-        app.get("/v1/models/{model:path}", tags=tags, responses={**answers(ServedModel), **UNAUTHORIZED})(self.model)
+@router.get("/v1/models/{model:path}", responses={**answers(ServedModel), **UNAUTHORIZED})
+async def model(request: Request, model: Annotated[str, Path(description="Its name.")]) -> Response:
+    """One model, by its name."""
+    return JSONResponse(_model_entry(served_models(request).named(model)))
 
-    async def models(self) -> Response:
-        """The models that are served."""
-        return JSONResponse({"object": "list", "data": [_model_entry(model) for model in self._models]})
 
-    async def model(self, model: Annotated[str, Path(description="Its name.")]) -> Response:
-        """One model, by its name."""
-        return JSONResponse(_model_entry(self._models.named(model)))
+@router.post("/v1/chat/completions", responses=answers(ChatAnswer), openapi_extra=REQUEST_HEADERS)
+async def chat(body: ChatBody, request: ApiRequest) -> Response:
+    """Answer a chat."""
+    model = served_models(request).find(body.model)
+    model.check()
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
 
-    async def chat(self, body: ChatBody, request: ApiRequest) -> Response:
-        """Answer a chat."""
-        model = self._models.find(body.model)
-        model.check()
-        if body.top_logprobs is not None and not body.logprobs:
-            raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
-        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    def prepare() -> tuple[Chat, GenerationSpec, list[int]]:
+        spec = body.spec(max_tokens=max_tokens, num_logprobs=num_logprobs, max_tokens_param=name)
+        chat = body.chat(model)
+        prompt = model.encode(chat.prompt, "messages", add_special_tokens=bool(body.add_special_tokens))
+        return chat, chat.guided(spec), prompt
 
-        def prepare() -> tuple[Chat, GenerationSpec, list[int]]:
-            spec = body.spec(max_tokens=max_tokens, num_logprobs=num_logprobs, max_tokens_param=name)
-            chat = body.chat(model)
-            adds_special_tokens = bool(body.add_special_tokens)
-            prompt = model.encode(chat.prompt, "messages", add_special_tokens=adds_special_tokens)
-            return chat, chat.guided(spec), prompt
+    chat, spec, prompt = await aside(prepare, len(await request.body()))
+    sequences = sequences_of(model, request, [prompt], spec, "messages")
+    written = ChatFormat(
+        _head(model, request, "chatcmpl", "chat.completion"),
+        model.tokenizer,
+        _shown(body, logprobs=bool(body.logprobs)),
+        num_choices=spec.num_choices,
+        make_parser=None if chat.has_plain_answers else chat.parser,
+        echoed=chat.echoed,
+    )
+    return await respond(request, model, sequences, written, is_stream=bool(body.stream), ignored=body.ignored())
 
-        chat, spec, prompt = await aside(prepare, len(await request.body()))
-        sequences = sequences_of(model, request, [prompt], spec, "messages")
 
-        written = ChatFormat(
-            _head(model, request),
-            model.tokenizer,
-            _shown(body, logprobs=bool(body.logprobs)),
-            num_choices=spec.num_choices,
-            make_parser=None if chat.has_plain_answers else chat.parser,
-            echoed=chat.echoed,
-        )
-        return await self._respond(request, body, model, sequences, written)
-
-    async def completions(self, body: CompletionBody, request: ApiRequest) -> Response:
-        """Continue one text, or several."""
-        model = self._models.find(body.model)
-        model.check()
-        max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        spec = body.spec(max_tokens=max_tokens, num_logprobs=body.logprobs)
-        if body.echo and body.logprobs is not None and spec.num_prompt_logprobs is None:
-            spec = msgspec.structs.replace(spec, num_prompt_logprobs=body.logprobs)
-        prompts = await aside(lambda: _prompts(model, body), len(await request.body()))
-        sequences = sequences_of(model, request, prompts, spec, "prompt")
-
-        used = [one.prompt_token_ids for one in sequences if one.is_first]
-        written = CompletionFormat(
-            _head(model, request),
-            model.tokenizer,
-            _shown(body, logprobs=body.logprobs is not None),
-            num_per_prompt=spec.num_choices,
-            echoed=[(model.tokenizer.decode(ids), ids) for ids in used] if body.echo else [],
-            prompts=used,
-        )
-        return await self._respond(request, body, model, sequences, written)
-
-    async def _respond(
-        self,
-        request: ApiRequest,
-        body: SamplingBody,
-        model: Model,
-        sequences: list[GenerationRequest],
-        written: Format,
-    ) -> Response:
-        job = Job(
-            model,
-            sequences,
-            written,
-            is_stream=bool(body.stream),
-            ignored=body.ignored(),
-            includes_timings=request.headers.get(TIMINGS_HEADER) == "1",
-        )
-        return await self._responder.respond(request, job)
+@router.post("/v1/completions", responses=answers(TextAnswer), openapi_extra=REQUEST_HEADERS)
+async def completions(body: CompletionBody, request: ApiRequest) -> Response:
+    """Continue one text, or several."""
+    model = served_models(request).find(body.model)
+    model.check()
+    max_tokens = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    spec = body.spec(max_tokens=max_tokens, num_logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None and spec.num_prompt_logprobs is None:
+        spec = msgspec.structs.replace(spec, num_prompt_logprobs=body.logprobs)
+    prompts = await aside(lambda: _prompts(model, body), len(await request.body()))
+    sequences = sequences_of(model, request, prompts, spec, "prompt")
+    used = [one.prompt_token_ids for one in sequences if one.is_first]
+    written = CompletionFormat(
+        _head(model, request, "cmpl", "text_completion"),
+        model.tokenizer,
+        _shown(body, logprobs=body.logprobs is not None),
+        num_per_prompt=spec.num_choices,
+        echoed=[(model.tokenizer.decode(ids), ids) for ids in used] if body.echo else [],
+        prompts=used,
+    )
+    return await respond(request, model, sequences, written, is_stream=bool(body.stream), ignored=body.ignored())
 
 
 def _prompts(model: Model, body: CompletionBody) -> list[list[int]]:
@@ -148,8 +116,15 @@ def _prompts(model: Model, body: CompletionBody) -> list[list[int]]:
     return prompts
 
 
-def _head(model: Model, request: ApiRequest) -> AnswerHead:
-    return AnswerHead(request.internal_id, model.name, model.system_fingerprint())
+def _head(model: Model, request: ApiRequest, prefix: str, kind: str) -> dict[str, Any]:
+    """What an answer begins with: ``prefix`` of its id, ``kind`` of object."""
+    return {
+        "id": f"{prefix}-{request.internal_id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model.name,
+        "system_fingerprint": model.system_fingerprint(),
+    }
 
 
 def _model_entry(model: Model) -> dict[str, Any]:

@@ -1,26 +1,154 @@
-"""A response, whole and as events."""
+"""A response, whole and as events.
+
+An answer is a row of items: what the model thought, what it said, the calls that it asks for. One is open at a time; a piece of
+another kind, or of another call, closes it and opens the next. Every event is numbered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay.common.sampling import FinishReason
-from kvrelay.gateway.apis.answering import Choice
+from kvrelay.gateway.apis.answering import Choice, Format
 from kvrelay.gateway.apis.openai.answer_parts import chat_logprobs
-from kvrelay.gateway.apis.responses.items import ResponseItems
-from kvrelay.gateway.chat.tools.calls import OutputParser, ParsedDelta
+from kvrelay.gateway.chat.tools.calls import ParsedDelta, Said, Thought, ToolCallDelta
+from kvrelay.gateway.chat.tools.parser import CallParser
 from kvrelay.gateway.errors import ApiError
+from kvrelay.gateway.http.sse import sse
 from kvrelay.gateway.text.output import TextDelta, Usage
 from kvrelay.gateway.text.tokenizer import Tokenizer
 
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
-class ResponseFormat:
-    """The answer of one request. Implements :class:`kvrelay.gateway.apis.answering.Format`."""
 
-    def __init__(
-        self, head: dict[str, Any], tokenizer: Tokenizer, parser: OutputParser, *, shows_logprobs: bool
-    ) -> None:
+@dataclass(slots=True)
+class _Item:
+    kind: str
+    item_id: str
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    call_id: str = ""
+    name: str = ""
+    call_index: int = -1
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def part(self) -> dict[str, Any]:
+        """Of a message or of thoughts: the one piece of content."""
+        if self.kind == "reasoning":
+            return {"type": _TEXTS[self.kind], "text": self.text}
+        return {"type": _TEXTS[self.kind], "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+    def body(self, status: str) -> dict[str, Any]:
+        head = {"id": self.item_id, "type": self.kind, "status": status}
+        if self.kind == "function_call":
+            return {**head, "call_id": self.call_id, "name": self.name, "arguments": self.text}
+        content = [] if status == "in_progress" else [self.part()]
+        if self.kind == "reasoning":
+            return {**head, "summary": [], "content": content}
+        return {**head, "role": "assistant", "content": content}
+
+
+class ResponseItems:
+    """One answer's items, and its events, which :meth:`take` gives away."""
+
+    def __init__(self, new_id: Callable[[], str] = lambda: secrets.token_hex(16)) -> None:
+        self._new_id = new_id
+        self._num_events = 0
+        self._events: list[bytes] = []  # that nobody took yet
+        self._open: _Item | None = None
+        self.done: list[dict[str, Any]] = []  # the complete items
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write an event of our own numbering."""
+        self._events.append(sse({"type": kind, "sequence_number": self._num_events, **fields}, kind))
+        self._num_events += 1
+
+    def take(self) -> bytes:
+        """All events since the last time."""
+        events = b"".join(self._events)
+        self._events.clear()
+        return events
+
+    def push(self, delta: ParsedDelta, logprobs: list[dict[str, Any]]) -> None:
+        """What the model wrote; ``logprobs`` of its tokens go with the text of a message."""
+        for part in delta.parts:
+            match part:
+                case Thought():
+                    self._text("reasoning", part.text, [])
+                case Said():
+                    self._text("message", part.text, logprobs)
+                    logprobs = []
+                case ToolCallDelta():
+                    self._call(part)
+
+    def close(self, status: str = "completed") -> None:
+        """The open item is over."""
+        item, self._open = self._open, None
+        if item is None:
+            return
+        index = len(self.done)
+        where: dict[str, Any] = {"item_id": item.item_id, "output_index": index}
+        if item.kind == "function_call":
+            self.event("response.function_call_arguments.done", **where, name=item.name, arguments=item.text)
+        else:
+            where["content_index"] = 0
+            logprobs = {} if item.kind == "reasoning" else {"logprobs": item.logprobs}
+            self.event(f"response.{_TEXTS[item.kind]}.done", **where, text=item.text, **logprobs)
+            self.event("response.content_part.done", **where, part=item.part())
+        body = item.body(status)
+        self.event("response.output_item.done", output_index=index, item=body)
+        self.done.append(body)
+
+    def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> None:
+        item = self._open
+        if item is None or item.kind != kind:
+            item = self._begin(_Item(kind, f"{_PREFIXES[kind]}_{self._new_id()}"))
+        item.pieces.append(text)
+        item.logprobs += logprobs
+        where = {"item_id": item.item_id, "output_index": len(self.done), "content_index": 0, "delta": text}
+        self.event(f"response.{_TEXTS[kind]}.delta", **where, **({} if kind == "reasoning" else {"logprobs": logprobs}))
+
+    def _call(self, call: ToolCallDelta) -> None:
+        item = self._open
+        if call.name is not None:
+            item = self._begin(
+                _Item(
+                    "function_call",
+                    f"fc_{self._new_id()}",
+                    call_id=call.id or "",
+                    name=call.name,
+                    call_index=call.index,
+                )
+            )
+        assert item is not None, f"arguments of call {call.index} in front of its name"
+        assert item.call_index == call.index, f"arguments of call {call.index} within item {item.kind}"
+        if call.arguments:
+            item.pieces.append(call.arguments)
+            where = {"item_id": item.item_id, "output_index": len(self.done)}
+            self.event("response.function_call_arguments.delta", **where, delta=call.arguments)
+
+    def _begin(self, item: _Item) -> _Item:
+        self.close()
+        self._open = item
+        where = {"output_index": len(self.done)}
+        self.event("response.output_item.added", **where, item=item.body("in_progress"))
+        if item.kind != "function_call":
+            part = item.part()
+            self.event("response.content_part.added", item_id=item.item_id, **where, content_index=0, part=part)
+        return item
+
+
+class ResponseFormat(Format):
+    """The answer of one request."""
+
+    def __init__(self, head: dict[str, Any], tokenizer: Tokenizer, parser: CallParser, *, shows_logprobs: bool) -> None:
         """``head``: the response object's fields that are known before anything is computed."""
         self._head = head
         self._tokenizer = tokenizer

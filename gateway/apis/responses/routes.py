@@ -1,53 +1,181 @@
-"""``POST /v1/responses``: OpenAI's newer route, without memory: nothing is kept between requests."""
+"""``POST /v1/responses``, OpenAI's newer route: its body, and input items as a conversation. Nothing is kept between requests."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter
+from pydantic import Field
 from starlette.responses import Response
 
+from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.apis.answer_docs import REQUEST_HEADERS, ResponseAnswer, answers
-from kvrelay.gateway.apis.answering import Job, Responder, sequences_of
+from kvrelay.gateway.apis.answering import respond, sequences_of, served_models
+from kvrelay.gateway.apis.openai.bodies import Effort, checked_role, text_of
+from kvrelay.gateway.apis.openai.output_format import format_guide, make_guide
+from kvrelay.gateway.apis.openai.sampling import BOOKKEEPING, MAX_LOGPROBS, OpenAIBody, refuse_unsupported
 from kvrelay.gateway.apis.responses.answer import ResponseFormat
-from kvrelay.gateway.apis.responses.body import ResponseBody
-from kvrelay.gateway.chat.chat import Chat
-from kvrelay.gateway.http.request import ApiRequest
-from kvrelay.gateway.model import Models
+from kvrelay.gateway.chat.chat import Chat, read_chat
+from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.http.request import ApiRequest, ApiRoute, RequestBody
+from kvrelay.gateway.model import Model
 from kvrelay.gateway.relay.request import GenerationSpec
 from kvrelay.gateway.text.tokenizer import aside
 
+router = APIRouter(route_class=ApiRoute, tags=["OpenAI"])
 
-class ResponsesRoutes:
-    """Answers conversations."""
+_LOGPROBS = "message.output_text.logprobs"
 
-    def __init__(self, models: Models, responder: Responder) -> None:
-        self._models = models
-        self._responder = responder
+# What asks for nothing; everything else of these names is refused: nothing is kept between requests, and no tool is run here.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "truncation": ("disabled",),
+}
 
-    def add_to(self, app: FastAPI) -> None:
-        """Declare the route."""
-        documented = answers(ResponseAnswer)
-        app.post("/v1/responses", tags=["OpenAI"], responses=documented, openapi_extra=REQUEST_HEADERS)(self.respond)
 
-    async def respond(self, body: ResponseBody, request: ApiRequest) -> Response:
-        """Answer a conversation."""
-        model = self._models.find(body.model)
-        model.check()
+class Reasoning(RequestBody):
+    """How the model thinks."""
 
-        def prepare() -> tuple[Chat, GenerationSpec, list[int]]:
-            spec = body.spec()
-            chat = body.chat(model)
-            prompt = model.encode(chat.prompt, "input", add_special_tokens=False)
-            return chat, chat.guided(spec), prompt
+    effort: Effort | None = None
+    """How much the model should think; for its chat template."""
 
-        chat, spec, prompt = await aside(prepare, len(await request.body()))
-        sequences = sequences_of(model, request, [prompt], spec, "input")
-        head = _head(body, request, model.name)
-        written = ResponseFormat(head, model.tokenizer, chat.parser(), shows_logprobs=body.shows_logprobs)
-        job = Job(model, sequences, written, is_stream=bool(body.stream), ignored=body.ignored())
-        return await self._responder.respond(request, job)
+
+class ResponseBody(OpenAIBody):
+    """``POST /v1/responses``. ``store``, ``metadata``, ``user`` and the like are accepted and mean nothing here."""
+
+    known_extras = BOOKKEEPING | _HARMLESS.keys()
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+    """A text, or the items of the conversation so far."""
+    instructions: str | None = None
+    """A system message in front of the input."""
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    """At most so many tokens are generated."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log probabilities of so many likeliest tokens."""
+    tools: list[dict[str, Any]] | None = None
+    """Functions that the model may call."""
+    tool_choice: str | dict[str, Any] | None = None
+    """`auto`, `none`, `required`, or the function to call."""
+    parallel_tool_calls: bool | None = None
+    """Whether one answer may ask for several calls, as by default."""
+    text: dict[str, Any] | None = None
+    """What the answer must match, in `format`."""
+    reasoning: Reasoning | None = None
+    """How the model thinks."""
+    include: list[str] | None = None
+    """`message.output_text.logprobs` asks for log probabilities."""
+    metadata: dict[str, Any] | None = None
+    """Comes back with the response."""
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much the model should think."""
+        return None if self.reasoning is None else self.reasoning.effort
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """Whether the answer's tokens come with log probabilities."""
+        return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
+
+    def spec(self) -> GenerationSpec:
+        """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused."""
+        hint = "nothing is kept between requests: send the whole conversation as input"
+        refuse_unsupported(self.model_extra or {}, _HARMLESS, hint)
+        return GenerationSpec(
+            **self.model_dump(include={"temperature", "top_p", "seed", "cache_salt"}, exclude_none=True),
+            max_tokens=self.max_output_tokens,
+            max_tokens_param="max_output_tokens",
+            num_logprobs=(self.top_logprobs or 0) if self.shows_logprobs else None,
+            guide=(guide := self._guide()),
+            guide_param=None if guide is None else "text.format",
+        )
+
+    def chat(self, model: Model) -> Chat:
+        """The conversation as the model's prompt. Raises InvalidRequestError naming the item that is wrong."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            for index, item in enumerate(self.input):
+                _add_item(messages, item, f"input[{index}]")
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        return read_chat(
+            model.template,
+            model.dialect,
+            messages,
+            tools=self.tools,
+            tool_choice=choice,
+            allows_parallel=self.parallel_tool_calls is not False,
+            variables={} if self.effort is None else {"reasoning_effort": self.effort},
+        )
+
+    def _guide(self) -> Guide | None:
+        form = (self.text or {}).get("format")
+        if isinstance(form, dict) and form.get("type") == "json_schema":
+            if "schema" not in form:
+                raise InvalidRequestError("text.format has no schema", param="text")
+            return make_guide(GuideKind.JSON_SCHEMA, form["schema"], "text.format.schema")
+        return format_guide(form, "text.format")
+
+
+def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], param: str) -> None:
+    kind = item.get("type", "message")
+    match kind:
+        case "message":
+            content = text_of(item.get("content"), f"{param}.content")
+            messages.append({"role": checked_role(item.get("role"), param), "content": content})
+        case "function_call":
+            name, arguments = item.get("name"), item.get("arguments")
+            if not isinstance(name, str) or not isinstance(arguments, str):
+                raise InvalidRequestError(f"{param} needs a name and arguments, both texts", param=param)
+            call = {
+                "id": item.get("call_id"),
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            if messages and messages[-1]["role"] == "assistant":
+                messages[-1].setdefault("tool_calls", []).append(call)
+            else:
+                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        case "function_call_output":
+            output = text_of(item.get("output"), f"{param}.output")
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        case "reasoning":
+            pass  # what a model thought in an earlier turn is not shown to it again
+        case _:
+            raise InvalidRequestError(
+                f"{param}.type is {str(kind)[:80]!r}; it must be message, function_call, function_call_output or reasoning",
+                param=param,
+            )
+
+
+@router.post("/v1/responses", responses=answers(ResponseAnswer), openapi_extra=REQUEST_HEADERS)
+async def create_response(body: ResponseBody, request: ApiRequest) -> Response:
+    """Answer a conversation."""
+    model = served_models(request).find(body.model)
+    model.check()
+
+    def prepare() -> tuple[Chat, GenerationSpec, list[int]]:
+        spec = body.spec()
+        chat = body.chat(model)
+        prompt = model.encode(chat.prompt, "input", add_special_tokens=False)
+        return chat, chat.guided(spec), prompt
+
+    chat, spec, prompt = await aside(prepare, len(await request.body()))
+    sequences = sequences_of(model, request, [prompt], spec, "input")
+    head = _head(body, request, model.name)
+    written = ResponseFormat(head, model.tokenizer, chat.parser(), shows_logprobs=body.shows_logprobs)
+    return await respond(request, model, sequences, written, is_stream=bool(body.stream), ignored=body.ignored())
 
 
 def _head(body: ResponseBody, request: ApiRequest, model_name: str) -> dict[str, Any]:

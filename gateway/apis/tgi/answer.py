@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.common.sampling import FinishReason, SampledToken
-from kvrelay.gateway.apis.answering import Choice
+from kvrelay.gateway.apis.answering import Choice, Format
 from kvrelay.gateway.apis.openai.answer_parts import finite
-from kvrelay.gateway.errors import ApiError
+from kvrelay.gateway.errors import ApiError, tgi_error
 from kvrelay.gateway.http.sse import sse
-from kvrelay.gateway.http.tgi_errors import tgi_error
 from kvrelay.gateway.relay.request import GenerationRequest
 from kvrelay.gateway.text.output import TextDelta, Usage
 from kvrelay.gateway.text.tokenizer import Tokenizer
@@ -31,8 +30,8 @@ class Wanted:
     is_list: bool = False  # a whole answer is a list of one
 
 
-class GenerateFormat:
-    """Answers of ``/generate``, ``/generate_stream`` and ``/``. Implements :class:`kvrelay.gateway.apis.answering.Format`."""
+class GenerateFormat(Format):
+    """Answers of ``/generate``, ``/generate_stream`` and ``/``."""
 
     def __init__(self, tokenizer: Tokenizer, sequence: GenerationRequest, wanted: Wanted) -> None:
         """``sequence``: the first one of the prompt; the others differ in their noise only."""
@@ -46,10 +45,6 @@ class GenerateFormat:
         self._texts: list[str] = []
         self._num_tokens = 0
         self._held: list[SampledToken] = []  # the last token, if it came before the word that it is the last
-
-    def opening(self) -> bytes:
-        """Nothing comes before the first token."""
-        return b""
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """An event for each token; the last one has the text."""
@@ -77,10 +72,6 @@ class GenerateFormat:
                     }
             events.append(sse(body))
         return b"".join(events)
-
-    def closing(self, usage: Usage, extras: dict[str, object]) -> bytes:
-        """Nothing comes behind the last token."""
-        return b""
 
     def failed(self, error: ApiError) -> bytes:
         """The error."""

@@ -1,99 +1,243 @@
 """TGI's routes: bodies to jobs, and what the endpoint says of itself.
 
-Where TGI answers a stream's error with status 200 and an event, the status says it here, as long as nothing was sent; its clients
-read both.
+Fields that nobody knows are ignored, as TGI does. Ranges are TGI's; where TGI has none, or lets its operator choose, they are those
+of the OpenAI routes. Where TGI answers a stream's error with status 200 and an event, the status says it here, as long as nothing
+was sent; its clients read both.
 """
 
 from __future__ import annotations
 
-from enum import Enum
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.apis.answer_docs import REQUEST_HEADERS
-from kvrelay.gateway.apis.answering import Job, Responder, sequences_of
+from kvrelay.gateway.apis.answering import respond, sequences_of, served_models
+from kvrelay.gateway.apis.openai.output_format import make_guide
+from kvrelay.gateway.apis.openai.sampling import MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS
 from kvrelay.gateway.apis.tgi.answer import GenerateFormat, Wanted
 from kvrelay.gateway.apis.tgi.answer_docs import HEALTHY, GenerateAnswer, Info, StreamEvent, tgi_answers
-from kvrelay.gateway.apis.tgi.bodies import CompatBody, GenerateBody
-from kvrelay.gateway.http.request import ApiRequest
-from kvrelay.gateway.model import Models
+from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.http.request import ApiRequest, ApiRoute, RequestBody
+from kvrelay.gateway.relay.request import GenerationSpec
 from kvrelay.gateway.text.tokenizer import aside
 
+router = APIRouter(route_class=ApiRoute, tags=["Text Generation Inference"])
 
-class TgiRoutes:
-    """Answers TGI's clients."""
+_DEFAULT_NEW_TOKENS = 100
+# Those that all APIs' wishes call the same.
+_WISHES = {"top_k", "top_p", "typical_p", "repetition_penalty", "frequency_penalty", "seed", "truncate"}
+_NAMED_SCHEMA = {"name", "description", "schema", "strict"}  # of what "json_schema" takes beside a schema itself
 
-    def __init__(self, models: Models, responder: Responder) -> None:
-        self._models = models
-        self._responder = responder
+Mass = Annotated[float, Field(gt=0, lt=1)]
 
-    def add_to(self, app: FastAPI) -> None:
-        """Declare the routes."""
-        tags: list[str | Enum] = ["Text Generation Inference"]
-        for path, endpoint, answers in (
-            ("/generate", self.generate, tgi_answers(GenerateAnswer)),
-            ("/generate_stream", self.generate_stream, tgi_answers(events=StreamEvent)),
-            ("/", self.compat_generate, tgi_answers(list[GenerateAnswer], events=StreamEvent)),
-        ):
-            app.post(path, tags=tags, responses=answers, openapi_extra=REQUEST_HEADERS)(endpoint)
-        app.get("/info", tags=tags, responses=tgi_answers(Info))(self.info)
-        for path in ("/health", "/ping"):
-            app.get(path, tags=tags, response_class=Response, responses=HEALTHY)(self.health)
 
-    async def generate(self, body: GenerateBody, request: ApiRequest) -> Response:
-        """Continue a text."""
-        return await self._respond(body, request, is_stream=False)
+class Grammar(RequestBody):
+    """What the output must match."""
 
-    async def generate_stream(self, body: GenerateBody, request: ApiRequest) -> Response:
-        """Continue a text, an event for each token."""
-        return await self._respond(body, request, is_stream=True)
+    type: Literal["json", "json_object", "json_schema", "regex"]
+    """What the value is."""
+    value: Any
+    """A JSON Schema, or a regular expression."""
 
-    async def compat_generate(self, body: CompatBody, request: ApiRequest) -> Response:
-        """Continue a text, with ``stream`` in events. The answer begins with the prompt unless ``return_full_text`` is false."""
-        return await self._respond(body, request, is_stream=bool(body.stream), is_compat=True)
+    def guide(self) -> Guide:
+        """Raises InvalidRequestError if the value is none of its type."""
+        if self.type == "regex":
+            return make_guide(GuideKind.REGEX, self.value, "grammar.value")
+        schema = self.value
+        if isinstance(schema, dict) and "schema" in schema and schema.keys() <= _NAMED_SCHEMA:
+            schema = schema["schema"]
+        return make_guide(GuideKind.JSON_SCHEMA, schema, "grammar.value")
 
-    async def info(self) -> Response:
-        """What is served, and within which limits."""
-        model = self._models.find(None)
-        limit, card = model.limits().max_model_len, model.pool.cards[0]
-        info = Info(
-            model_id=model.name,
-            model_sha=card.layout.weights_digest,
-            model_dtype=f"torch.{card.layout.geometry.groups[0].dtype}",
-            model_device_type=card.device_type,
-            max_concurrent_requests=model.relay.settings.max_queued,
-            max_input_tokens=limit - 1,
-            max_input_length=limit - 1,
-            max_total_tokens=limit,
+
+class GenerateParameters(RequestBody):
+    """TGI's parameters. Without any of those that sample, the likeliest token is taken."""
+
+    adapter_id: str | None = None
+    """Refused: no adapters are served."""
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """How many texts to generate; the likeliest is returned."""
+    temperature: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    """Sharpness of sampling."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    """Divides the logits of tokens that prompt or output have; 1 does nothing."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    """Subtracted from a token's logit for each time that the output has it."""
+    top_k: Annotated[int, Field(gt=0, lt=2**31)] | None = None
+    """Only so many of the likeliest tokens are sampled."""
+    top_p: Mass | None = None
+    """Only the likeliest tokens that have this probability together are sampled."""
+    typical_p: Mass | None = None
+    """Only tokens whose surprise is typical, up to this probability together, are sampled."""
+    do_sample: bool | None = None
+    """Whether tokens are sampled; else the likeliest is taken."""
+    max_new_tokens: Annotated[int, Field(gt=0)] | None = _DEFAULT_NEW_TOKENS
+    """At most so many tokens are generated; null: as many as fit."""
+    return_full_text: bool | None = None
+    """Whether the text begins with the prompt."""
+    stop: Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    """The text ends with the first of these."""
+    truncate: Annotated[int, Field(gt=0)] | None = None
+    """Only so many of the prompt's last tokens are used."""
+    watermark: bool | None = None
+    """Whether the text carries a watermark that `kvrelay watermark` detects."""
+    details: bool | None = None
+    """Whether tokens, seed and reason of the end come with the text."""
+    decoder_input_details: bool | None = None
+    """Whether the prompt's tokens come with the details."""
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    """Equal requests with the same seed get the same text; left out, one is drawn."""
+    top_n_tokens: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log probabilities of so many likeliest tokens."""
+    grammar: Grammar | None = None
+    """What the text must match."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn: asked for, or given a parameter that means nothing to the likeliest token.
+
+        As TGI's ``NextTokenChooser`` decides it; a temperature of 1 alone is its default, and asks for nothing.
+        """
+        has_filter = self.top_k is not None or self.top_p is not None or self.typical_p is not None
+        return bool(self.do_sample) or has_filter or self.temperature not in (None, 1.0)
+
+    def spec(self, *, is_stream: bool) -> GenerationSpec:
+        """The parameters in our own vocabulary. Raises InvalidRequestError naming the field that is refused, or contradicted."""
+        self._check_together(is_stream=is_stream)
+        temperature = 1.0 if self.temperature is None else self.temperature
+        best_of = self.best_of or 1
+        return GenerationSpec(
+            **self.model_dump(include=_WISHES, exclude_none=True),
+            max_tokens=self.max_new_tokens,
+            temperature=temperature if self.samples else 0.0,
+            stops=tuple(stop for stop in self.stop or () if stop),
+            includes_stop=True,
+            num_choices=best_of,  # all of them are told, with details
+            best_of=best_of,
+            num_logprobs=self.top_n_tokens or 0,
+            num_prompt_logprobs=0 if self.decoder_input_details else None,
+            guide=None if self.grammar is None else self.grammar.guide(),
+            guide_param=None if self.grammar is None else "parameters.grammar",
+            has_watermark=bool(self.watermark),
+            max_tokens_param="max_new_tokens",
         )
-        return JSONResponse(info.model_dump())
 
-    async def health(self) -> Response:
-        """Nothing, if there are workers that could generate; else 503 with the reason."""
-        self._models.find(None).limits()
-        return Response()
+    def _check_together(self, *, is_stream: bool) -> None:
+        if self.adapter_id:
+            raise InvalidRequestError(
+                f"adapter_id={self.adapter_id[:80]!r} is not supported: no adapters are served here; leave it out",
+                param="adapter_id",
+            )
+        if self.decoder_input_details and is_stream:
+            raise InvalidRequestError(
+                "decoder_input_details=true is not supported when streaming tokens", param="decoder_input_details"
+            )
+        if self.best_of is None or self.best_of == 1:
+            return
+        if is_stream:
+            raise InvalidRequestError(
+                f"best_of is {self.best_of}: which is the best is known at the end only, so this cannot be streamed",
+                param="best_of",
+            )
+        if self.seed is not None:
+            raise InvalidRequestError("seed must not be set when best_of > 1", param="seed")
+        if not self.samples and self.temperature is None:
+            raise InvalidRequestError(
+                f"best_of is {self.best_of}, and without sampling all would be the same: set do_sample, temperature, "
+                "top_k, top_p or typical_p",
+                param="best_of",
+            )
 
-    async def _respond(
-        self, body: GenerateBody, request: ApiRequest, *, is_stream: bool, is_compat: bool = False
-    ) -> Response:
-        model = self._models.find(None)
-        model.check()
-        parameters = body.wanted
-        spec = parameters.spec(is_stream=is_stream)
-        adds_special_tokens = body.add_special_tokens is not False
-        prompt = await aside(
-            lambda: model.encode(body.inputs, "inputs", add_special_tokens=adds_special_tokens),
-            len(await request.body()),
-        )
-        sequences = sequences_of(model, request, [prompt], spec, "inputs")
-        is_full = is_compat if parameters.return_full_text is None else parameters.return_full_text
-        wanted = Wanted(
-            details=bool(parameters.details or parameters.decoder_input_details),
-            prefill=bool(parameters.decoder_input_details),
-            top_tokens=bool(parameters.top_n_tokens),
-            prefix=body.inputs if is_full else "",
-            is_list=is_compat,
-        )
-        written = GenerateFormat(model.tokenizer, sequences[0], wanted)
-        return await self._responder.respond(request, Job(model, sequences, written, is_stream=is_stream))
+
+class GenerateBody(RequestBody):
+    """``POST /generate`` and ``POST /generate_stream``"""
+
+    inputs: Annotated[str, Field(min_length=1)]
+    """The text to continue."""
+    # TGI samples for a body without any parameters, and takes the likeliest token for one with empty parameters.
+    parameters: GenerateParameters | None = None
+    """How to continue it. Without any the text is sampled."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds special tokens, as by default."""
+
+    @property
+    def wanted(self) -> GenerateParameters:
+        """The parameters, TGI's defaults if there are none."""
+        return GenerateParameters(do_sample=True) if self.parameters is None else self.parameters
+
+
+class CompatBody(GenerateBody):
+    """``POST /``, which streams if asked to."""
+
+    stream: bool | None = None
+    """Whether the text comes as server-sent events."""
+
+
+@router.post("/generate", responses=tgi_answers(GenerateAnswer), openapi_extra=REQUEST_HEADERS)
+async def generate(body: GenerateBody, request: ApiRequest) -> Response:
+    """Continue a text."""
+    return await _respond(body, request, is_stream=False)
+
+
+@router.post("/generate_stream", responses=tgi_answers(events=StreamEvent), openapi_extra=REQUEST_HEADERS)
+async def generate_stream(body: GenerateBody, request: ApiRequest) -> Response:
+    """Continue a text, an event for each token."""
+    return await _respond(body, request, is_stream=True)
+
+
+@router.post("/", responses=tgi_answers(list[GenerateAnswer], events=StreamEvent), openapi_extra=REQUEST_HEADERS)
+async def compat_generate(body: CompatBody, request: ApiRequest) -> Response:
+    """Continue a text, with ``stream`` in events. The answer begins with the prompt unless ``return_full_text`` is false."""
+    return await _respond(body, request, is_stream=bool(body.stream), is_compat=True)
+
+
+@router.get("/info", responses=tgi_answers(Info))
+async def info(request: Request) -> Response:
+    """What is served, and within which limits."""
+    model = served_models(request).find(None)
+    limit, card = model.limits().max_model_len, model.pool.cards[0]
+    info = Info(
+        model_id=model.name,
+        model_sha=card.layout.weights_digest,
+        model_dtype=f"torch.{card.layout.geometry.groups[0].dtype}",
+        model_device_type=card.device_type,
+        max_concurrent_requests=model.relay.settings.max_queued,
+        max_input_tokens=limit - 1,
+        max_input_length=limit - 1,
+        max_total_tokens=limit,
+    )
+    return JSONResponse(info.model_dump())
+
+
+@router.get("/health", response_class=Response, responses=HEALTHY)
+@router.get("/ping", response_class=Response, responses=HEALTHY)
+async def health(request: Request) -> Response:
+    """Nothing, if there are workers that could generate; else 503 with the reason."""
+    served_models(request).find(None).limits()
+    return Response()
+
+
+async def _respond(body: GenerateBody, request: ApiRequest, *, is_stream: bool, is_compat: bool = False) -> Response:
+    model = served_models(request).find(None)
+    model.check()
+    parameters = body.wanted
+    spec = parameters.spec(is_stream=is_stream)
+
+    def encode() -> list[int]:
+        return model.encode(body.inputs, "inputs", add_special_tokens=body.add_special_tokens is not False)
+
+    prompt = await aside(encode, len(await request.body()))
+    sequences = sequences_of(model, request, [prompt], spec, "inputs")
+    is_full = is_compat if parameters.return_full_text is None else parameters.return_full_text
+    wanted = Wanted(
+        details=bool(parameters.details or parameters.decoder_input_details),
+        prefill=bool(parameters.decoder_input_details),
+        top_tokens=bool(parameters.top_n_tokens),
+        prefix=body.inputs if is_full else "",
+        is_list=is_compat,
+    )
+    written = GenerateFormat(model.tokenizer, sequences[0], wanted)
+    return await respond(request, model, sequences, written, is_stream=is_stream)

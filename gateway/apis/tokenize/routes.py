@@ -7,86 +7,152 @@ answered, and refused, as the server does that it was meant for. No worker is ne
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from kvrelay.gateway.apis.answer_docs import ErrorBody
-from kvrelay.gateway.apis.openai.bodies import ChatBody
+from kvrelay.gateway.apis.answering import served_models
+from kvrelay.gateway.apis.openai.bodies import ChatBody, Messages, checked_messages
+from kvrelay.gateway.apis.openai.sampling import TokenId
 from kvrelay.gateway.apis.tgi.answer_docs import tgi_answers
-from kvrelay.gateway.apis.tokenize.bodies import (
-    ChatTokens,
-    DetokenizeBody,
-    Detokenized,
-    PromptTokens,
-    SpanToken,
-    TokenizeBody,
-)
+from kvrelay.gateway.chat.chat import read_chat
 from kvrelay.gateway.errors import ApiError, InvalidRequestError
 from kvrelay.gateway.http.edge import error_response
-from kvrelay.gateway.http.request import ApiRequest
-from kvrelay.gateway.model import Model, Models
+from kvrelay.gateway.http.request import ApiRequest, ApiRoute, RequestBody
+from kvrelay.gateway.model import Model
 from kvrelay.gateway.text.sampling import check_token_ids
 from kvrelay.gateway.text.tokenizer import aside, check_text
+
+
+class TokenizeBody(RequestBody):
+    """``POST /tokenize``: TGI's with ``inputs``, vLLM's with ``prompt`` or ``messages``."""
+
+    inputs: str | None = None
+    """A text to tokenize, as TGI asks for it."""
+    model: str | None = None
+    """The served model; left out, it is that one."""
+    prompt: str | None = None
+    """A text to tokenize."""
+    messages: Messages | None = None
+    """A chat to tokenize."""
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    """Functions that the chat's template shows."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds special tokens: by default to texts, not to chats."""
+    add_generation_prompt: bool | None = None
+    """Whether the chat template opens the answer, as by default."""
+    continue_final_message: bool | None = None
+    """Whether the last message is left open."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """More names for the chat template."""
+    return_token_strs: bool | None = None
+    """Whether to tell how the vocabulary writes each token."""
+
+    def chat(self, model: Model) -> str:
+        """The ``messages`` as the model's prompt. Raises InvalidRequestError naming the field that is wrong."""
+        return read_chat(
+            model.template,
+            model.dialect,
+            checked_messages(self.messages or ()),
+            tools=self.tools,
+            continues=bool(self.continue_final_message),
+            add_generation_prompt=self.add_generation_prompt is not False,
+            variables=self.chat_template_kwargs,
+        ).prompt
+
+
+class DetokenizeBody(RequestBody):
+    """``POST /detokenize``, as vLLM's."""
+
+    model: str | None = None
+    """The served model; left out, it is that one."""
+    tokens: Annotated[list[TokenId], Field(max_length=1_000_000, fail_fast=True)]
+    """Token ids to turn into text."""
+
+
+class SpanToken(BaseModel):
+    """A token of a text, and where it stands there, in characters."""
+
+    id: int = Field(ge=0, description="Its id.")
+    text: str = Field(description="Its text.")
+    start: int = Field(ge=0, description="Where it begins, in characters.")
+    stop: int = Field(ge=0, description="Where it ends.")
+
+
+class ChatTokens(BaseModel):
+    """Of ``/chat_tokenize``."""
+
+    tokenize_response: list[SpanToken] = Field(description="The tokens.")
+    templated_text: str = Field(description="The chat as its template writes it.")
+
+
+class PromptTokens(BaseModel):
+    """Of ``/tokenize``, in vLLM's form."""
+
+    count: int = Field(ge=0, description="How many tokens there are.")
+    max_model_len: int | None = Field(description="So many tokens prompt and answer may have.")
+    tokens: list[int] = Field(description="Their ids.")
+    token_strs: list[str] | None = Field(description="How the vocabulary writes them, if asked for.")
+
+
+class Detokenized(BaseModel):
+    """Of ``/detokenize``, as vLLM's."""
+
+    prompt: str = Field(description="The text, special tokens included.")
+
+
+router = APIRouter(route_class=ApiRoute, tags=["tokens"])
 
 _CHUNK_TOKENS = 2_000  # that are written without a pause: on a thread, streams go on in between
 
 
-class TokenizeRoutes:
-    """Answers who asks for tokens, or for their text."""
+@router.post("/tokenize", responses=tgi_answers(list[SpanToken], PromptTokens, also=ErrorBody))
+async def tokenize(body: TokenizeBody, request: ApiRequest) -> Response:
+    """The tokens of a text or a chat."""
+    given = [name for name in ("inputs", "prompt", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise InvalidRequestError(
+            f"the body has {' and '.join(given) or 'none of inputs, prompt and messages'}; it must have exactly one "
+            "of inputs, prompt and messages"
+        )
+    size, models = len(await request.body()), served_models(request)
+    if (text := body.inputs) is not None:
+        adds_special_tokens = body.add_special_tokens is not False
+        return _json(await aside(lambda: _spans(models.find(None), text, "inputs", adds_special_tokens), size))
+    try:
+        return _json(await aside(lambda: _ids(models.find(body.model), body), size))
+    except ApiError as error:
+        return error_response(request.fail(error))  # in vLLM's shape, which is OpenAI's
 
-    def __init__(self, models: Models) -> None:
-        self._models = models
 
-    def add_to(self, app: FastAPI) -> None:
-        """Declare the routes."""
-        for path, endpoint, answers in (
-            ("/tokenize", self.tokenize, tgi_answers(list[SpanToken], PromptTokens, also=ErrorBody)),
-            ("/chat_tokenize", self.chat_tokenize, tgi_answers(ChatTokens)),
-            ("/detokenize", self.detokenize, tgi_answers(Detokenized, also=ErrorBody)),
-        ):
-            app.post(path, tags=["tokens"], responses=answers)(endpoint)
+@router.post("/chat_tokenize", responses=tgi_answers(ChatTokens))
+async def chat_tokenize(body: ChatBody, request: ApiRequest) -> Response:
+    """A chat as text, and its tokens."""
+    model = served_models(request).find(None)  # TGI looks at no name
 
-    async def tokenize(self, body: TokenizeBody, request: ApiRequest) -> Response:
-        """The tokens of a text or a chat."""
-        given = [name for name in ("inputs", "prompt", "messages") if getattr(body, name) is not None]
-        if len(given) != 1:
-            raise InvalidRequestError(
-                f"the body has {' and '.join(given) or 'none of inputs, prompt and messages'}; it must have exactly one "
-                "of inputs, prompt and messages"
-            )
-        size = len(await request.body())
-        if body.inputs is not None:
-            tgis, text, adds_special_tokens = self._models.find(None), body.inputs, body.add_special_tokens is not False
-            return _json(await aside(lambda: _spans(tgis, text, "inputs", adds_special_tokens), size))
-        try:
-            model = self._models.find(body.model)
-            return _json(await aside(lambda: _ids(model, body), size))
-        except ApiError as error:
-            return error_response(request.fail(error))  # in vLLM's shape, which is OpenAI's
+    def work() -> bytes:
+        text = body.chat(model).prompt
+        tokens = _spans(model, text, "messages", bool(body.add_special_tokens))
+        return b'{"tokenize_response":' + tokens + b',"templated_text":' + msgspec.json.encode(text) + b"}"
 
-    async def chat_tokenize(self, body: ChatBody, request: ApiRequest) -> Response:
-        """A chat as text, and its tokens."""
-        model = self._models.find(None)  # TGI looks at no name
+    return _json(await aside(work, len(await request.body())))
 
-        def work() -> bytes:
-            text = body.chat(model).prompt
-            tokens = _spans(model, text, "messages", bool(body.add_special_tokens))
-            return b'{"tokenize_response":' + tokens + b',"templated_text":' + msgspec.json.encode(text) + b"}"
 
-        return _json(await aside(work, len(await request.body())))
+@router.post("/detokenize", responses=tgi_answers(Detokenized, also=ErrorBody))
+async def detokenize(body: DetokenizeBody, request: ApiRequest) -> Response:
+    """The text of tokens, special ones included."""
+    model = served_models(request).find(body.model)
+    tokenizer, limits = model.tokenizer, model.pool.limits
+    check_token_ids(body.tokens, tokenizer.vocab_size if limits is None else limits.vocab_size, "tokens")
 
-    async def detokenize(self, body: DetokenizeBody, request: ApiRequest) -> Response:
-        """The text of tokens, special ones included."""
-        model = self._models.find(body.model)
-        tokenizer, limits = model.tokenizer, model.pool.limits
-        check_token_ids(body.tokens, tokenizer.vocab_size if limits is None else limits.vocab_size, "tokens")
+    def work() -> bytes:
+        return msgspec.json.encode({"prompt": tokenizer.decode_all(body.tokens)})
 
-        def work() -> bytes:
-            return msgspec.json.encode({"prompt": tokenizer.decode_all(body.tokens)})
-
-        return _json(await aside(work, len(await request.body())))
+    return _json(await aside(work, len(await request.body())))
 
 
 def _ids(model: Model, body: TokenizeBody) -> bytes:

@@ -7,31 +7,29 @@
 - A family whose answers have a format of their own as a whole (``ToolFamily.whole_answer``) is guided from the first token on.
 - Arguments: ``strict`` functions follow their schema; with ``"strict": false`` they are any object. Without ``strict``, they follow
   the schema if a call was required, and as much of it as always compiles under ``auto``: there, a schema that no grammar can
-  be made of must not fail a request that can be answered with text.
+  be made of must not fail a request that can be answered with text. Such a *loosened* schema admits more values, but objects that
+  name their properties and say nothing of others have no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from kvrelay.common.sampling import Guide
-from kvrelay.gateway.chat.structural_tag import (
-    Format,
-    const,
-    dispatch,
-    either,
-    format_of,
-    free_text,
-    guide_of,
-    regex,
-    sequence,
-    tag,
-    tags,
-)
+from kvrelay.gateway.chat import structural_tag as st
 from kvrelay.gateway.chat.tools.formats.families import Spelling, ToolFamily
 from kvrelay.gateway.chat.tools.functions import Function, ToolChoice, ToolMode
-from kvrelay.gateway.chat.tools.schemas import ANY_OBJECT, NO_ARGUMENTS, loosened
+
+Schema = dict[str, Any]
+
+ANY_OBJECT: Schema = {"type": "object", "additionalProperties": True}
+NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+
+_TYPES = frozenset({"string", "number", "integer", "boolean", "array", "object", "null"})
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "patternProperties", "propertyNames",
+                        "dependentSchemas", "unevaluatedProperties", "minProperties"})  # fmt: skip
+_DEFINITIONS = ("$defs", "definitions")
 
 
 def tool_guide(family: ToolFamily, choice: ToolChoice, content: Guide | None = None) -> Guide | None:
@@ -39,42 +37,27 @@ def tool_guide(family: ToolFamily, choice: ToolChoice, content: Guide | None = N
 
     Raises ValueError if ``content`` is not of its kind, as far as that shows without compiling it.
     """
-    spelling = family.spelling
+    spelling, mode = family.spelling, choice.mode
     if family.whole_answer is not None:
-        return _whole_answer(family, family.whole_answer, choice, content)
-    if choice.mode is ToolMode.NONE:
+        if mode is ToolMode.NONE and content is None:
+            return None
+        calls = [(each.name, spelling.arguments(arguments_schema(each, mode))) for each in choice.functions]
+        text = st.free_text() if content is None else st.format_of(content)
+        part = family.whole_answer(calls, None if mode is ToolMode.REQUIRED else text)
+    elif mode is ToolMode.NONE:
         return content
-    if choice.mode is ToolMode.REQUIRED:
-        return guide_of(_calls(spelling, choice))
-    if content is not None:
-        return guide_of(either([_calls(spelling, choice), format_of(content)]))
-    return _guide_of_what_begins(spelling, choice)
-
-
-def _guide_of_what_begins(spelling: Spelling, choice: ToolChoice) -> Guide | None:
-    """Free text, in which what begins a call goes on as one."""
-    if spelling.trigger is not None:
-        return guide_of(
-            dispatch(spelling.trigger, _triggered(spelling, choice, spelling.trigger), is_one=choice.max_calls == 1)
-        )
-    if any(function.strict for function in choice.functions):
+    elif mode is ToolMode.REQUIRED:
+        part = _calls(spelling, choice)
+    elif content is not None:
+        part = st.either([_calls(spelling, choice), st.format_of(content)])
+    elif (trigger := spelling.trigger) is not None:
+        part = st.dispatch(trigger, _calls(spelling, choice, trigger), is_one=choice.max_calls == 1)
+    elif any(function.strict for function in choice.functions):
         first = (spelling.begin or spelling.before("x"))[0]
-        return guide_of(either([_calls(spelling, choice), regex(rf"([^\s\{first}][\s\S]*)?")]))
-    return None
-
-
-def _whole_answer(
-    family: ToolFamily,
-    answer: Callable[[Sequence[tuple[str, Format]], Format | None], Format],
-    choice: ToolChoice,
-    content: Guide | None,
-) -> Guide | None:
-    if choice.mode is ToolMode.NONE and content is None:
+        part = st.either([_calls(spelling, choice), st.regex(rf"([^\s\{first}][\s\S]*)?")])
+    else:
         return None
-    arguments = family.spelling.arguments
-    calls = [(each.name, arguments(arguments_schema(each, choice.mode))) for each in choice.functions]
-    text = free_text() if content is None else format_of(content)
-    return guide_of(answer(calls, None if choice.mode is ToolMode.REQUIRED else text))
+    return st.guide_of(part)
 
 
 def guide_param(choice: ToolChoice, content_param: str | None) -> str | None:
@@ -101,29 +84,77 @@ def arguments_schema(function: Function, mode: ToolMode) -> dict[str, Any]:
     return schema if schema.keys() - {"type"} else ANY_OBJECT
 
 
-def _calls(spelling: Spelling, choice: ToolChoice) -> Format:
-    """At least one call, and nothing else."""
-    return _all_calls(spelling, choice, spelling.begin)
-
-
-def _all_calls(spelling: Spelling, choice: ToolChoice, begin: str) -> Format:
-    calls = tags(_tags(spelling, choice), spelling.separator, is_one=choice.max_calls == 1)
-    return sequence(const(begin), calls, const(spelling.end))
-
-
-def _triggered(spelling: Spelling, choice: ToolChoice, trigger: str) -> Format:
-    """What follows the trigger: the rest of all calls if they share a beginning, else of one."""
-    if spelling.begin:
-        return _all_calls(spelling, choice, spelling.begin.removeprefix(trigger))
-    return either(_tags(spelling, choice, trigger))
-
-
-def _tags(spelling: Spelling, choice: ToolChoice, without: str = "") -> list[Format]:
-    return [
-        tag(
-            spelling.before(function.name).removeprefix(without),
+def _calls(spelling: Spelling, choice: ToolChoice, trigger: str = "") -> st.Format:
+    """At least one call, and nothing else. Behind a ``trigger``: the rest of all calls if they share a beginning, else of one."""
+    calls = [
+        st.tag(
+            spelling.before(function.name).removeprefix(trigger),
             spelling.arguments(arguments_schema(function, choice.mode)),
             spelling.after,
         )
         for function in choice.functions
     ]
+    if trigger and not spelling.begin:
+        return st.either(calls)
+    row = st.tags(calls, spelling.separator, is_one=choice.max_calls == 1)
+    return st.sequence(st.const(spelling.begin.removeprefix(trigger)), row, st.const(spelling.end))
+
+
+def loosened(schema: Mapping[str, Any]) -> Schema:
+    """The schema of an object, with the keywords that always compile: types, properties, items, values, choices, references."""
+    loose = _loose(schema, schema)
+    for key in _DEFINITIONS:
+        if isinstance(schema.get(key), Mapping):
+            loose[key] = {name: _loose(part, schema) for name, part in schema[key].items()}
+    return {**loose, "type": "object"}
+
+
+def _loose(schema: Any, root: Mapping[str, Any]) -> Schema:
+    if not isinstance(schema, Mapping):
+        return {}
+    target = schema.get("$ref")
+    if target is not None:
+        return {"$ref": target} if _resolves(target, root) else {}
+    if isinstance(schema.get("enum"), list) and schema["enum"]:
+        return {"enum": schema["enum"]}
+    if "const" in schema:
+        return {"const": schema["const"]}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list) and schema[key] and "properties" not in schema:
+            return {"anyOf": [_loose(part, root) for part in schema[key]]}
+    loose: Schema = {}
+    kinds = schema.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if isinstance(kinds, list) and kinds and all(kind in _TYPES for kind in kinds):
+        loose["type"] = schema["type"]
+    if isinstance(schema.get("items"), Mapping):
+        loose["items"] = _loose(schema["items"], root)
+    if isinstance(schema.get("properties"), Mapping):
+        loose |= _loose_object(schema, root)
+    return loose
+
+
+def _loose_object(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Schema:
+    properties = {name: _loose(part, root) for name, part in schema["properties"].items()}
+    required = schema.get("required")
+    is_open = bool(schema.get("additionalProperties", False)) or bool(_COMBINING & schema.keys())
+    return {
+        "properties": properties,
+        "required": [name for name in required if name in properties] if isinstance(required, list) else [],
+        "additionalProperties": is_open,
+    }
+
+
+def _resolves(target: Any, root: Mapping[str, Any]) -> bool:
+    """Whether a reference leads to a definition of this schema, and not only to further references."""
+    seen: set[Any] = set()
+    while isinstance(target, str) and target not in seen:
+        seen.add(target)
+        start, _, name = target.removeprefix("#/").partition("/")
+        definitions = root.get(start)
+        if not target.startswith("#/") or start not in _DEFINITIONS or not isinstance(definitions, Mapping):
+            return False
+        if not isinstance(definitions.get(name), Mapping):
+            return False
+        target = definitions[name].get("$ref")
+    return target is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
@@ -60,28 +59,6 @@ class ParsedDelta(msgspec.Struct, frozen=True):
 
     def __add__(self, later: ParsedDelta) -> ParsedDelta:
         return ParsedDelta(self.parts + later.parts)
-
-
-class OutputParser(Protocol):
-    """Reads one answer while it comes. The outcome depends on the text alone, not on the pieces it comes in."""
-
-    def push(self, text: str) -> ParsedDelta:
-        """Take new text in; returns all that is certain. What may be the beginning of a marker is held back."""
-
-    def finish(self) -> ParsedDelta:
-        """The text is over: what was held back. Nothing may be pushed afterwards."""
-
-
-class PlainParser:
-    """All text is content. Implements :class:`OutputParser`, for models and requests without tools and thoughts."""
-
-    def push(self, text: str) -> ParsedDelta:
-        """The text as it is."""
-        return ParsedDelta((Said(text),)) if text else ParsedDelta()
-
-    def finish(self) -> ParsedDelta:
-        """Nothing is ever held back."""
-        return ParsedDelta()
 
 
 class Outbox:

@@ -14,8 +14,7 @@ from itertools import islice
 
 from kvrelay.gateway.chat.tools.calls import CallIds, Outbox, ParsedDelta
 from kvrelay.gateway.chat.tools.functions import Function, ToolChoice
-from kvrelay.gateway.chat.tools.json_text import is_json_object
-from kvrelay.gateway.chat.tools.reader import Reader, Reading
+from kvrelay.gateway.chat.tools.reader import Reader, Reading, is_json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,7 @@ NO_CALLS = Syntax((), _read_no_calls)
 
 
 class CallParser:
-    """Reads one answer of a model that may think and call functions. Implements
-    :class:`kvrelay.gateway.chat.tools.calls.OutputParser`.
+    """Reads one answer, which may think and call functions, while it comes: the outcome depends on its text, not on the pieces.
 
     ``read_first``: reads what comes before the answer itself, such as thoughts.
     """
@@ -101,13 +99,13 @@ class CallParser:
         self._steps = self._parse()
 
     def push(self, text: str) -> ParsedDelta:
-        """Take new text in; returns all that is certain."""
+        """Take new text in; returns all that is certain. What may be the beginning of a marker is held back."""
         self._context.reader.feed(text)
         next(self._steps)
         return self._context.out.take()
 
     def finish(self) -> ParsedDelta:
-        """The text is over: what was held back."""
+        """The text is over: what was held back. Nothing may be pushed afterwards."""
         self._context.reader.finish()
         num_waits = sum(1 for _ in islice(self._steps, 1))
         assert num_waits == 0, "a parser waits for text after the end"

@@ -13,9 +13,9 @@ import pytest
 from pydantic import BaseModel
 
 from kvrelay.gateway.apis.openai.bodies import ChatBody, CompletionBody
-from kvrelay.gateway.apis.responses.body import ResponseBody
-from kvrelay.gateway.apis.tgi.bodies import GenerateBody
-from kvrelay.gateway.apis.tokenize.bodies import DetokenizeBody
+from kvrelay.gateway.apis.responses.routes import ResponseBody
+from kvrelay.gateway.apis.tgi.routes import GenerateBody
+from kvrelay.gateway.apis.tokenize.routes import DetokenizeBody
 
 from ..http_app import CHAT, TEXT, app_for
 from ..players import good

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 
 from kvrelay.common.sampling import FinishReason, GuideKind
-from kvrelay.gateway.apis.responses.items import ResponseItems
+from kvrelay.gateway.apis.responses.answer import ResponseItems
 from kvrelay.gateway.chat.tools.calls import ParsedDelta, Said, Thought, ToolCallDelta
 from kvrelay.wire.messages import FailureCode, Submit
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvrelay.common.sampling import Guide, GuideKind
-from kvrelay.gateway.apis.tgi.bodies import GenerateBody
+from kvrelay.gateway.apis.tgi.routes import GenerateBody
 from kvrelay.gateway.relay.request import GenerationSpec
 
 

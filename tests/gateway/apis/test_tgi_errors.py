@@ -18,8 +18,9 @@ from kvrelay.gateway.errors import (
     RequestTimeoutError,
     UnauthorizedError,
     UnavailableError,
+    tgi_error,
 )
-from kvrelay.gateway.http.tgi_errors import PATHS, tgi_error
+from kvrelay.gateway.http.edge import TGI_PATHS
 from kvrelay.wire.messages import FailureCode
 
 from ..http.test_api_keys import keys_file
@@ -130,7 +131,7 @@ async def test_no_room_is_overloaded_with_a_hint(model_directory: Path) -> None:
 async def test_everything_but_health_needs_a_key(tmp_path: Path, model_directory: Path) -> None:
     async with app_for(model_directory, good, api_keys=str(keys_file(tmp_path, "alice"))) as app:
         key = {"authorization": "Bearer key-of-alice"}
-        for path in sorted(PATHS):
+        for path in sorted(TGI_PATHS):
             for method in ("GET", "POST"):
                 response = await app.client.request(method, path, json={"inputs": "x"})
                 if path in ("/health", "/ping"):

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from kvrelay.common.sampling import Guide, GuideKind
-from kvrelay.gateway.chat.dialect import REASONING_PARSERS, TOOL_PARSERS, Dialect
-from kvrelay.gateway.chat.tools.calls import PlainParser, random_call_id
+from kvrelay.gateway.chat.dialect import REASONING_FAMILIES, Dialect
+from kvrelay.gateway.chat.tools.calls import random_call_id
+from kvrelay.gateway.chat.tools.formats.families import FAMILIES
 from kvrelay.gateway.chat.tools.functions import ToolChoice, ToolMode
 from kvrelay.gateway.errors import InvalidRequestError
 
@@ -22,20 +23,14 @@ JSON_OBJECT = Guide(kind=GuideKind.JSON_OBJECT)
 
 def test_from_the_template_and_from_the_settings() -> None:
     dialect = Dialect.of(QWEN3)
-    assert dialect.family is not None
-    assert dialect.reasoning is not None
-    assert (dialect.family.name, dialect.reasoning.name) == ("hermes", "qwen3")
+    assert (dialect.family, dialect.reasoning) == (FAMILIES["hermes"], REASONING_FAMILIES["qwen3"])
     assert dialect.kept_tokens == ("<tool_call>", "</tool_call>", "<think>", "</think>")
     off = Dialect.of(QWEN3, "none", "none")
     assert (off.family, off.reasoning, off.kept_tokens) == (None, None, ())
-    for name in TOOL_PARSERS[2:]:
-        chosen = Dialect.of(None, tool_parser=name)
-        assert chosen.family is not None
-        assert chosen.family.name == name
-    for name in REASONING_PARSERS[2:]:
-        thinking = Dialect.of(None, reasoning_parser=name)
-        assert thinking.reasoning is not None
-        assert thinking.reasoning.name == name
+    for name, family in FAMILIES.items():
+        assert Dialect.of(None, tool_parser=name).family is family
+    for name, thoughts in REASONING_FAMILIES.items():
+        assert Dialect.of(None, reasoning_parser=name).reasoning is thoughts
 
 
 def test_an_answer_of_all_kinds() -> None:
@@ -47,7 +42,7 @@ def test_an_answer_of_all_kinds() -> None:
 def test_without_tools_a_call_is_text() -> None:
     text = "<tool_call>{}</tool_call>"
     assert read(Dialect.of(QWEN3).parser("", ToolChoice()), text) == Answer(content=text)
-    assert isinstance(Dialect.of("").parser("", ToolChoice()), PlainParser)
+    assert read(Dialect.of("").parser("", ToolChoice()), f" {text} ") == Answer(content=f" {text} ")
 
 
 def test_guides() -> None:

@@ -10,24 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.common.sampling import Guide, GuideKind
-from kvrelay.gateway.chat.reasoning import (
-    FAMILIES,
+from kvrelay.gateway.chat.dialect import (
+    REASONING_FAMILIES,
     ReasoningFamily,
     after_reasoning,
     read_thoughts,
     reasoning_for,
-    reasoning_named,
 )
 from kvrelay.gateway.chat.tools.call_grammar import tool_guide
-from kvrelay.gateway.chat.tools.formats.families import family_named
+from kvrelay.gateway.chat.tools.formats.families import FAMILIES
 from kvrelay.gateway.chat.tools.functions import ToolChoice, ToolMode
 from kvrelay.gateway.chat.tools.parser import NO_CALLS, CallParser, Syntax
 
 from .tools.cases import CUTS, Answer, names_choice, numbered_ids, pieces_of, read
 from .tools.grammars import Grammars
 
-QWEN = reasoning_named("qwen3")
-every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+QWEN = REASONING_FAMILIES["qwen3"]
+every_family = pytest.mark.parametrize("family", REASONING_FAMILIES.values(), ids=list(REASONING_FAMILIES))
 SCHEMA = Guide(
     kind=GuideKind.JSON_SCHEMA, text='{"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}'
 )
@@ -95,7 +94,7 @@ def test_thoughts_and_content_stream() -> None:
 
 
 def test_calls_come_after_thoughts() -> None:
-    hermes = family_named("hermes")
+    hermes = FAMILIES["hermes"]
     text = f"<think>call f? <tool_call></think>\n\nWell.{hermes.spelling.write([('f', '{}')])}"
     assert read(parser(QWEN, syntax=hermes.syntax, choice=names_choice("f")), text) == Answer(
         content="Well.", reasoning="call f? <tool_call>", calls=[("id0", "f", "{}")]
@@ -128,7 +127,7 @@ def test_a_text_has_one_outcome_however_it_is_cut(
 )
 def test_templates_give_families_away(template: str, name: str | None) -> None:
     family = reasoning_for(template)
-    assert (family.name if family else None) == name
+    assert family == (None if name is None else REASONING_FAMILIES[name])
 
 
 def test_whether_a_prompt_ends_within_thoughts() -> None:
@@ -153,7 +152,7 @@ def test_a_guide_holds_after_the_thoughts(grammars: Grammars, family: ReasoningF
 
 
 def test_required_calls_come_after_the_thoughts(grammars: Grammars) -> None:
-    hermes, choice = family_named("hermes"), names_choice("f", mode=ToolMode.REQUIRED)
+    hermes, choice = FAMILIES["hermes"], names_choice("f", mode=ToolMode.REQUIRED)
     required = tool_guide(hermes, choice)
     assert required is not None
     guide = after_reasoning(required, QWEN, starts_inside=True)

@@ -19,7 +19,7 @@ from kvrelay.gateway.http.request import ApiRequest
 from kvrelay.gateway.http.sse import EventStream
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.model import Model, ModelFiles, Models
-from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.gateway.relay.request import RequestTimings
 from kvrelay.wire.messages import FailureCode, Submit
 
 from ..clock import Clock

@@ -13,8 +13,7 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.gateway.desk.records import NUM_KEPT, Records
 from kvrelay.gateway.http.api_keys import line_of
 from kvrelay.gateway.http.request import ApiRequest
-from kvrelay.gateway.relay.request import GenerationRequest
-from kvrelay.gateway.relay.timings import AttemptNote, RequestTimings
+from kvrelay.gateway.relay.request import AttemptNote, GenerationRequest, RequestTimings
 from kvrelay.wire.messages import FailureCode, Submit
 
 from ..http_app import CHAT, TEXT, App, app_for, saying

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from kvrelay.gateway.http.exchange import Exchange, GatheredWrites
+from kvrelay.gateway.http.sse import Exchange, GatheredWrites
 
 from ..http_port import Connection
 

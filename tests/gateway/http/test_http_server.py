@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrelay.gateway.http.refusals import Reason, Refusals
-from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.metrics import GatewayMetrics, Reason, Refusals
 
 from ..http_port import GET, Recorder, answer, close, error_of, serving, until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.gateway.errors import TooManyRequestsError
-from kvrelay.gateway.http.key_limits import KeyLimits, KeyUse
+from kvrelay.gateway.http.api_keys import KeyLimits, KeyUse
 
 
 def test_without_limits_there_are_none() -> None:

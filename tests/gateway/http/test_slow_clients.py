@@ -12,11 +12,10 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from kvrelay.gateway.http.exchange import GatheredWrites
 from kvrelay.gateway.http.protocol import HttpProtocol
-from kvrelay.gateway.http.refusals import Refusals
 from kvrelay.gateway.http.settings import HttpLimits
-from kvrelay.gateway.metrics import GatewayMetrics
+from kvrelay.gateway.http.sse import GatheredWrites
+from kvrelay.gateway.metrics import GatewayMetrics, Refusals
 
 from ..http_port import GET, Recorder, Talker, all_of, answer, close, error_of, pestered, serving, until
 

@@ -14,8 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrelay.gateway.errors import ClientBehindError
 from kvrelay.gateway.http.edge import Edge
-from kvrelay.gateway.http.exchange import EXTENSION, Exchange, GatheredWrites
-from kvrelay.gateway.http.sse import ChunkTemplate, EventStream, sse
+from kvrelay.gateway.http.sse import EXTENSION, ChunkTemplate, EventStream, Exchange, GatheredWrites, sse
 from kvrelay.gateway.metrics import GatewayMetrics
 
 from ..http_port import GET, Connection, close, serving

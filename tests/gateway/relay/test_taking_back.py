@@ -10,9 +10,8 @@ from typing import Any, cast
 import pytest
 
 from kvrelay.common.sampling import SamplingParams
-from kvrelay.gateway.relay.request import GenerationRequest, Place
+from kvrelay.gateway.relay.request import GenerationRequest, Place, RequestTimings
 from kvrelay.gateway.relay.taking_back import TakingBack
-from kvrelay.gateway.relay.timings import RequestTimings
 from kvrelay.gateway.routing.ways import Reason
 from kvrelay.gateway.workers.load import Load
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.gateway.relay.timings import RequestTimings
+from kvrelay.gateway.relay.request import RequestTimings
 from kvrelay.wire.messages import Timings
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.gateway.routing.pace import Pace, Served, kind_of
+from kvrelay.gateway.routing.forecast import Pace, Served, kind_of
 
 SHORT, LONG = kind_of(100, 1000), kind_of(7000, 64)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvrelay.gateway.routing.policy import Route, choose
-from kvrelay.gateway.workers.view import WorkerView, choose_fingerprint
+from kvrelay.gateway.routing.ways import Route, choose
+from kvrelay.gateway.workers.load import WorkerView, choose_fingerprint
 
 NOTHING: dict[str, int] = {}
 

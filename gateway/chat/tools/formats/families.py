@@ -186,21 +186,19 @@ _GPT_OSS = ToolFamily(
     whole_answer=harmony.answer,
 )
 # In the order in which a template is held against them: what has more marks comes before what has some of them.
-FAMILIES: tuple[ToolFamily, ...] = (
-    _DEEPSEEK_V31, _KIMI_K2, _GPT_OSS, _MISTRAL_ARGS, _MISTRAL, _QWEN3_CODER, _GLM47, _HERMES, _LFM2, _PYTHONIC, _LLAMA3_JSON,
-)  # fmt: skip
+FAMILIES: dict[str, ToolFamily] = {
+    family.name: family
+    for family in (
+        _DEEPSEEK_V31, _KIMI_K2, _GPT_OSS, _MISTRAL_ARGS, _MISTRAL, _QWEN3_CODER, _GLM47, _HERMES, _LFM2, _PYTHONIC, _LLAMA3_JSON,
+    )
+}  # fmt: skip
 FALLBACK = _HERMES  # for models that were never shown any format: the one that most others know
 
 
 def family_for(chat_template: str) -> ToolFamily | None:
     """The family that a chat template belongs to; None if it shows no calls."""
-    for family in FAMILIES:
+    for family in FAMILIES.values():
         has_strange = any(mark in chat_template for mark in family.strange_marks)
         if not has_strange and all(mark in chat_template for mark in family.marks):
             return family
     return None
-
-
-def family_named(name: str) -> ToolFamily:
-    """The family of that name. Raises KeyError."""
-    return {family.name: family for family in FAMILIES}[name]

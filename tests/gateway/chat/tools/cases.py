@@ -10,14 +10,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvrelay.gateway.chat.tools.calls import CallIds, OutputParser, ParsedDelta, Part, Said, Thought, ToolCallDelta
+from kvrelay.gateway.chat.tools.calls import CallIds, ParsedDelta, Part, Said, Thought, ToolCallDelta
 from kvrelay.gateway.chat.tools.formats.families import FAMILIES, ToolFamily
 from kvrelay.gateway.chat.tools.functions import Function, ToolChoice, ToolMode
 from kvrelay.gateway.chat.tools.parser import CallParser
 
 # What could confuse a parser that looks for it in the wrong place.
 FRAGMENTS = (
-    *sorted({token for family in FAMILIES for token in family.kept_tokens}),
+    *sorted({token for family in FAMILIES.values() for token in family.kept_tokens}),
     *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>"),
     *('{"name": "f", "arguments": ', '{"name": "f"', '"parameters": {', '{"a": 1}', '"}', "}", "{", "[", "]", "(", ")", ";", ","),
     *("f(a=1", "f(", "[f(a='", "g()]", "f", "g", "function", "\\", '"', "'", "\n", " ", "1", "-", "e", "tru", "true", "é", "<"),
@@ -109,7 +109,7 @@ def put_together(deltas: Iterable[ParsedDelta]) -> Answer:
     return answer
 
 
-def read(parser: OutputParser, pieces: Iterable[str]) -> Answer:
+def read(parser: CallParser, pieces: Iterable[str]) -> Answer:
     """What ``parser`` makes of the pieces."""
     return put_together([*(parser.push(piece) for piece in pieces), parser.finish()])
 

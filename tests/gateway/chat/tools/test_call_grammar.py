@@ -12,10 +12,9 @@ from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.engine.guides.errors import UnsupportedGuideError
 from kvrelay.gateway.chat import structural_tag
 from kvrelay.gateway.chat.structural_tag import format_of
-from kvrelay.gateway.chat.tools.call_grammar import arguments_schema, tool_guide
-from kvrelay.gateway.chat.tools.formats.families import FAMILIES, ToolFamily, family_named
+from kvrelay.gateway.chat.tools.call_grammar import ANY_OBJECT, NO_ARGUMENTS, arguments_schema, tool_guide
+from kvrelay.gateway.chat.tools.formats.families import FAMILIES, ToolFamily
 from kvrelay.gateway.chat.tools.functions import Function, ToolChoice, ToolMode, parse_tool_choice, parse_tools
-from kvrelay.gateway.chat.tools.schemas import ANY_OBJECT, NO_ARGUMENTS
 
 from .cases import Answer, parser_of, read
 from .grammars import Grammars
@@ -45,10 +44,12 @@ FUNCTIONS = parse_tools(
 )
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 NUM_ANSWERS = 12
-WITH_MARKERS = [family for family in FAMILIES if family.whole_answer is None]  # for the others see test_harmony
+WITH_MARKERS = [
+    family for family in FAMILIES.values() if family.whole_answer is None
+]  # for the others see test_harmony
 every_family = pytest.mark.parametrize("family", WITH_MARKERS, ids=lambda family: family.name)
 # What is within GLM's arguments is none of it: workers spell that, and these are ordinary tokens of all of GLM's models.
-SPECIAL = sorted({token for family in FAMILIES for token in family.kept_tokens if "arg_" not in token})
+SPECIAL = sorted({token for family in FAMILIES.values() for token in family.kept_tokens if "arg_" not in token})
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,7 @@ def test_what_begins_a_call_goes_on_as_one(models: Grammars, family: ToolFamily)
 
 @pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
 def test_strict_functions_guide_answers_that_begin_as_calls(grammars: Grammars, name: str) -> None:
-    family = family_named(name)
+    family = FAMILIES[name]
     strict = parse_tools([{"type": "function", "function": {"name": "f", "parameters": OPTIONAL, "strict": True}}])
     choice = parse_tool_choice("auto", strict)
     guide = guide_of(family, choice)
@@ -145,7 +146,7 @@ def test_strict_functions_guide_answers_that_begin_as_calls(grammars: Grammars, 
 
 
 def test_text_beside_tools_follows_the_response_format(grammars: Grammars) -> None:
-    family, choice = family_named("hermes"), parse_tool_choice("auto", FUNCTIONS)
+    family, choice = FAMILIES["hermes"], parse_tool_choice("auto", FUNCTIONS)
     content = Guide(
         kind=GuideKind.JSON_SCHEMA, text='{"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"]}'
     )
@@ -171,7 +172,7 @@ EXOTIC: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "qwen3_coder", "lfm2"])
 def test_a_schema_that_does_not_compile_fails_no_request_that_did_not_ask_for_it(grammars: Grammars, name: str) -> None:
-    family = family_named(name)
+    family = FAMILIES[name]
     (function,) = parse_tools([{"type": "function", "function": {"name": "f", "parameters": EXOTIC}}])
     choice = parse_tool_choice("auto", (function,))
     answer = grammars.answer(guide_of(family, choice), 0, start=family.spelling.trigger or "")
@@ -201,6 +202,6 @@ def test_which_schema_arguments_follow(
 
 
 def test_the_guide_is_json_of_bounded_size() -> None:
-    guide = guide_of(family_named("hermes"), parse_tool_choice("required", FUNCTIONS))
+    guide = guide_of(FAMILIES["hermes"], parse_tool_choice("required", FUNCTIONS))
     assert json.loads(guide.text)["type"] == "structural_tag"
     assert len(guide.text) < 4 * len(json.dumps([function.as_tool() for function in FUNCTIONS]))

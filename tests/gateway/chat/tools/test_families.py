@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.gateway.chat.tools.formats.families import FAMILIES, family_for, family_named
+from kvrelay.gateway.chat.tools.formats.families import FAMILIES, family_for
 from kvrelay.gateway.chat.tools.formats.sections import DEEPSEEK
 from kvrelay.gateway.chat.tools.functions import Function
 
@@ -45,7 +45,7 @@ VARIANTS: list[tuple[str, str, Answer]] = [
 
 @pytest.mark.parametrize(("name", "text", "expected"), VARIANTS)
 def test_what_models_write(name: str, text: str, expected: Answer) -> None:
-    family = family_named(name)
+    family = FAMILIES[name]
     assert read(parser_of(family, names_choice("f", "g")), [text]) == expected
     assert read(parser_of(family, names_choice("f", "g")), text) == expected
 
@@ -69,7 +69,7 @@ def test_what_models_write(name: str, text: str, expected: Answer) -> None:
     ],
 )
 def test_python_literals_become_json(written: str, expected: str) -> None:
-    answer = read(parser_of(family_named("pythonic"), names_choice("f")), f"[f(a={written})]")
+    answer = read(parser_of(FAMILIES["pythonic"], names_choice("f")), f"[f(a={written})]")
     assert answer == Answer(calls=[("id0", "f", f'{{"a": {expected}}}')])
 
 
@@ -78,7 +78,7 @@ def test_python_literals_become_json(written: str, expected: str) -> None:
 )
 def test_what_is_no_literal_is_no_argument(written: str) -> None:
     text = f"[f(a={written})]"
-    assert read(parser_of(family_named("pythonic"), names_choice("f")), text) == Answer(content=text)
+    assert read(parser_of(FAMILIES["pythonic"], names_choice("f")), text) == Answer(content=text)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_values_between_tags_are_read_by_the_schema(
     name: str, written: str, schema: object, text: str, expected: str
 ) -> None:
     function = Function(name="f", parameters={"type": "object", "properties": {"a": schema}})
-    answer = read(parser_of(family_named(name), choice_of([function])), written.format(text))
+    answer = read(parser_of(FAMILIES[name], choice_of([function])), written.format(text))
     assert answer == Answer(calls=[("id0", "f", f'{{"a": {expected}}}')])
 
 
@@ -135,7 +135,7 @@ def test_templates_give_families_away() -> None:
     assert {name: getattr(family_for(template), "name", None) for name, template in TEMPLATES.items()} == {
         name: name for name in TEMPLATES
     }
-    assert TEMPLATES.keys() == {family.name for family in FAMILIES}
+    assert TEMPLATES.keys() == {family.name for family in FAMILIES.values()}
 
 
 @pytest.mark.parametrize(

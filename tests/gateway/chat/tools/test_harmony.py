@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.gateway.chat.dialect import Dialect
-from kvrelay.gateway.chat.tools.formats.families import family_named
+from kvrelay.gateway.chat.tools.formats.families import FAMILIES
 from kvrelay.gateway.chat.tools.formats.harmony import TOKENS
 from kvrelay.gateway.chat.tools.functions import ToolChoice, parse_tool_choice, parse_tools
 
@@ -23,7 +23,7 @@ TEMPLATE = (
 THOUGHT = "<|channel|>analysis<|message|>I should call f.<|end|>"
 CALL = '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
 A1 = ("id0", "f", '{"a": 1}')
-GPT_OSS = family_named("gpt_oss")
+GPT_OSS = FAMILIES["gpt_oss"]
 # Its end tokens have no text on the workers.
 NAMES = [name for name in TOKENS if name not in ("<|call|>", "<|return|>")]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.gateway.chat.tools.json_text import JsonScanner, is_json_object
+from kvrelay.gateway.chat.tools.reader import JsonScanner, is_json_object
 
 from .cases import CUTS, VALUES, pieces_of
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvrelay.gateway.chat.tools.formats.families import FAMILIES, ToolFamily, family_named
+from kvrelay.gateway.chat.tools.formats.families import FAMILIES, ToolFamily
 
 from .cases import CALLS, CUTS, FRAGMENTS, Answer, choice_of, functions_of, names_choice, parser_of, pieces_of, read
 
 PREFIXES = ("", "Let me see.", "a < b\n\n", "{ [ <tool", "naïve 🙂 ")
-HERMES = family_named("hermes")
+HERMES = FAMILIES["hermes"]
 VALUE_ENDS = {"qwen3_coder": "</parameter>", "glm47": "</arg_value>"}  # which text in tags cannot hold
-every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 
 
 def written(family: ToolFamily, calls: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, str]]:
@@ -166,5 +166,5 @@ def test_a_call_whose_end_is_missing_does_not_swallow_the_next() -> None:
         '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
         '<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{"b": 2}<|tool_call_end|><|tool_calls_section_end|>'
     )
-    answer = read(parser_of(family_named("kimi_k2"), names_choice("f", "g")), [text])
+    answer = read(parser_of(FAMILIES["kimi_k2"], names_choice("f", "g")), [text])
     assert answer.parsed_calls == [("f", {"a": 1}), ("g", {"b": 2})]

@@ -8,9 +8,9 @@ import pytest
 
 from kvrelay.gateway.chat.dialect import Dialect
 from kvrelay.gateway.chat.template import ChatTemplate
-from kvrelay.gateway.chat.tools.formats.families import FAMILIES, ToolFamily, family_named
+from kvrelay.gateway.chat.tools.formats.families import FAMILIES, ToolFamily
 from kvrelay.gateway.chat.tools.functions import Function, ToolChoice
-from kvrelay.gateway.chat.tools.prompts import as_text, description, with_tools
+from kvrelay.gateway.chat.tools.messages import as_text, description, with_tools
 
 from .cases import choice_of, parser_of, read
 
@@ -71,7 +71,7 @@ def test_without_tools_nothing_is_added_and_old_calls_are_still_told() -> None:
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 def test_calls_that_are_told_read_back(family: ToolFamily) -> None:
     text_turn = [{**TURN[1], "content": ""}]
     (told,) = as_text(text_turn, family.spelling)
@@ -80,7 +80,7 @@ def test_calls_that_are_told_read_back(family: ToolFamily) -> None:
 
 
 def test_where_the_description_goes() -> None:
-    spelling = family_named("hermes").spelling
+    spelling = FAMILIES["hermes"].spelling
     text = description([FUNCTION], spelling)
     assert with_tools([USER], [FUNCTION], spelling) == [{"role": "system", "content": text}, USER]
     system = {"role": "system", "content": "Be brief."}

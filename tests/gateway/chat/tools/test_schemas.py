@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrelay.gateway.chat.tools.schemas import loosened
+from kvrelay.gateway.chat.tools.call_grammar import loosened
 
 
 def test_loosened_keeps_what_compiles_and_drops_the_rest() -> None:

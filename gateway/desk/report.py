@@ -1,13 +1,16 @@
-"""A log line every ten seconds while there is work: what runs and waits, tokens a second, KV in use, cache hits."""
+"""What a gateway tells its operator beside metrics: ``GET /debug/workers``, and a log line every ten seconds if there is work."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from typing import Any
 
 from kvrelay.common.clock import Clock
 from kvrelay.gateway.metrics import TokenMeter
 from kvrelay.gateway.model import Models
+from kvrelay.gateway.routing.breaker import BreakerState
 from kvrelay.wire.messages import Role
 
 logger = logging.getLogger(__name__)
@@ -15,8 +18,44 @@ logger = logging.getLogger(__name__)
 _EVERY_S = 10.0
 
 
+def known_workers(models: Models) -> dict[str, Any]:
+    """All workers with what they have to do, who gets probes only, how many requests wait, and which ways prompts went."""
+    workers, pairs = [], []
+    ways: Counter[tuple[str, str]] = Counter()
+    for model in models:
+        states = model.relay.breakers.states()
+        for worker in model.pool.workers:
+            view = worker.view(0)
+            workers.append(
+                {
+                    "model": model.name,
+                    "role": worker.role.value,
+                    "address": worker.address,
+                    "is_usable": worker.is_usable,
+                    "problem": worker.misfit or ("" if worker.welcome is not None else worker.problem),
+                    "breaker": states.get((worker.address,), BreakerState.CLOSED).value,
+                    "num_requests": 0 if view is None else view.num_requests,
+                    "num_waiting_tokens": 0 if view is None else view.num_waiting_tokens,
+                    "prompt_tokens_per_s": None if view is None else view.tokens_per_s,
+                    "num_free_blocks": 0 if view is None else view.num_free_blocks,
+                }
+            )
+        ways += model.relay.prompt_ways
+        pairs += [
+            {"prefill": part[0], "decode": part[1], "breaker": state.value}
+            for part, state in states.items()
+            if len(part) == 2
+        ]
+    return {
+        "workers": workers,
+        "pairs": pairs,
+        "num_queued": sum(model.relay.admission.num_queued for model in models),
+        "prompt_ways": {f"{way}: {reason}": number for (way, reason), number in sorted(ways.items())},
+    }
+
+
 class Activity:
-    """Of one gateway. Numbers of a line are those since the line before."""
+    """What runs and waits, tokens a second, KV in use, cache hits: since the line before."""
 
     def __init__(self, models: Models, tokens: TokenMeter, clock: Clock) -> None:
         self._models = models
