@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Self, TypeVar, get_type_hints
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -28,7 +28,7 @@ SECONDS = r"[0-9]{1,9}(\.[0-9]{0,9})?"
 _SECONDS = re.compile(SECONDS)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound="RequestBody")
 
 
 class ApiRequest(Request):
@@ -79,7 +79,7 @@ class ApiRoute(APIRoute):
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **options)
-        self._model: type[BaseModel] | None = get_type_hints(endpoint).get("body")
+        self._model: type[RequestBody] | None = get_type_hints(endpoint).get("body")
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Called by FastAPI for a request to its path."""
@@ -100,6 +100,11 @@ class RequestBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", use_attribute_docstrings=True)
 
+    @classmethod
+    def of_json(cls, data: bytes) -> Self:
+        """Raises ValidationError, or InvalidRequestError."""
+        return cls.model_validate_json(data)
+
 
 def parse_body(model: type[Body], content_type: str | None, body: bytes) -> Body:
     """``body`` as ``model``. Raises InvalidRequestError."""
@@ -107,7 +112,7 @@ def parse_body(model: type[Body], content_type: str | None, body: bytes) -> Body
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise InvalidRequestError(f"the body is {media_type[:80]!r} by its header; send content-type: application/json")
     try:
-        return model.model_validate_json(body)
+        return model.of_json(body)
     except ValidationError as error:
         raise _complaint(error.errors(include_url=False)) from error
 

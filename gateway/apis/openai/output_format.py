@@ -36,12 +36,6 @@ def requested_guide(response_format: Any, structured_outputs: Any, fields: Mappi
 
     Raises InvalidRequestError naming the field that is wrong, or the two that contradict each other.
     """
-    if (
-        response_format is None
-        and structured_outputs is None
-        and not (fields and any(name.startswith("guided_") for name in fields))
-    ):
-        return None  # as with nearly all requests
     found: dict[str, Guide] = {}
     if (guide := format_guide(response_format)) is not None:
         found["response_format"] = guide

@@ -7,10 +7,12 @@ not serve are refused by name as soon as they ask for something: silence would c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field
+import msgspec
+from pydantic import Field, PrivateAttr
 
 from kvrelay.common.block_hash import MAX_CACHE_SALT
 from kvrelay.common.retention import MAX_PRIORITY, MIN_PRIORITY, Retention
@@ -66,6 +68,9 @@ _WISHES = {
     "min_tokens", "ignore_eos", "cache_salt",
 }  # fmt: skip
 
+_MAX_COLONS = 100_000  # in a body whose fields are all named: each takes part of a microsecond
+_ALL_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
 
 class StreamOptions(RequestBody):
     """What a stream carries beside tokens."""
@@ -77,8 +82,9 @@ class StreamOptions(RequestBody):
 class OpenAIBody(RequestBody):
     """What the bodies of all OpenAI's routes share."""
 
-    model_config = ConfigDict(extra="allow")
-    known_extras: ClassVar[Collection[str]]  # fields beside those declared that are not told as ignored
+    known_extras: ClassVar[frozenset[str]]  # fields beside those declared that are not told as ignored
+    _extras: dict[str, Any] = PrivateAttr(default_factory=dict)  # those of them that are there
+    _ignored: list[str] = PrivateAttr(default_factory=list)
 
     model: str | None = None
     """The served model; left out, it is that one."""
@@ -93,15 +99,37 @@ class OpenAIBody(RequestBody):
     cache_salt: CacheSalt | None = None
     """Cached prefixes are shared only among requests with the same salt."""
 
+    @classmethod
+    def of_json(cls, data: bytes) -> Self:
+        """Raises ValidationError, or InvalidRequestError.
+
+        What nobody knows is skipped, and becomes no object: of a few megabytes of it that would take most of a second.
+        """
+        declared, decoder = _fields_of(cls)
+        try:
+            if data.count(b":") <= _MAX_COLONS:
+                fields = _ALL_FIELDS.decode(data)
+            else:
+                known = msgspec.structs.asdict(decoder.decode(data))
+                fields = {name: raw for name, raw in known.items() if raw is not None}
+        except (msgspec.MsgspecError, RecursionError) as error:
+            cls.model_validate_json(data)  # its complaint says where
+            raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+        given = [b'"%b":%b' % (name.encode(), raw) for name, raw in fields.items() if name in declared]
+        body = super().of_json(b"{%b}" % b",".join(given))
+        body._extras = {name: msgspec.json.decode(fields[name]) for name in cls.known_extras & fields.keys()}
+        body._ignored = [name for name in fields if name not in declared and name not in cls.known_extras]
+        return body
+
     def ignored(self) -> list[str]:
-        """The fields that nobody knows."""
-        return [name for name in self.model_extra or () if name not in self.known_extras]
+        """The fields that nobody knows; of a body with more than 100,000 colons, none."""
+        return self._ignored
 
 
 class SamplingBody(OpenAIBody):
     """What chats and completions share."""
 
-    known_extras = BOOKKEEPING | GUIDED_FIELDS | _HARMLESS.keys()
+    known_extras = frozenset(BOOKKEEPING | GUIDED_FIELDS | _HARMLESS.keys())
 
     stream_options: StreamOptions | None = None
     """What a stream tells beside its text."""
@@ -178,8 +206,7 @@ class SamplingBody(OpenAIBody):
         self, *, max_tokens: int | None, num_logprobs: int | None, max_tokens_param: str = "max_tokens"
     ) -> GenerationSpec:
         """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused, or contradicted."""
-        extra = self.model_extra or {}
-        refuse_unsupported(extra, _HARMLESS, "leave it out")
+        refuse_unsupported(self._extras, _HARMLESS, "leave it out")
         self._check_bad_words()
         is_stream, num_choices = bool(self.stream), self.n or 1
         best_of = self.best_of if self.best_of is not None else num_choices
@@ -194,7 +221,7 @@ class SamplingBody(OpenAIBody):
             )
         if is_stream and beams is not None:
             raise InvalidRequestError("a beam search cannot be streamed: leave stream out", param="use_beam_search")
-        requested = requested_guide(self.response_format, self.structured_outputs, extra)
+        requested = requested_guide(self.response_format, self.structured_outputs, self._extras)
         if requested is not None and beams is not None:
             name = requested.param.partition(".")[0]
             raise InvalidRequestError(f"{name} and use_beam_search are given together; leave one out", param=name)
@@ -260,6 +287,14 @@ class SamplingBody(OpenAIBody):
         """Empty ones are dropped."""
         stops = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
         return tuple(stop for stop in stops if stop)
+
+
+@cache
+def _fields_of(model: type[OpenAIBody]) -> tuple[frozenset[str], msgspec.json.Decoder[msgspec.Struct]]:
+    """What ``model`` declares; and what reads its fields, and those of its ``known_extras``, as JSON text, and skips all others."""
+    declared = frozenset(model.model_fields)
+    fields = [(name, msgspec.Raw, None) for name in declared | model.known_extras]
+    return declared, msgspec.json.Decoder(msgspec.defstruct("Fields", fields))
 
 
 def _bias_entries(logit_bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:

@@ -48,7 +48,7 @@ class Reasoning(RequestBody):
 class ResponseBody(OpenAIBody):
     """``POST /v1/responses``. ``store``, ``metadata``, ``user`` and the like are accepted and mean nothing here."""
 
-    known_extras = BOOKKEEPING | _HARMLESS.keys()
+    known_extras = frozenset(BOOKKEEPING | _HARMLESS.keys())
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
     """A text, or the items of the conversation so far."""
@@ -86,7 +86,7 @@ class ResponseBody(OpenAIBody):
     def spec(self) -> GenerationSpec:
         """The body in our own vocabulary. Raises InvalidRequestError naming the field that is refused."""
         hint = "nothing is kept between requests: send the whole conversation as input"
-        refuse_unsupported(self.model_extra or {}, _HARMLESS, hint)
+        refuse_unsupported(self._extras, _HARMLESS, hint)
         return GenerationSpec(
             **self.model_dump(include={"temperature", "top_p", "seed", "cache_salt"}, exclude_none=True),
             max_tokens=self.max_output_tokens,

@@ -20,6 +20,9 @@ BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "many prompts": (TEXT, {"prompt": [WORDS * 90] * 128}, 400),
     "many messages": (CHAT, {"messages": [USER] * 100_000}, 400),
     "many parts": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 100_000}]}, 400),
+    "a long list that nobody knows": (TEXT, {"prompt": "x", "unheard": [[1]] * 1_000_000}, 200),
+    "many fields that nobody knows": (TEXT, {"prompt": "x", **{f"f{number}": 1 for number in range(390_000)}}, 200),
+    "many objects that nobody knows": (CHAT, {"messages": [USER], "unheard": [{"a": {}}] * 450_000}, 200),
     "a long text to tokenize": ("/tokenize", {"inputs": WORDS * 10_000}, 200),
     "a long text of token ids": ("/detokenize", {"tokens": [290] * 500_000}, 200),
 }
