@@ -31,24 +31,11 @@ from kvrelay.engine.step.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Chunked:
-    """A prompt of which more is left behind the step under way."""
-
-    sequence: Sequence
-    num_ahead: int  # tokens that the step under way computes of it
-
-    @property
-    def num_left(self) -> int:
-        """Tokens behind those."""
-        return self.sequence.num_uncomputed_tokens - self.num_ahead
-
-
-@dataclass(frozen=True, slots=True)
 class GoingOn:
     """Who has something to compute behind the step under way."""
 
     generating: list[StepRow]
-    prompts: list[Chunked]  # in the order of ``running``
+    prompts: list[StepRow]  # in the order of ``running``, with all that is left of each
 
 
 def who_goes_on(
@@ -68,7 +55,7 @@ def who_goes_on(
     if any(one.sampling.beam_search is not None for one in joining):
         return None
     generating: list[StepRow] = []
-    prompts: list[Chunked] = []
+    prompts: list[StepRow] = []
     num_in_both = 0
     for one in running:
         num_ahead, num_uncomputed = under_way.get(one, 0), one.num_uncomputed_tokens
@@ -76,7 +63,7 @@ def who_goes_on(
         if asks_for_logprobs or one.sampling.beam_search is not None or (num_ahead == 0 and num_uncomputed == 1):
             return None
         if num_ahead < num_uncomputed:
-            prompts.append(Chunked(one, num_ahead))
+            prompts.append(StepRow(one, num_uncomputed - num_ahead, num_ahead))
             num_in_both += num_ahead > 0
         elif one.num_output_tokens + 1 < one.sampling.max_tokens and one.num_tokens + 1 < max_model_len:
             generating.append(StepRow(one, 1, num_ahead))

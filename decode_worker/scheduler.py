@@ -139,13 +139,13 @@ class DecodeScheduler(Scheduler):
         budget = min(self._max_batched_tokens - num_generating, self._steps.prompt_tokens(num_generating))
         if budget < 0:
             return None
-        num_left = [prompt.num_left for prompt in going_on.prompts]
+        num_left = [row.num_tokens for row in going_on.prompts]
         if may_begin and self._would_begin(num_left, budget):
             return None
         plan = Schedule(rows=list(going_on.generating))
-        for prompt, num_tokens in zip(going_on.prompts, shares(num_left, budget), strict=True):
+        for row, num_tokens in zip(going_on.prompts, shares(num_left, budget), strict=True):
             if num_tokens:
-                plan.rows.append(StepRow(prompt.sequence, num_tokens, prompt.num_ahead))
+                plan.rows.append(StepRow(row.sequence, num_tokens, row.num_ahead))
         for row in plan.rows:
             if not self._extend(row.sequence, row.sequence.num_computed_tokens + row.num_ahead + row.num_tokens):
                 return None

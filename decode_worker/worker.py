@@ -15,6 +15,7 @@ from kvrelay.engine.step.interface import Engine
 from kvrelay.wire.control.ticker import every
 from kvrelay.wire.leases.lease import LeaseSettings, whole_block
 from kvrelay.wire.leases.table import LeaseTable
+from kvrelay.wire.lines.data_plane import BlockReceiver
 from kvrelay.wire.lines.shared.receiver import SharedReceiver
 from kvrelay.wire.messages import Role
 from kvrelay.worker.main import serve_worker
@@ -55,7 +56,7 @@ class DecodeWorker(Worker[DecodeService]):
             self._wire_metrics,
             network.clock,
         )
-        self._receiver = network.block_receiver(
+        receiver = network.block_receiver(
             data_address,
             self.leases,
             card.block_nbytes,
@@ -64,21 +65,23 @@ class DecodeWorker(Worker[DecodeService]):
             num_threads=num_threads,
         )
         token = None if self._gate is None else self._gate.data_token
-        self._shared: SharedReceiver | None = None
+        self._receivers: dict[str, BlockReceiver | SharedReceiver] = {"the KV port": receiver}
+        shared_name = None
         if setup.shared_memory is not None:
             place, metrics = setup.shared_memory, self._wire_metrics
-            self._shared = SharedReceiver(
+            shared = SharedReceiver(
                 place, self.leases, card.block_nbytes, metrics, token=token, num_threads=num_threads
             )
-        self.data_address = self._receiver.address
-        data = DataPorts(self.data_address, token, None if self._shared is None else self._shared.name)
+            self._receivers["the shared memory's socket"] = shared
+            shared_name = shared.name
+        self.data_address = receiver.address
+        data = DataPorts(self.data_address, token, shared_name)
         service.attach(self._ports, self.leases, data)
 
     async def start(self) -> None:
         """See Worker."""
-        self._receiver.start()
-        if self._shared is not None:
-            self._shared.start()
+        for receiver in self._receivers.values():
+            receiver.start()
         await super().start()
 
     def tickers(self) -> list[asyncio.Task[None]]:
@@ -87,8 +90,8 @@ class DecodeWorker(Worker[DecodeService]):
 
     def dead_sockets(self) -> list[str]:
         """See Worker."""
-        dead = super().dead_sockets() + ([] if self._receiver.is_alive else ["the KV port is dead"])
-        return dead + (["the shared memory's socket is dead"] if self._shared and not self._shared.is_alive else [])
+        dead = [f"{name} is dead" for name, receiver in self._receivers.items() if not receiver.is_alive]
+        return super().dead_sockets() + dead
 
     def debug_kv(self) -> dict[str, Any]:
         """See Component."""
@@ -96,9 +99,8 @@ class DecodeWorker(Worker[DecodeService]):
 
     async def stop_hand_off(self) -> None:
         """See Worker."""
-        await asyncio.to_thread(self._receiver.stop)
-        if self._shared is not None:
-            await asyncio.to_thread(self._shared.stop)
+        for receiver in self._receivers.values():
+            await asyncio.to_thread(receiver.stop)
 
 
 def serve(settings: DecodeSettings) -> int:

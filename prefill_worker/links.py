@@ -59,29 +59,18 @@ class LinkHandler(Protocol):
 class _Peer:
     """One decode worker's address. Implements :class:`kvrelay.wire.control.client.ClientHandler`."""
 
-    def __init__(
-        self,
-        address: str,
-        number: int,
-        card: ModelCard,
-        setup: Setup,
-        handler: LinkHandler,
-        metrics: WireMetrics,
-        on_mute: Callable[[], object],
-    ) -> None:
-        """``on_mute``: called, on any thread, when the link has become mute."""
+    def __init__(self, address: str, number: int, links: DecodeLinks, on_mute: Callable[[], object]) -> None:
+        """``number``: nobody else's. ``on_mute``: called, on any thread, when the link has become mute."""
         self.address = address
-        self._number = number  # nobody else's
         self.link: DecodeLink | None = None
         self.unfit: tuple[FailureCode, str] | None = None  # why this process there takes no blocks of ours, ever
         self.asked_s = 0.0  # when a request last named this address
-        self._told = ""  # the last problem that was logged
-        self._handler = handler
-        self._metrics = metrics
-        self._card = card
-        self._setup = setup
+        self._number = number
+        self._links = links
         self._on_mute = on_mute
+        self._told = ""  # the last problem that was logged
         self._sender: BlockSender | None = None
+        card, setup, metrics = links.card, links.setup, links.metrics
         hello = Hello(
             role=Role.PREFILL,
             peer_id=f"{setup.worker_id}-{setup.epoch}",  # another one for every start of the process
@@ -104,25 +93,21 @@ class _Peer:
         if welcome.data_address is None:
             self._refuse(FailureCode.INVALID, f"{self.address} is a {welcome.role} worker: it takes no KV blocks")
             return
-        self._sender = self._setup.network.block_sender(
+        setup, nbytes = self._links.setup, self._links.card.block_nbytes
+        self._sender = setup.network.block_sender(
             data_address(self.address, welcome.data_address),
-            metrics=self._metrics,
-            context=self._setup.network.context,
+            metrics=self._links.metrics,
+            context=setup.network.context,
             token=welcome.data_token,
-            shared=SharedTarget(
-                welcome.shared_memory,
-                self._setup.shared_memory,
-                self._card.block_nbytes,
-                welcome.data_token,
-            ),
-            num_sockets=self._setup.data_sockets,
+            shared=SharedTarget(welcome.shared_memory, setup.shared_memory, nbytes, welcome.data_token),
+            num_sockets=setup.data_sockets,
             first_thread=self._number,
             on_end=self._on_mute,
         )
-        self.link = DecodeLink(self.client, self._sender, self._setup.seal_kv)
+        self.link = DecodeLink(self.client, self._sender, setup.seal_kv)
         self._told = ""
         logger.info("connected to decode worker %s at %s", welcome.worker_id, self.address)
-        self._handler.on_link_up(self.address, self.link)
+        self._links.handler.on_link_up(self.address, self.link)
 
     def on_message(self, message: Message) -> None:
         """Pass an answer on; a worker whose answers make no sense is not talked to any more."""
@@ -130,7 +115,7 @@ class _Peer:
             return
         absurd = absurdity(message)
         if absurd is None:
-            self._handler.on_link_message(self.link, message)
+            self._links.handler.on_link_message(self.link, message)
         else:
             self._refuse(FailureCode.INTEGRITY, f"decode worker {self.address}: {absurd}")
 
@@ -156,7 +141,7 @@ class _Peer:
         link, self.link = self.link, None
         # Closing fences the peer off: no send in flight reads our blocks any more.
         self._close_sender()
-        self._handler.on_link_down(self.address, link, code, detail)
+        self._links.handler.on_link_down(self.address, link, code, detail)
 
     def _refuse(self, code: FailureCode, detail: str) -> None:
         self.unfit = (code, detail)
@@ -172,10 +157,10 @@ class DecodeLinks:
     """All links of a prefill worker, by control address. Lives on the asyncio loop."""
 
     def __init__(self, card: ModelCard, setup: Setup, handler: LinkHandler, metrics: WireMetrics) -> None:
-        self._card = card
-        self._setup = setup
-        self._handler = handler
-        self._metrics = metrics
+        self.card = card
+        self.setup = setup
+        self.handler = handler
+        self.metrics = metrics
         self._clock = setup.network.clock
         self._peers: dict[str, _Peer] = {}
         self._numbers = itertools.count()
@@ -190,19 +175,19 @@ class DecodeLinks:
         if peer is None:
             number = next(self._numbers)
             sweep_now = partial(asyncio.get_running_loop().call_soon_threadsafe, self.sweep)
-            peer = _Peer(address, number, self._card, self._setup, self._handler, self._metrics, sweep_now)
+            peer = _Peer(address, number, self, sweep_now)
             self._peers[address] = peer
             peer.client.start()
         peer.asked_s = self._clock()
         if peer.unfit is not None:  # it is connected and will not say Welcome again: nothing else would follow
-            asyncio.get_running_loop().call_soon(self._handler.on_link_down, address, None, *peer.unfit)
+            asyncio.get_running_loop().call_soon(self.handler.on_link_down, address, None, *peer.unfit)
         return peer.link
 
     def reset(self, address: str, reason: str) -> None:
         """Fence a decode worker off that is connected, but not well: ``on_link_down`` now, a new link when it is asked for."""
         peer = self._peers.pop(address, None)
         if peer is not None:
-            self._metrics.lost_peers.inc()
+            self.metrics.lost_peers.inc()
             peer.fail(FailureCode.PEER_LOST, f"decode worker {address}: {reason}")
             self._stop_behind(peer)
 

@@ -46,6 +46,7 @@ class PrefillEntry(Entry):
     block_hashes: list[bytes]  # of all blocks of the submitted tokens, the last one maybe partial
     decode_address: str  # of the worker that it is handed over to
     num_ready_blocks: int = 0
+    awaits_link: bool = False  # started, but the link to that worker is not up
     commit: tuple[SampledToken, Timings] | None = None  # computed, for a link that is not up yet
 
     @property
@@ -65,7 +66,6 @@ class PrefillService(Service[PrefillEntry]):
 
     def __init__(self, identity: WorkerIdentity, blocks: BlockManager, clock: Callable[[], float]) -> None:
         super().__init__(identity, blocks, clock)
-        self._linkless: dict[str, list[PrefillEntry]] = {}  # by decode address: started, but the link is not up
         self._links: DecodeLinks
         self._transfers: TransferTable
 
@@ -103,7 +103,7 @@ class PrefillService(Service[PrefillEntry]):
             return  # the first token will be the last: nothing to hand over
         link = self._links.link_to(entry.decode_address)
         if link is None:
-            self._linkless.setdefault(entry.decode_address, []).append(entry)
+            entry.awaits_link = True
         else:
             self._offer(entry, link)
 
@@ -122,7 +122,7 @@ class PrefillService(Service[PrefillEntry]):
             retention=submit.retention,
             cache_salt=submit.cache_salt,
         )
-        entry.hand_off_holds = True
+        entry.awaits_link, entry.hand_off_holds = False, True
         entry.num_ready_blocks = max(entry.num_ready_blocks, sequence.num_cached_tokens // self.blocks.block_size)
         self._transfers.open(entry.key, link, offer, list(sequence.block_table))
         self._transfers.blocks_ready(entry.key, entry.num_ready_blocks)
@@ -178,16 +178,20 @@ class PrefillService(Service[PrefillEntry]):
 
     def on_link_up(self, address: str, link: DecodeLink) -> None:
         """Offer what waited for this link."""
-        for entry in self._linkless.pop(address, []):
-            if entry.phase is not Phase.CLOSING:
-                self._offer(entry, link)
+        for entry in self._linkless(address):
+            self._offer(entry, link)
 
     def on_link_down(self, address: str, link: DecodeLink | None, code: FailureCode, detail: str) -> None:
         """Fail what was on this link or waited for it."""
         if link is not None:
             self._transfers.on_link_lost(link)
-        for entry in self._linkless.pop(address, []):
+        for entry in self._linkless(address):
             self.fail(entry, code, detail)
+
+    def _linkless(self, address: str | None = None) -> list[PrefillEntry]:
+        """Those that wait for a link, to one decode worker or to any."""
+        waiting = [one for one in self.entries.values() if one.awaits_link and one.phase is not Phase.CLOSING]
+        return [one for one in waiting if address in (None, one.decode_address)]
 
     def on_link_message(self, link: DecodeLink, message: Message) -> None:
         """An answer from a decode worker."""
@@ -229,11 +233,6 @@ class PrefillService(Service[PrefillEntry]):
         for address in {entry.decode_address for entry in stuck}:
             # The control link lives, so nothing else would ever end these sends and give their blocks back.
             self._links.reset(address, f"took no KV blocks for {_SEND_TIMEOUT_S:g} s")
-        for address, entries in list(self._linkless.items()):
-            for entry in [entry for entry in entries if now_s - (entry.started_s or now_s) > _LINK_TIMEOUT_S]:
-                self.fail(entry, FailureCode.PEER_LOST, f"decode worker {address} does not answer")
-            waiting = [entry for entry in entries if entry.phase is not Phase.CLOSING]
-            if waiting:
-                self._linkless[address] = waiting
-            else:
-                del self._linkless[address]
+        for entry in self._linkless():
+            if now_s - (entry.started_s or now_s) > _LINK_TIMEOUT_S:
+                self.fail(entry, FailureCode.PEER_LOST, f"decode worker {entry.decode_address} does not answer")

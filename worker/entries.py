@@ -34,6 +34,7 @@ _TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.HANDING_OVER: frozenset({Phase.CLOSING}),
     Phase.CLOSING: frozenset(),
 }
+BEGINNING = frozenset({Phase.QUEUED, Phase.WITHDRAWING})  # its first step is what comes next, if any
 WAITING = frozenset({Phase.LEASED, Phase.COMPILING, Phase.QUEUED, Phase.WITHDRAWING})  # they take no place in the batch
 
 
@@ -46,9 +47,7 @@ class Entry:
     deadline_s: float  # when nobody waits for it any more
     phase: Phase = Phase.COMPILING
     started_s: float | None = None  # when it was first in a step
-    outcome: Outcome | None = (
-        None  # what its gateway is told in the end; None: it knows already, or hears it from another
-    )
+    outcome: Outcome | None = None  # that its gateway is told; None: it knows already, or hears it from another
     closed_s: float | None = None  # when that was decided
     model_holds: bool = False  # the model thread may still touch the blocks
     hand_off_holds: bool = False  # sends in flight may still read the blocks, or a lease owns them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -25,6 +26,9 @@ class EngineMetrics:
         def kv_usage() -> float:
             return 1.0 - blocks.num_allocatable / blocks.num_blocks
 
+        def num_in(place: str) -> float:
+            return float(getattr(blocks.ledger(), f"num_{place}"))
+
         gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
             ("num_requests_running", "Sequences in the running batch", num_running),
             ("num_requests_waiting", "Sequences that wait for room", num_waiting),
@@ -34,10 +38,8 @@ class EngineMetrics:
             for name, text, read in gauges:
                 Gauge(f"{prefix}{name}", text, registry=registry).set_function(read)
         ledger_gauge = Gauge("kvrelay_kv_blocks", "KV blocks by place", ["place"], registry=registry)
-        ledger_gauge.labels("free").set_function(lambda: blocks.ledger().num_free)
-        ledger_gauge.labels("cached").set_function(lambda: blocks.ledger().num_cached)
-        ledger_gauge.labels("leased").set_function(lambda: blocks.ledger().num_leased)
-        ledger_gauge.labels("running").set_function(lambda: blocks.ledger().num_running)
+        for place in ("free", "cached", "leased", "running"):
+            ledger_gauge.labels(place).set_function(partial(num_in, place))
         retained = Gauge("kvrelay_retained_blocks", "Cached KV blocks that stay before others", registry=registry)
         retained.set_function(lambda: len(blocks.retained()))
         self.step_s = Histogram(

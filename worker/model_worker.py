@@ -159,11 +159,10 @@ class ModelWorker:
             self._since_s, step_s = now_s, now_s - self._since_s
             self._metrics.step_s.observe(step_s)
             self._scheduler.observe(plan.rows, step_s)
-        is_over = [row.sequence.status is SequenceStatus.FINISHED for row in plan.rows]
-        self._metrics.sampled_tokens.inc(
-            sum(len(result.tokens) for result, over in zip(results, is_over, strict=True) if not over)
-        )
-        self._taking_in = tuple(row.sequence.key for row, over in zip(plan.rows, is_over, strict=True) if not over)
+        pairs = zip(plan.rows, results, strict=True)
+        going_on = [(row, result) for row, result in pairs if row.sequence.status is not SequenceStatus.FINISHED]
+        self._metrics.sampled_tokens.inc(sum(len(result.tokens) for _, result in going_on))
+        self._taking_in = tuple(row.sequence.key for row, _ in going_on)
         behind = self._launched[0].plan.rows if self._launched else ()
         self._suspects.clear()
         progress = tuple(self._scheduler.postprocess(plan.rows, results, behind))

@@ -47,7 +47,7 @@ from kvrelay.wire.messages import (
     Withdrawn,
     WorkerState,
 )
-from kvrelay.worker.entries import Entry, Outcome, Phase
+from kvrelay.worker.entries import BEGINNING, Entry, Outcome, Phase
 from kvrelay.worker.loop import ModelLoop
 from kvrelay.worker.model_worker import Add, Remove, Report, TakeBack
 from kvrelay.worker.submit import Refusal, WorkerIdentity, guide_failed, refusal_of
@@ -246,10 +246,7 @@ class Service(ABC, Generic[E]):
         """What the model thread did; called on the asyncio loop, in order."""
         for key in report.started:
             entry = self.entries[key]
-            if entry.phase in {
-                Phase.QUEUED,
-                Phase.WITHDRAWING,
-            }:  # otherwise it ends, or starts again after a preemption
+            if entry.phase in BEGINNING:  # otherwise it ends, or starts again after a preemption
                 entry.advance(Phase.RUNNING)
                 entry.started_s = self.clock()
                 self.guarded(self.on_started, entry)

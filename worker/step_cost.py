@@ -65,7 +65,7 @@ class StepCosts:
         self._refit_steps = refit_steps
         self._fixed_share = fixed_share
         self._num_new = 0
-        self._cost: StepCost | None = None
+        self.cost: StepCost | None = None  # before enough steps were seen
 
     def observe(self, num_tokens: int, step_s: float) -> None:
         """One step. One that took no time at all (a clock that stands still) tells nothing."""
@@ -73,13 +73,10 @@ class StepCosts:
             return
         self._steps.append((num_tokens, step_s))
         self._num_new += 1
-        if len(self._steps) >= _MIN_STEPS and (self._cost is None or self._num_new >= self._refit_steps):
+        if len(self._steps) >= _MIN_STEPS and (self.cost is None or self._num_new >= self._refit_steps):
             self._num_new = 0
-            if self._cost is None:
-                fixed_s = self._fixed_share * statistics.median(step_s for _, step_s in self._steps)
-            else:
-                fixed_s = self._cost.fixed_s
-            self._cost = _fit(self._steps, fixed_s)
+            guess_s = self._fixed_share * statistics.median(step_s for _, step_s in self._steps)
+            self.cost = _fit(self._steps, guess_s if self.cost is None else self.cost.fixed_s)
 
     @property
     def largest_step(self) -> int:
@@ -91,11 +88,6 @@ class StepCosts:
         """Of the steps that are remembered: all tokens by all seconds; None before the first."""
         seconds = sum(step_s for _, step_s in self._steps)
         return sum(num_tokens for num_tokens, _ in self._steps) / seconds if self._steps else None
-
-    @property
-    def cost(self) -> StepCost | None:
-        """None before enough steps were seen."""
-        return self._cost
 
 
 def _fit(steps: deque[tuple[int, float]], fixed_s: float) -> StepCost:

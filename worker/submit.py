@@ -46,7 +46,7 @@ def refusal_of(
         invalid = f"attempt {request.attempt} of request {request.request_id} is already here"
     if invalid is not None:
         return Refusal(FailureCode.INVALID, invalid)
-    if is_late(request):
+    if request.timeout_s is not None and not request.timeout_s > 0:  # not a number: late, too
         return Refusal(FailureCode.DEADLINE, f"came with {request.timeout_s} s left: nobody waits for it any more")
     if status.state is WorkerState.DRAINING:
         return Refusal(FailureCode.DRAINING, f"worker {identity.worker_id} is shutting down")
@@ -59,11 +59,6 @@ def guide_failed(key: tuple[str, int], detail: str, *, is_invalid: bool = True) 
     """The end of the attempt ``key`` by its guide; ``is_invalid``: it is the guide's own fault, and no other worker would do."""
     code = FailureCode.INVALID if is_invalid else FailureCode.INTERNAL
     return Failed(request_id=key[0], attempt=key[1], code=code, detail=detail, about=ABOUT_GUIDE)
-
-
-def is_late(request: Submit | Offer) -> bool:
-    """Whether the request's time was up before it came."""
-    return request.timeout_s is not None and not request.timeout_s > 0  # not a number: late, too
 
 
 def deadline_of(request: Submit | Offer, now_s: float) -> float:

@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.common.block_hash import HashChain
 from kvrelay.common.sampling import BeamSearch, SamplingParams, Watermark
-from kvrelay.decode_worker.run_ahead import Chunked, GoingOn, who_goes_on
+from kvrelay.decode_worker.run_ahead import GoingOn, who_goes_on
 from kvrelay.engine.fake.engine import FakeEngine, expected_output, fake_card
 from kvrelay.engine.kv.block_manager import Owner, OwnerKind
 from kvrelay.engine.step.interface import StepRow
@@ -361,8 +361,7 @@ def test_a_prompt_goes_on_behind_its_chunk_and_generates_behind_its_last_one() -
         one.num_computed_tokens = 1
     flying = [StepRow(chunk, 2), StepRow(rest, 4)]
     found = who_goes_on(flying, [chunk, rest, new], [], 10)
-    assert found == GoingOn([StepRow(rest, 1, 4)], [Chunked(chunk, 2), Chunked(new, 0)])
-    assert [prompt.num_left for prompt in found.prompts] == [2, 4]
+    assert found == GoingOn([StepRow(rest, 1, 4)], [StepRow(chunk, 2, 2), StepRow(new, 4, 0)])
     assert (found.generating[0].is_fed, found.generating[0].samples) == (True, True)
     rows = [StepRow(chunk, 1, 2), StepRow(chunk, 2, 2), StepRow(new, 4)]
     assert [(row.is_fed, row.samples) for row in rows] == [(False, False), (False, True), (False, True)]

@@ -58,11 +58,11 @@ async def test_a_dead_kv_port_is_a_reason_to_restart_and_stops_like_any_other(
     payload = memoryview(bytes(8))
     sender.send(BlockHeader(lease_id=1, epoch=1, block_index=0, payload_nbytes=8, block_hash=bytes(16)), payload)
     assert await asyncio.to_thread(died.wait, WAIT_S)
-    for thread in worker._receiver._threads:
+    for thread in worker._receivers["the KV port"]._threads:
         await asyncio.to_thread(thread.join, WAIT_S)
         assert not thread.is_alive()
-    assert len(worker._receiver._threads) == data_sockets
-    assert worker._receiver._socket.closed, "senders would wait for a port that nobody reads"
+    assert len(worker._receivers["the KV port"]._threads) == data_sockets
+    assert worker._receivers["the KV port"]._socket.closed, "senders would wait for a port that nobody reads"
     assert worker.not_live() == worker.not_ready() == ["the KV port is dead"]
     sender.close()
     await asyncio.to_thread(context.term)
@@ -81,15 +81,15 @@ async def test_a_dead_receiver_of_shared_memory_is_one_too(monkeypatch: pytest.M
     monkeypatch.setattr(worker.leases, "begin_piece", begin_piece)
     await worker.start()
     assert worker.not_live() == worker.not_ready() == []
-    assert worker._shared is not None
+    receiver = worker._receivers["the shared memory's socket"]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    shared = SharedTarget(worker._shared.name, SharedPlace(), fake_card().block_nbytes)
+    shared = SharedTarget(receiver.name, SharedPlace(), fake_card().block_nbytes)
     metrics = WireMetrics(CollectorRegistry())
     sender = BlockSender(worker.data_address, metrics=metrics, context=context, shared=shared)
     payload = memoryview(bytes(8))
     header = BlockHeader(lease_id=1, epoch=1, block_index=0, payload_nbytes=8, block_hash=bytes(16))
     tickets = [sender.send(header, payload) for _ in range(100)]
-    await asyncio.to_thread(worker._shared._threads[0].join, WAIT_S)
+    await asyncio.to_thread(receiver._threads[0].join, WAIT_S)
     assert worker.not_live() == worker.not_ready() == ["the shared memory's socket is dead"]
     await asyncio.to_thread(sender._threads[0].join, WAIT_S)
     assert all(ticket.is_done for ticket in tickets)

@@ -105,4 +105,4 @@ class Rig(ServiceRig[PrefillService]):
 
     def assert_nothing_left(self) -> None:
         super().assert_nothing_left()
-        assert self.service._linkless == {}
+        assert self.service._linkless() == []

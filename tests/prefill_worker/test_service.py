@@ -92,7 +92,7 @@ def test_what_waits_for_a_link_is_forgotten_with_its_request() -> None:
     rig.finish()
     rig.ask(Cancel(request_id="a", attempt=1))
     rig.service.tick()
-    assert [entry.sequence.request_id for entry in rig.service._linkless[DECODE]] == ["b"]
+    assert [entry.sequence.request_id for entry in rig.service._linkless(DECODE)] == ["b"]
     rig.now_s += 11.0
     rig.service.tick()
     assert rig.failures() == [("b", FailureCode.PEER_LOST)]
