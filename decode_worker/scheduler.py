@@ -24,7 +24,6 @@ from kvrelay.decode_worker.run_ahead import who_goes_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.beams.searches import BeamSearches
 from kvrelay.engine.kv.block_manager import BlockManager
-from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
@@ -39,12 +38,9 @@ class DecodeScheduler(Scheduler):
     def __init__(
         self, settings: DecodeSchedulerSettings, blocks: BlockManager, max_model_len: int, device_type: str
     ) -> None:
-        """``device_type``: what computes, "cpu" or "cuda"."""
-        super().__init__(blocks, max_model_len)
-        self._settings = settings
+        super().__init__(settings, blocks, max_model_len, device_type)
         self._searches = BeamSearches(blocks, max_model_len)
         itl_budget_s = None if settings.itl_budget_ms is None else settings.itl_budget_ms / 1000
-        self._max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, device_type)
         self._steps = MixedSteps(itl_budget_s, self._max_batched_tokens, device_type)
         # Whose prompt found no blocks, among how many, and the first of its hashes that was not cached.
         self._found_none: tuple[Sequence, int, list[bytes]] | None = None
@@ -259,7 +255,7 @@ class DecodeScheduler(Scheduler):
         return self._blocks.num_allocatable - self._blocks.num_next
 
     def _num_free_places(self) -> int:
-        return self._settings.max_num_seqs - len(self.running) - self._searches.num_reserved
+        return self._max_num_seqs - len(self.running) - self._searches.num_reserved
 
     def _admit(self, sequence: Sequence, plan: Schedule, budget: int) -> int:
         """Let a sequence with blocks run; returns the tokens that it computes in this step."""

@@ -61,6 +61,7 @@ class DecodeService(Service[DecodeEntry]):
     """Implements the wire's ServerHandler, and hears of leases."""
 
     role = Role.DECODE
+    peers = frozenset({Role.GATEWAY, Role.PREFILL})
     _leases: LeaseTable
     _data: DataPorts
 

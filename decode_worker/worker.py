@@ -36,10 +36,7 @@ class DecodeWorker(Worker[DecodeService]):
                 f"--max-batched-tokens is {max_batched_tokens}; it must be at least --max-num-seqs "
                 f"({settings.max_num_seqs}), so that every running sequence gets its token in every step"
             )
-        blocks = setup.block_manager(card)
-        service = DecodeService(setup.identity(card, settings), blocks, network.clock)
-        scheduler = DecodeScheduler(settings, blocks, card.max_model_len, card.device_type)
-        super().__init__(engine, scheduler, service, setup, frozenset({Role.GATEWAY, Role.PREFILL}))
+        super().__init__(engine, settings, setup, DecodeScheduler, DecodeService)
         self.leases = LeaseTable(
             LeaseSettings(
                 setup.epoch,
@@ -50,9 +47,9 @@ class DecodeWorker(Worker[DecodeService]):
                 setup.seal_kv,
                 num_threads,
             ),
-            LeasedBlocks(blocks),
+            LeasedBlocks(self.blocks),
             engine.store,
-            service,
+            self.service,
             self._wire_metrics,
             network.clock,
         )
@@ -76,7 +73,7 @@ class DecodeWorker(Worker[DecodeService]):
             shared_name = shared.name
         self.data_address = receiver.address
         data = DataPorts(self.data_address, token, shared_name)
-        service.attach(self._ports, self.leases, data)
+        self.service.attach(self._ports, self.leases, data)
 
     async def start(self) -> None:
         """See Worker."""

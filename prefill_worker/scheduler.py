@@ -15,7 +15,6 @@ from collections.abc import Sequence as Seq
 
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.kv.block_manager import BlockManager
-from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
@@ -32,10 +31,7 @@ class PrefillScheduler(Scheduler):
     def __init__(
         self, settings: PrefillSchedulerSettings, blocks: BlockManager, max_model_len: int, device_type: str
     ) -> None:
-        """``device_type``: what computes, "cpu" or "cuda": how large a step may be if the settings do not say."""
-        super().__init__(blocks, max_model_len)
-        self._settings = settings
-        self._max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, device_type)
+        super().__init__(settings, blocks, max_model_len, device_type)
         self._ttft_budget_s = settings.ttft_budget_ms / 1000
         self._costs = StepCosts()
         self._num_cached: dict[Key, int] = {}  # of those that wait: leading tokens that were cached when they came
@@ -80,7 +76,7 @@ class PrefillScheduler(Scheduler):
                 continue
             if sequence.status is SequenceStatus.WAITING:
                 # Nobody starts before one that has no room: it would wait for ever.
-                has_room = has_room and len(self.running) < self._settings.max_num_seqs and self._admit(sequence)
+                has_room = has_room and len(self.running) < self._max_num_seqs and self._admit(sequence)
                 if not has_room:
                     continue
                 plan.admitted.append(sequence)

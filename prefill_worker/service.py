@@ -63,6 +63,7 @@ class PrefillService(Service[PrefillEntry]):
     """Implements the wire's ServerHandler, LinkHandler and TransferHandler."""
 
     role = Role.PREFILL
+    peers = frozenset({Role.GATEWAY})
 
     def __init__(self, identity: WorkerIdentity, blocks: BlockManager, clock: Callable[[], float]) -> None:
         super().__init__(identity, blocks, clock)

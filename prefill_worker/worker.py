@@ -32,14 +32,11 @@ class PrefillWorker(Worker[PrefillService]):
         setup: Setup,
         transfer_settings: TransferSettings | None = None,
     ) -> None:
-        card, network = engine.card, setup.network
-        blocks = setup.block_manager(card)
-        scheduler = PrefillScheduler(settings, blocks, card.max_model_len, card.device_type)
-        service = PrefillService(setup.identity(card, settings), blocks, network.clock)
-        super().__init__(engine, scheduler, service, setup, frozenset({Role.GATEWAY}))
-        self._links = DecodeLinks(card, setup, service, self._wire_metrics)
+        super().__init__(engine, settings, setup, PrefillScheduler, PrefillService)
+        service, clock = self.service, setup.network.clock
+        self._links = DecodeLinks(engine.card, setup, service, self._wire_metrics)
         transfers = TransferTable(
-            engine.store, service, transfer_settings or TransferSettings(), self._wire_metrics, network.clock
+            engine.store, service, transfer_settings or TransferSettings(), self._wire_metrics, clock
         )
         service.attach(self._ports, self._links, transfers)
         _add_load_gauges(service, setup.registry)

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.engine.beams.search import FinishedBeam
 from kvrelay.engine.kv.block_manager import BlockManager, Owner, sequence_owner
+from kvrelay.engine.settings import prompt_step_tokens
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
+from kvrelay.worker.settings import SchedulerSettings
 from kvrelay.worker.suspects import Key
 
 
@@ -51,7 +53,10 @@ class Schedule:
 class Scheduler(ABC):
     """Waiting and running sequences of one worker, both in order of arrival."""
 
-    def __init__(self, blocks: BlockManager, max_model_len: int) -> None:
+    def __init__(self, settings: SchedulerSettings, blocks: BlockManager, max_model_len: int, device_type: str) -> None:
+        """``device_type``: what computes, "cpu" or "cuda": how large a step may be if the settings do not say."""
+        self._max_num_seqs = settings.max_num_seqs
+        self._max_batched_tokens = prompt_step_tokens(settings.max_batched_tokens, device_type)
         self._blocks = blocks
         self._max_model_len = max_model_len
         self.waiting: list[Sequence] = []

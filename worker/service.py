@@ -73,6 +73,7 @@ class Service(ABC, Generic[E]):
     """Of entries ``E``. Implements the wire's ServerHandler; asyncio loop only, never blocks."""
 
     role: Role
+    peers: frozenset[Role]  # who may connect
 
     def __init__(self, identity: WorkerIdentity, blocks: BlockManager, clock: Callable[[], float]) -> None:
         self.identity = identity

@@ -6,16 +6,12 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
-from kvrelay.common.model_card import ModelCard
 from kvrelay.engine.guides.guidance import GuideCompiler, NoGuides
-from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.wire.lines.shared.place import SharedPlace
 from kvrelay.wire.network import Network
 from kvrelay.wire.security.keys import WireKeys
 from kvrelay.wire.settings import LinkSettings
 from kvrelay.worker.loop import ModelLoop
-from kvrelay.worker.settings import SchedulerSettings
-from kvrelay.worker.submit import WorkerIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +31,3 @@ class Setup:
     data_sockets: int = 1  # connections, or threads, for the KV blocks of one peer
     max_retained_share: float = 0.5
     guides: GuideCompiler = field(default_factory=NoGuides)
-
-    def identity(self, card: ModelCard, settings: SchedulerSettings) -> WorkerIdentity:
-        """Who the worker is."""
-        return WorkerIdentity(self.worker_id, self.epoch, card, settings.max_waiting, settings.max_num_seqs)
-
-    def block_manager(self, card: ModelCard) -> BlockManager:
-        """The books of the engine's pool."""
-        return BlockManager(
-            card.num_blocks, card.layout.block_size, self.network.clock, max_retained_share=self.max_retained_share
-        )

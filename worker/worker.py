@@ -11,18 +11,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from kvrelay.common.clock import Clock
+from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.kv.books import ledger_json, unbalanced
 from kvrelay.engine.step.interface import Engine
 from kvrelay.engine.step.leader import Leader
 from kvrelay.wire.control.server import ControlServer
-from kvrelay.wire.messages import Role
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.security.authentication import PeerGate
 from kvrelay.worker.metrics import EngineMetrics
 from kvrelay.worker.model_worker import ModelWorker
 from kvrelay.worker.scheduler import Scheduler
 from kvrelay.worker.service import Ports, Service
+from kvrelay.worker.settings import SchedulerSettings
 from kvrelay.worker.setup import Setup
+from kvrelay.worker.submit import WorkerIdentity
 
 _READY_TICK_S = 30.0  # a chunk on a slow CPU takes seconds; half a minute without a step is not normal
 _LIVE_TICK_S = 300.0
@@ -33,13 +36,25 @@ S = TypeVar("S", bound=Service[Any])
 class Worker(ABC, Generic[S]):
     """Implements :class:`kvrelay.common.process.Component`."""
 
-    def __init__(self, engine: Engine, scheduler: Scheduler, service: S, setup: Setup, peers: frozenset[Role]) -> None:
-        """``peers``: who may connect."""
-        self.service = service
-        self.blocks = service.blocks
-        self.address = setup.address
+    def __init__(
+        self,
+        engine: Engine,
+        settings: SchedulerSettings,
+        setup: Setup,
+        make_scheduler: Callable[..., Scheduler],
+        make_service: Callable[[WorkerIdentity, BlockManager, Clock], S],
+    ) -> None:
+        """``make_scheduler``: of settings, blocks, the longest sequence and what computes."""
+        card, network = engine.card, setup.network
+        self.blocks = BlockManager(
+            card.num_blocks, card.layout.block_size, network.clock, max_retained_share=setup.max_retained_share
+        )
+        scheduler = make_scheduler(settings, self.blocks, card.max_model_len, card.device_type)
+        identity = WorkerIdentity(setup.worker_id, setup.epoch, card, settings.max_waiting, settings.max_num_seqs)
+        self.service = service = make_service(identity, self.blocks, network.clock)
         self._engine = engine
-        self._network = network = setup.network
+        self.address = setup.address
+        self._network = network
         self._asyncio_loop: asyncio.AbstractEventLoop | None = None  # from the start on
         metrics = EngineMetrics(
             setup.registry,
@@ -51,7 +66,9 @@ class Worker(ABC, Generic[S]):
         self._model_worker = ModelWorker(Leader(engine), scheduler, metrics, emit, network.clock)
         self._loop = setup.model_loop(self._model_worker, f"{service.role}-model", network.clock)
         self._wire_metrics = WireMetrics(setup.registry)
-        self._gate = None if setup.keys is None else PeerGate(setup.keys, peers, self._wire_metrics, network.context)
+        self._gate = (
+            None if setup.keys is None else PeerGate(setup.keys, service.peers, self._wire_metrics, network.context)
+        )
         self._server = ControlServer(
             setup.address, service, setup.link_settings, metrics=self._wire_metrics, network=network, gate=self._gate
         )
