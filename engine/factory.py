@@ -85,7 +85,9 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
         run_ahead=model.run_ahead,
         processors=load_processors(model.logits_processors),
     )
-    if _needs_transformers(model.backend, directory):
+    from kvrelay.engine.config.model import needs_transformers  # noqa: PLC0415 - imports torch
+
+    if needs_transformers(model.backend, directory):
         from kvrelay.engine.transformers_engine import load_transformers_engine  # noqa: PLC0415 - transformers, too
 
         return load_transformers_engine(options, progress)
@@ -98,25 +100,16 @@ def _require_ranks(model: ModelSettings, directory: Path) -> None:
     """Raise ModelError unless the model can be cut among ranks."""
     from kvrelay.engine.backends.options import device_of  # noqa: PLC0415 - imports torch
     from kvrelay.engine.config.cut import require_fit  # noqa: PLC0415
-    from kvrelay.engine.config.model import load_config  # noqa: PLC0415
+    from kvrelay.engine.config.model import load_config, needs_transformers  # noqa: PLC0415
 
     asked = f"--tensor-parallel is {model.tensor_parallel}"
-    if _needs_transformers(model.backend, directory):
+    if needs_transformers(model.backend, directory):
         raise ModelError(f"{asked}, which needs a model with a path of its own; take 1")
     if device_of(model.device).type != "cpu":
         raise ModelError(f"{asked}; ranks on GPUs are not served yet: take 1, or --device cpu")
     if model.weight_format != "full":
         raise ModelError(f"{asked} and --weight-format {model.weight_format}, which rounds whole rows; take 1, or full")
     require_fit(load_config(directory), model.tensor_parallel)
-
-
-def _needs_transformers(backend: str, directory: Path) -> bool:
-    """Whether the model in ``directory`` runs through transformers: if that is asked for, or it has no path of its own here."""
-    if backend != "auto":
-        return backend == "transformers"
-    from kvrelay.engine.config.model import SUPPORTED_ARCHITECTURES, architecture_of  # noqa: PLC0415 - imports torch
-
-    return architecture_of(directory) not in SUPPORTED_ARCHITECTURES
 
 
 def load_guides(model: ModelSettings, fake: FakeSettings, vocab_size: int) -> GuideCompiler:

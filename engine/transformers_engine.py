@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -39,7 +40,9 @@ def load_transformers_engine(options: EngineOptions, progress: Callable[[int, in
             f"--kv-dtype is {options.kv_dtype}, which needs a model with a path of its own; leave it at auto"
         )
     num_bytes = sum(path.stat().st_size for path in checkpoint_files(options.model_dir))
-    dtype = dtype_of(options.dtype, _checkpoint_dtype(options), device, lambda: "but for products and attention")
+    dtype = dtype_of(
+        options.dtype, checkpoint_dtype(options.model_dir), device, lambda: "but for products and attention"
+    )
     torch.set_num_threads(options.num_threads)
     progress(0, num_bytes)
     model = load_model(options.model_dir, dtype, device)
@@ -85,16 +88,14 @@ def _ops_on(device: torch.device, options: EngineOptions) -> MakeOps:
     return CudaPagedOps
 
 
-def _checkpoint_dtype(options: EngineOptions) -> str:
+def checkpoint_dtype(directory: Path) -> str:
     """The number format that ``config.json`` names. Raises ModelError."""
-    config = json.loads((options.model_dir / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config") or {}
     dtype = (
         config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "float32"
     )
     name = str(dtype).removeprefix("torch.")
     if name not in SUPPORTED_DTYPES:
-        raise ModelError(
-            f"{options.model_dir}: dtype {name} is not supported; supported are {', '.join(SUPPORTED_DTYPES)}"
-        )
+        raise ModelError(f"{directory}: dtype {name} is not supported; supported are {', '.join(SUPPORTED_DTYPES)}")
     return name

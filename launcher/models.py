@@ -59,6 +59,19 @@ def resolve_model(name: str, *, needs_weights: bool = True) -> Path:
     return _checked(_download(name, needs_weights), needs_weights)
 
 
+def find_configuration(name: str) -> Path:
+    """The directory of ``name``, with at least its config.json. Of a Hugging Face id no weights are fetched.
+
+    Raises as :func:`resolve_model`.
+    """
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return resolve_model(name, needs_weights=False)
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} has no config.json; a model directory has one (as saved by save_pretrained)")
+    return path.resolve()
+
+
 def served_name(name: str, directory: Path) -> str:
     """What clients call the model: the Hugging Face id, or the directory's name."""
     return directory.name if name == "demo" or Path(name).expanduser().exists() else name

@@ -69,6 +69,13 @@ def architecture_of(directory: Path) -> str:
     return _architecture(_read_config(directory))
 
 
+def needs_transformers(backend: str, directory: Path) -> bool:
+    """Whether the model in ``directory`` runs through transformers: ``backend`` says so, or there is no path of its own here."""
+    if backend != "auto":
+        return backend == "transformers"
+    return architecture_of(directory) not in SUPPORTED_ARCHITECTURES
+
+
 def load_config(directory: Path) -> ModelConfig:
     """Read ``config.json``. Raises ModelError on a missing or broken file, or a model that is not supported."""
     return parse_config(_read_config(directory), str(directory))

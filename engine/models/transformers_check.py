@@ -19,6 +19,7 @@ from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.config.model import ModelShape
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models.ops import Model, StepOps
 from kvrelay.engine.models.transformers_gate import probe_layers
 from kvrelay.engine.models.transformers_model import TransformersModel
 from kvrelay.engine.step.batch import build_batch
@@ -32,41 +33,63 @@ _WINDOW = 8  # in place of longer ones
 # Relative distance of logits, by the number format. Another mask, scale or position is off by 0.1 and more.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}
 
+LONGEST = max(_LENGTHS)  # tokens of a sequence
+
 MakeOps = Callable[[ModelShape, torch.Tensor, int, int], Any]
 """Operations (PagedOps) over a pool ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, for so many tokens of a
 sequence and so many sequences."""
+MakeModel = Callable[[ModelShape, torch.Tensor, int, int], tuple[Model, StepOps]]
+"""A model with its operations, over the same."""
 
 
 @torch.inference_mode()
 def plain_logits(model: TransformersModel) -> list[torch.Tensor]:
     """What :func:`check_model` compares with: of each sequence, ``[its length, vocab]``. Call it before ``bind``."""
     with _short_windows(model), model.plain_attention():
-        device, found = model.model.device, []
-        for token_ids in _prompts(model):
-            positions = torch.arange(len(token_ids), device=device)[None]
-            inputs = {"input_ids": torch.tensor([token_ids], device=device), "position_ids": positions}
-            found.append(model.model(**inputs, use_cache=False).logits[0].float())
-        return found
+        return _plain_logits(model)
+
+
+def _plain_logits(model: TransformersModel) -> list[torch.Tensor]:
+    device, found = model.model.device, []
+    for token_ids in _prompts(model):
+        positions = torch.arange(len(token_ids), device=device)[None]
+        inputs = {"input_ids": torch.tensor([token_ids], device=device), "position_ids": positions}
+        found.append(model.model(**inputs, use_cache=False).logits[0].float())
+    return found
 
 
 @torch.inference_mode()
-def check_model(model: TransformersModel, plain: list[torch.Tensor], make_ops: MakeOps, dtype: torch.dtype) -> None:
-    """Raises ModelError if logits are not those of transformers, ``plain``."""
-    name = model.shape.architecture
+def check_model(model: TransformersModel, plain: list[torch.Tensor], make_ops: MakeOps, dtype: torch.dtype) -> float:
+    """The relative distance of logits from those of transformers, ``plain``. Raises ModelError if it is too large."""
     try:
         with _short_windows(model) as shape:
-            found = _paged_logits(model, shape, make_ops, dtype)
+            found = _paged_logits(model, shape, lambda *pool: (model, make_ops(*pool)), dtype)
     except Exception as error:
         raise ModelError(
-            f"{name} does not run over paged K/V ({type(error).__name__}: {error}): it is not served"
+            f"{model.shape.architecture} does not run over paged K/V ({type(error).__name__}: {error}): it is not served"
         ) from error
-    for ours, theirs in zip(found, plain, strict=True):
-        distance = float((ours.float() - theirs).norm() / theirs.norm())
-        if not distance <= _TOLERANCES[dtype]:
-            raise ModelError(
-                f"{name} over paged K/V is not what transformers computes: logits differ by {distance:.2g} of their size, more "
-                f"than {_TOLERANCES[dtype]:g}; it is not served"
-            )
+    return _distance(model.shape, found, plain, dtype)
+
+
+@torch.inference_mode()
+def compare_native(reference: TransformersModel, shape: ModelShape, make: MakeModel, dtype: torch.dtype) -> float:
+    """As :func:`check_model`, of a model of ours beside ``reference``. ``shape``: of ours."""
+    with reference.plain_attention():
+        plain = _plain_logits(reference)
+    return _distance(shape, _paged_logits(reference, shape, make, dtype), plain, dtype)
+
+
+def _distance(shape: ModelShape, found: list[torch.Tensor], plain: list[torch.Tensor], dtype: torch.dtype) -> float:
+    """Raises ModelError if it is too large."""
+    distances = [
+        float((ours.float() - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, plain, strict=True)
+    ]
+    if not all(distance <= _TOLERANCES[dtype] for distance in distances):
+        raise ModelError(
+            f"{shape.architecture} over paged K/V is not what transformers computes: logits differ by {max(distances):.2g} of "
+            f"their size, more than {_TOLERANCES[dtype]:g}; it is not served"
+        )
+    return max(distances)
 
 
 def _prompts(model: TransformersModel) -> list[list[int]]:
@@ -92,13 +115,13 @@ def _short_windows(model: TransformersModel) -> Iterator[ModelShape]:
 
 
 def _paged_logits(
-    model: TransformersModel, shape: ModelShape, make_ops: MakeOps, dtype: torch.dtype
+    reference: TransformersModel, shape: ModelShape, make: MakeModel, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Of each prompt, ``[its length, vocab]``."""
-    prompts = _prompts(model)
+    prompts = _prompts(reference)
     num_blocks = [-(-len(token_ids) // _BLOCK_SIZE) for token_ids in prompts]
-    pool = KvPool(geometry_of(shape, _BLOCK_SIZE, dtype), sum(num_blocks), model.model.device)
-    ops = make_ops(shape, pool.tensor, max(num_blocks) * _BLOCK_SIZE, len(prompts))
+    pool = KvPool(geometry_of(shape, _BLOCK_SIZE, dtype), sum(num_blocks), reference.model.device)
+    model, ops = make(shape, pool.tensor, max(num_blocks) * _BLOCK_SIZE, len(prompts))
     blocks = iter(torch.randperm(sum(num_blocks), generator=torch.Generator().manual_seed(2)).tolist())
     params = SamplingParams(max_tokens=1, temperature=0.0)
     slots = Slots(len(prompts), max(num_blocks))

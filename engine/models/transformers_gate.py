@@ -79,7 +79,8 @@ def probe_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         _PROBE, lambda *_, mask_function, local_size=None, **__: _Mark(mask_function, local_size)
     )
     model.set_attn_implementation(_PROBE)
-    positions = torch.arange(_NUM_TOKENS, device=model.device)[None]
+    # Also beside weights that have no memory (``transformers_outline.py``) tokens are real.
+    positions = torch.arange(_NUM_TOKENS, device="cpu" if model.device.type == "meta" else model.device)[None]
     try:
         with torch.inference_mode():
             model(

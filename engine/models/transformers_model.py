@@ -185,18 +185,23 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> Tra
     Raises ModelError on what we do not serve, naming it.
     """
     AttentionInterface.register(_OURS, _attend)
-    headers = read_headers(directory)
-    config = load_transformers_config(directory)
-    check_layers(directory, int(config.get_text_config().num_hidden_layers), headers)
-    with CheckpointReader(headers, load_quantisation(directory), dtype, "cpu") as reader:
-        check_full(reader.headers)
-    check_tokenizer(directory, int(config.get_text_config().vocab_size))
-    _from_pretrained(directory, dtype, "meta")
+    check_files(directory, dtype)
     model = _from_pretrained(directory, dtype, None).eval().to(device)
     layers = probe_layers(model)
-    made = TransformersModel(model, layers, _shape_of(model, layers, dtype))
+    made = TransformersModel(model, layers, shape_of(model, layers, dtype))
     made.use_our_attention()
     return made
+
+
+def check_files(directory: Path, dtype: torch.dtype) -> None:
+    """Whether the checkpoint's files are those of the model. Takes no memory for weights. Raises ModelError."""
+    headers = read_headers(directory)
+    config = load_transformers_config(directory).get_text_config()
+    check_layers(directory, int(config.num_hidden_layers), headers)
+    with CheckpointReader(headers, load_quantisation(directory), dtype, "cpu") as reader:
+        check_full(reader.headers)
+    check_tokenizer(directory, int(config.vocab_size))
+    _from_pretrained(directory, dtype, "meta")
 
 
 def load_transformers_config(directory: Path) -> PreTrainedConfig:
@@ -208,6 +213,14 @@ def load_transformers_config(directory: Path) -> PreTrainedConfig:
     for name, value in config.get_text_config().to_dict().items():
         if name.startswith(("num_", "n_routed_")) and isinstance(value, int) and value > _MOST_MODULES:
             raise ModelError(f"{directory}: {name!r} is {value} in config.json; at most {_MOST_MODULES} is possible")
+    return config
+
+
+def load_full_config(directory: Path) -> PreTrainedConfig:
+    """As :func:`load_transformers_config`, of the model in full where the checkpoint is quantised."""
+    config = load_transformers_config(directory)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # else transformers would want the library of its own for the format
     return config
 
 
@@ -239,9 +252,7 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, device_map: str | None
 
 def _dequantised(directory: Path, quantisation: Quantisation, how: dict[str, Any]) -> tuple[PreTrainedModel, Any]:
     """A model in full from stored weights, and what transformers tells of its loading."""
-    config = load_transformers_config(directory)
-    if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # else transformers would want the library of its own for the format
+    config = load_full_config(directory)
     with torch.device("meta"):
         model_class = type(transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
     with CheckpointReader(read_headers(directory), quantisation, how["dtype"], "cpu") as reader:
@@ -271,7 +282,8 @@ def _not_loaded(directory: Path, error: Exception) -> ModelError:
     return ModelError(f"{directory} cannot be loaded by transformers: {reason}")
 
 
-def _shape_of(model: PreTrainedModel, layers: list[AttentionLayer], dtype: torch.dtype) -> ModelShape:
+def shape_of(model: PreTrainedModel, layers: list[AttentionLayer], dtype: torch.dtype) -> ModelShape:
+    """What pool, attention and sampler must know of a model whose attention layers are ``layers``."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     longest = int(config.max_position_embeddings)

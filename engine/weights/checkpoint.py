@@ -21,6 +21,7 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.config.quantisation import load_quantisation
+from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.reader import CheckpointReader
@@ -130,19 +131,32 @@ def check_checkpoint(directory: Path, reader: CheckpointReader, config: ModelCon
     """
     headers = reader.headers
     check_layers(directory, config.num_layers, headers)
-    _, places = _allocate(config, torch.float32, torch.device("meta"), None, _WHOLE)
-    if missing := sorted(places.keys() - headers):
+    shapes = checkpoint_shapes(config)
+    if missing := sorted(shapes.keys() - headers):
         files = checkpoint_files(directory)
         where = str(files[0]) if len(files) == 1 else f"the {len(files)} files in {directory}"
         raise ModelError(f"{len(missing)} tensors are missing from {where}, the first is {missing[0]}")
     for name, header in headers.items():
-        if (place := places.get(name)) is None:
+        if (shape := shapes.get(name)) is None:
             _check_unused(reader, name, config)
-        elif header.shape != place.shape:
+        elif header.shape != shape:
             raise ModelError(
-                f"{header.path}: tensor {name} has shape {list(header.shape)}; config.json asks for {list(place.shape)}"
+                f"{header.path}: tensor {name} has shape {list(header.shape)}; config.json asks for {list(shape)}"
             )
-    check_full({name: header for name, header in headers.items() if name in places})
+    check_full({name: header for name, header in headers.items() if name in shapes})
+
+
+def check_files(directory: Path, config: ModelConfig) -> None:
+    """As :func:`check_checkpoint`, and of a tokenizer beside them; of a checkpoint that nobody reads yet."""
+    check_tokenizer(directory, config.vocab_size)
+    with CheckpointReader(read_headers(directory), load_quantisation(directory), torch.float32, "cpu") as reader:
+        check_checkpoint(directory, reader, config)
+
+
+def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors that a checkpoint of the model must have, by name. Takes no memory for them."""
+    _, places = _allocate(config, torch.float32, torch.device("meta"), None, _WHOLE)
+    return {name: place.shape for name, place in places.items() if place is not None}
 
 
 def weights_digest(directory: Path) -> str:

@@ -46,13 +46,13 @@ def test_attention_that_comes_out_otherwise_than_transformers_is_refused(
 def test_windows_and_positions_are_checked(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("mistral", tmp_path)
     if fault == "window":
-        shape_of = transformers_model._shape_of
+        shape_of = transformers_model.shape_of
 
         def without_windows(*given: Any) -> Any:
             shape = shape_of(*given)
             return replace(shape, sliding_windows=(None,) * shape.num_layers)
 
-        monkeypatch.setattr(transformers_model, "_shape_of", without_windows)
+        monkeypatch.setattr(transformers_model, "shape_of", without_windows)
     else:
         forward = transformers_model.TransformersModel.forward
 

@@ -19,6 +19,7 @@ import transformers
 from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SampledToken, SamplingParams
 from kvrelay.engine.backends.options import EngineOptions
+from kvrelay.engine.outline import outline_model
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.sequence import Sequence
 from kvrelay.engine.torch_engine import TorchEngine
@@ -164,7 +165,11 @@ def test_a_type_generates_as_transformers_or_is_refused(model_type: str, tmp_pat
         with pytest.raises(ModelError, match=r"not served|served yet|cannot be loaded"):
             engine_of(tmp_path)
         return
-    outputs = relayed(Run(engine_of(tmp_path)), Run(engine_of(tmp_path)))
+    prefill, decode = engine_of(tmp_path), engine_of(tmp_path)
+    outline = outline_model(tmp_path, "transformers", BLOCK_SIZE)
+    assert outline.geometry == prefill.card.layout.geometry
+    assert outline.num_parameters == model.num_parameters()
+    outputs = relayed(Run(prefill), Run(decode))
     for prompt, tokens in zip(PROMPTS, outputs, strict=True):
         expected, expected_logprobs = generate(model, prompt, NUM_TOKENS)
         assert [token.token_id for token in tokens] == expected

@@ -1,0 +1,124 @@
+"""What a model needs, and whether it runs, from its ``config.json`` alone; and its logits beside transformers', with weights.
+
+Nothing here loads a model to serve it (:mod:`kvrelay.engine.factory` does). It says in advance what that would find.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvrelay.common.kv_geometry import KvGeometry
+from kvrelay.engine.backends.cpu.build import cpu_ops, cpu_paged_ops
+from kvrelay.engine.backends.options import EngineOptions
+from kvrelay.engine.config.model import ModelShape, load_config, needs_transformers
+from kvrelay.engine.config.quantisation import load_quantisation
+from kvrelay.engine.kv.geometry import geometry_of
+from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models import transformers_model
+from kvrelay.engine.models.decoder import DecoderModel
+from kvrelay.engine.models.ops import Model, StepOps
+from kvrelay.engine.models.transformers_check import LONGEST, check_model, compare_native, plain_logits
+from kvrelay.engine.models.transformers_gate import probe_layers
+from kvrelay.engine.models.transformers_model import load_full_config, load_model, shape_of
+from kvrelay.engine.models.transformers_outline import NoWeights, model_without_weights
+from kvrelay.engine.transformers_engine import checkpoint_dtype
+from kvrelay.engine.weights import checkpoint
+from kvrelay.engine.weights.checkpoint import checkpoint_shapes, load_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOutline:
+    """A model that runs, before it is loaded."""
+
+    path: str  # "native", "transformers"
+    shape: ModelShape
+    geometry: KvGeometry
+    num_parameters: int
+
+    @property
+    def weights_nbytes(self) -> int:
+        """In full, as quantised weights become, in the model's number format."""
+        return self.num_parameters * self._dtype.itemsize
+
+    @property
+    def reference_nbytes(self) -> int:
+        """Memory of :func:`compare`, roughly: the model twice, in float32."""
+        return 2 * 4 * self.num_parameters
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.shape.dtype)
+        return dtype
+
+    def step_nbytes(self, num_tokens: int, num_seqs: int) -> int:
+        """A step's memory, estimated: a worker on a GPU measures it. Rows in and out of the widest product, and of logits."""
+        wide = 16 * self.shape.num_q_heads * self.shape.head_dim
+        return num_tokens * wide * self._dtype.itemsize + num_seqs * self.shape.vocab_size * 4 * 4
+
+
+def outline_model(directory: Path, backend: str, block_size: int) -> ModelOutline:
+    """What the model in ``directory`` comes to; its weights need not be there. ``backend``: as for a worker.
+
+    Raises ModelError with the reason for which a worker would not serve it.
+    """
+    load_quantisation(directory)  # refuses what is not read
+    if not needs_transformers(backend, directory):
+        config = load_config(directory)
+        geometry = geometry_of(config, block_size, getattr(torch, config.dtype))
+        num_parameters = sum(map(math.prod, checkpoint_shapes(config).values()))
+        return ModelOutline(path="native", shape=config, geometry=geometry, num_parameters=num_parameters)
+    dtype: torch.dtype = getattr(torch, checkpoint_dtype(directory))
+    model = model_without_weights(load_full_config(directory), dtype)
+    num_parameters = model.num_parameters()
+    with NoWeights():
+        shape = shape_of(model, probe_layers(model), dtype)
+    geometry = geometry_of(shape, block_size, dtype)
+    return ModelOutline(path="transformers", shape=shape, geometry=geometry, num_parameters=num_parameters)
+
+
+def check_files(directory: Path, outline: ModelOutline) -> None:
+    """Whether the checkpoint's files, all of which are in ``directory``, are those of the model. Raises ModelError."""
+    if outline.path == "native":
+        checkpoint.check_files(directory, load_config(directory))
+    else:
+        transformers_model.check_files(directory, getattr(torch, outline.shape.dtype))
+
+
+def write_random_weights(directory: Path, target: Path) -> None:
+    """A checkpoint in float32 for the model of ``directory`` into the folder ``target``: random, but no layer is without effect."""
+    model = AutoModelForCausalLM.from_config(load_full_config(directory), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+            else:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    model.save_pretrained(target)
+
+
+def compare(directory: Path, path: str) -> float:
+    """How far logits of the checkpoint in ``directory`` are from transformers', relative to their size; in float32 on the CPU.
+
+    Two short sequences, in chunks and batched over paged K/V. Raises ModelError if it is too far.
+    """
+    options = EngineOptions(model_dir=directory, model_id="compared", device="cpu")
+    reference = load_model(directory, torch.float32, torch.device("cpu"))
+    if path == "transformers":
+        plain = plain_logits(reference)
+        one_block = KvPool(geometry_of(reference.shape, options.block_size, torch.float32), 1, torch.device("cpu"))
+        reference.bind(cpu_paged_ops(options, reference.shape, one_block.tensor), torch.float32)
+        return check_model(reference, plain, lambda shape, pool, *_: cpu_paged_ops(options, shape, pool), torch.float32)
+    config = load_config(directory)
+    weights = load_weights(directory, config, torch.float32, torch.device("cpu"), lambda *_: None)
+
+    def make(_: ModelShape, pool: torch.Tensor, *sizes: int) -> tuple[Model, StepOps]:
+        ops = cpu_ops(options, config, pool, LONGEST, has_int8_weights=False)
+        return DecoderModel(config, weights, ops), ops
+
+    return compare_native(reference, config, make, torch.float32)

@@ -1,0 +1,191 @@
+"""``kvrelay check-model``: whether and how a model runs, and what it needs, before its weights are there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import transformers
+
+from kvrelay.common.errors import KvrelayError, ModelError
+from kvrelay.common.kv_geometry import KvGeometry, KvGroup
+from kvrelay.engine.outline import ModelOutline, check_files, compare, outline_model, write_random_weights
+from kvrelay.engine.settings import KvSettings, prompt_step_tokens
+from kvrelay.launcher.models import find_configuration
+
+# What a process sees of their memory, in GiB.
+GPUS = {
+    "a10": 22, "a100": 79, "a100-40gb": 39, "b200": 178, "h100": 79, "h200": 140, "l4": 22, "l40s": 44, "t4": 14.5,
+}  # fmt: skip
+_NUM_SEQS = 64  # whose logits a step has
+_MOST_RANDOM = 10**9  # parameters; to make more takes longer than somebody waits
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A model on one GPU."""
+
+    memory_gib: float
+    step_nbytes: int  # estimated
+    kv_nbytes: int  # what is left for K/V
+    num_tokens: int  # that fit there
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is found. ``reason``: why it does not run; None: it does."""
+
+    model: str
+    reason: str | None = None
+    outline: ModelOutline | None = None
+    fit: Fit | None = None
+    logits: str | None = None  # how they were compared, or why not
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs. Sizes are in bytes, lengths in tokens."""
+        found: dict[str, Any] = {"model": self.model, "runs": self.reason is None, "reason": self.reason}
+        if self.outline is not None:
+            shape, geometry = self.outline.shape, self.outline.geometry
+            found |= {
+                "path": self.outline.path,
+                "architecture": shape.architecture,
+                "dtype": shape.dtype,
+                "num_parameters": self.outline.num_parameters,
+                "weights_bytes": self.outline.weights_nbytes,
+                "max_model_len": shape.max_position_embeddings,
+                "kv_bytes_per_token": geometry.token_nbytes,
+                "kv_block_size": geometry.block_size,
+                "kv_groups": [_group_json(group) for group in geometry.groups],
+            }
+        return found | {"gpu": None if self.fit is None else dataclasses.asdict(self.fit), "logits": self.logits}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        rows: list[tuple[str, str]] = []
+        if self.outline is not None:
+            rows += _rows(self.outline)
+        if self.fit is not None:
+            rows.append((f"GPU of {self.fit.memory_gib:g} GiB", _fit_text(self.fit)))
+        if self.logits is not None:
+            rows.append(("logits", self.logits))
+        verdict = "runs" if self.reason is None else f"does not run: {self.reason}"
+        return [f"{self.model} {verdict}", *(f"  {name:<16} {text}" for name, text in rows)]
+
+
+def run(model: str, *, gpu: str | None, memory_gib: float | None, backend: str, as_json: bool) -> int:
+    """The command; returns its exit code."""
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    try:
+        directory = find_configuration(model)
+    except KvrelayError as error:
+        click.echo(f"kvrelay: {error}", err=True)
+        return 2
+    report = examine(model, directory, backend, memory_gib if gpu is None else GPUS[gpu])
+    click.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
+    return 0 if report.reason is None else 1
+
+
+def examine(model: str, directory: Path, backend: str, memory_gib: float | None) -> Report:
+    """Everything that is found out about the model in ``directory``."""
+    outline: ModelOutline | None = None
+    fit: Fit | None = None
+    try:
+        outline = outline_model(directory, backend, KvSettings().block_size)
+        fit = None if memory_gib is None else fit_of(outline, memory_gib)
+        if fit is not None and fit.num_tokens < outline.geometry.block_size:
+            raise ModelError(f"it does not fit one GPU of {fit.memory_gib:g} GiB")
+        has_weights = bool(list(directory.glob("*.safetensors")))
+        if has_weights:
+            check_files(directory, outline)
+        return Report(model, outline=outline, fit=fit, logits=_compared(directory, outline, has_weights))
+    except ModelError as error:
+        return Report(model, str(error), outline, fit)
+
+
+def fit_of(outline: ModelOutline, memory_gib: float) -> Fit:
+    """What a worker with default settings would have left for K/V."""
+    step_nbytes = outline.step_nbytes(prompt_step_tokens(None, "cuda"), _NUM_SEQS)
+    share = int(memory_gib * 2**30 * KvSettings().kv_memory_fraction)
+    kv_nbytes = max(0, share - outline.weights_nbytes - step_nbytes)
+    num_blocks = kv_nbytes // outline.geometry.block_nbytes
+    return Fit(memory_gib, step_nbytes, kv_nbytes, num_blocks * outline.geometry.block_size)
+
+
+def _compared(directory: Path, outline: ModelOutline, has_weights: bool) -> str:
+    """Raises ModelError if logits are not those of transformers."""
+    needed, available = outline.reference_nbytes, _available_nbytes()
+    if needed > 0.8 * available:
+        return f"not compared: that takes {_gib(needed)} of memory here, and there are {_gib(available)}"
+    if has_weights:
+        return _distance_text(compare(directory, outline.path), "its weights")
+    if outline.num_parameters > _MOST_RANDOM:
+        return "not compared: the weights are not here, and there are too many to make random ones"
+    with tempfile.TemporaryDirectory(prefix="kvrelay-check-") as temporary:
+        write_random_weights(directory, Path(temporary))
+        return _distance_text(compare(Path(temporary), outline.path), "random weights, as its own are not here")
+
+
+def _distance_text(distance: float, weights: str) -> str:
+    return f"as transformers computes them in float32 (relative distance {distance:.1g}), with {weights}"
+
+
+def _available_nbytes() -> int:
+    """Memory that a process could take, by Linux' own estimate; 0 where there is none."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
+
+
+def _rows(outline: ModelOutline) -> list[tuple[str, str]]:
+    shape, geometry = outline.shape, outline.geometry
+    whose = "our forward pass" if outline.path == "native" else "transformers' layers over our attention"
+    return [
+        ("path", f"{outline.path}: {whose} ({shape.architecture})"),
+        ("weights", f"{outline.num_parameters:,} parameters, {_gib(outline.weights_nbytes)} in {shape.dtype}"),
+        ("longest", f"{shape.max_position_embeddings:,} tokens"),
+        ("KV", f"{geometry.token_nbytes:,} bytes per token, {_token_text(geometry)}"),
+        *((f"KV group {number}", _group_text(group)) for number, group in enumerate(geometry.groups)),
+    ]
+
+
+def _token_text(geometry: KvGeometry) -> str:
+    return f"{geometry.block_nbytes / 2**20:.2f} MiB per block of {geometry.block_size}"
+
+
+def _group_text(group: KvGroup) -> str:
+    sizes = f"{group.key_size}" if group.key_size == group.value_size else f"{group.key_size} and {group.value_size}"
+    return (
+        f"{group.kind}: {len(group.layers)} layers, {group.num_kv_heads} heads of {sizes} in {group.dtype}, "
+        f"{group.token_nbytes:,} bytes per token"
+    )
+
+
+def _group_json(group: KvGroup) -> dict[str, Any]:
+    return {
+        "kind": str(group.kind),
+        "num_layers": len(group.layers),
+        "num_kv_heads": group.num_kv_heads,
+        "key_size": group.key_size,
+        "value_size": group.value_size,
+        "dtype": group.dtype,
+        "bytes_per_token": group.token_nbytes,
+    }
+
+
+def _fit_text(fit: Fit) -> str:
+    return (
+        f"about {_gib(fit.kv_nbytes)} for KV: {fit.num_tokens:,} tokens (beside weights, an estimated {_gib(fit.step_nbytes)} for "
+        "steps, and a tenth of the memory that stays free)"
+    )
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"

@@ -1,0 +1,156 @@
+"""``kvrelay check-model``: what it says of models with weights, without, and of those that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from kvrelay.common.errors import ModelError
+from kvrelay.launcher import check_model, cli
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "dtype": "float32",
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
+
+
+def write_config(directory: Path, model_type: str, **fields: Any) -> Path:
+    """Nothing but a config.json."""
+    config = transformers.CONFIG_MAPPING[model_type](**fields)
+    class_name = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    (directory / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": [class_name]}))
+    return directory
+
+
+def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit code, and what --json prints."""
+    code = cli.run(["check-model", "--json", *arguments])
+    content: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, content
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_model_with_weights_is_compared(model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(tmp_path, model_type, **SIZES)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    code, report = found(capsys, str(tmp_path), "--memory-gib", "1")
+    assert (code, report["runs"], report["reason"]) == (0, True, None)
+    assert report["path"] == ("native" if model_type == "llama" else "transformers")
+    assert report["num_parameters"] == model.num_parameters()
+    assert report["weights_bytes"] == 4 * model.num_parameters()
+    assert report["kv_bytes_per_token"] == 4 * 2 * 2 * 16 * 4
+    assert sum(group["bytes_per_token"] for group in report["kv_groups"]) == report["kv_bytes_per_token"]
+    assert sum(group["num_layers"] for group in report["kv_groups"]) == 4
+    gpu = report["gpu"]
+    assert gpu["kv_nbytes"] == int(0.9 * 2**30) - report["weights_bytes"] - gpu["step_nbytes"]
+    assert 0 <= gpu["kv_nbytes"] - gpu["num_tokens"] * report["kv_bytes_per_token"] < 16 * report["kv_bytes_per_token"]
+    assert report["logits"].startswith("as transformers computes them")
+    assert report["logits"].endswith("with its weights")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "cohere2"])
+def test_without_weights_random_ones_are_compared(
+    model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, report = found(capsys, str(write_config(tmp_path, model_type, **SIZES)))
+    assert (code, report["gpu"]) == (0, None)
+    assert report["logits"].endswith("with random weights, as its own are not here")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.full  # ten seconds
+def test_a_model_too_large_for_the_gpu_is_measured_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers' own defaults are the sizes of DeepSeek-V3."""
+    write_config(tmp_path, "deepseek_v3", dtype="bfloat16")
+    code, report = found(capsys, str(tmp_path), "--gpu", "h100")
+    assert (code, report["reason"]) == (1, "it does not fit one GPU of 79 GiB")
+    assert report["num_parameters"] == 671_026_404_352
+    assert report["kv_bytes_per_token"] >= 61 * 576 * 2
+
+
+def test_where_memory_is_short_logits_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_model, "_available_nbytes", lambda: 2**20)
+    code, report = found(capsys, str(write_config(tmp_path, "gemma2", **SIZES)))
+    assert code == 0
+    assert report["logits"] == "not compared: that takes 0.0 GiB of memory here, and there are 0.0 GiB"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "reason"),
+    [
+        ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 1}, "keeps a recurrent state beside K/V"),
+        ("gptj", {"rotary_dim": 8}, "computes attention in its own way"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
+    ],
+)
+def test_a_refusal_says_why(
+    model_type: str, fields: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_config(tmp_path, model_type, **{**SIZES, "num_hidden_layers": 2, **fields})
+    code, report = found(capsys, str(tmp_path))
+    assert (code, report["runs"]) == (1, False)
+    assert reason in report["reason"]
+
+
+def test_what_does_not_know_its_own_type_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nobody", "architectures": ["Nobody"]}')
+    code, report = found(capsys, str(tmp_path))
+    assert code == 1
+    assert "cannot be loaded by transformers" in report["reason"]
+
+
+def test_a_broken_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(tmp_path, "gemma2", **SIZES)
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    code, report = found(capsys, str(tmp_path))
+    assert code == 1
+    assert "model.safetensors cannot be read" in report["reason"]
+
+
+def test_logits_that_differ_are_a_refusal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_model, "compare", refuse)
+    code, report = found(capsys, str(write_config(tmp_path, "granite", **SIZES)))
+    assert (code, report["reason"]) == (1, "logits differ")
+
+
+def refuse(*_: Any) -> float:
+    """As a comparison that fails."""
+    raise ModelError("logits differ")
+
+
+def test_people_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(tmp_path, "gemma2", **SIZES)
+    assert cli.run(["check-model", str(tmp_path), "--gpu", "l4"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{tmp_path} runs\n")
+    assert "transformers' layers over our attention (Gemma2ForCausalLM)" in text
+    assert "GPU of 22 GiB" in text
+
+
+@pytest.mark.parametrize(
+    "arguments", [["no-such-model"], ["--gpu", "h100", "--memory-gib", "80"], ["--gpu", "abacus"], ["/nowhere/at/all"]]
+)
+def test_misuse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["check-model", *arguments]) == 2
+    assert capsys.readouterr().out == ""
