@@ -2,7 +2,7 @@
 
 A step takes one token of every decoding sequence first, lets sequences that were handed over complete join, and spends what
 is left of its time (:mod:`kvrelay.worker.step_cost`) on prompts: local prefill, and preempted sequences that are computed again.
-The oldest prompt comes first; a much shorter one may overtake it (:mod:`kvrelay.decode_worker.line`). Where nobody generates,
+The oldest prompt comes first; a much shorter one may overtake it (:mod:`kvrelay.worker.overtaking`). Where nobody generates,
 prompts have whole steps.
 
 When blocks run out, the youngest sequence gives its blocks up and waits to be recomputed, so the oldest is always served. While a
@@ -19,7 +19,7 @@ import bisect
 from collections.abc import Sequence as Seq
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.decode_worker.line import look_at, overtaking, shares
+from kvrelay.decode_worker.line import look_at, shares
 from kvrelay.decode_worker.run_ahead import who_goes_on
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.beams.searches import BeamSearches
@@ -27,6 +27,7 @@ from kvrelay.engine.kv.block_manager import BlockManager
 from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.step.plan import RowResult
 from kvrelay.engine.step.sequence import Sequence, SequenceStatus
+from kvrelay.worker.overtaking import overtaking
 from kvrelay.worker.scheduler import Progress, Schedule, Scheduler, among, arrival, owner_of, progress_of
 from kvrelay.worker.step_cost import MixedSteps
 from kvrelay.worker.suspects import Key
@@ -111,14 +112,12 @@ class DecodeScheduler(Scheduler):
         prompts = [one for one in self.running if one.num_uncomputed_tokens > 1]
         prompts += [one for one in self.waiting if not one.block_table]
         prompts = sorted(among(group, prompts), key=arrival)
-        turn = overtaking([one.num_uncomputed_tokens for one in prompts], budget)
-        if turn is None:
-            return budget
-        short, share = prompts[turn[0]], turn[1]
-        self._admit_prompts(plan, 0, group, last=short)
-        if short.status is not SequenceStatus.RUNNING:
-            return budget  # no room
-        return budget - share + self._continue_running(plan, share, [short])
+        # One alone: all that came before the prompt that overtakes get their blocks, too.
+        for place, share in overtaking([one.num_uncomputed_tokens for one in prompts], budget)[:1]:
+            self._admit_prompts(plan, 0, group, last=prompts[place])
+            if prompts[place].status is SequenceStatus.RUNNING:  # else there is no room
+                budget += self._continue_running(plan, share, [prompts[place]]) - share
+        return budget
 
     def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
         """The step behind one that still runs (:mod:`kvrelay.decode_worker.run_ahead`), with no tokens of that known.
@@ -153,8 +152,7 @@ class DecodeScheduler(Scheduler):
         if sum(num_left) < budget:
             return True
         waiting = [one.num_uncomputed_tokens for one in self.waiting if not one.block_table]
-        turn = overtaking(num_left + waiting, budget)
-        return turn is not None and turn[0] >= len(num_left)
+        return any(place >= len(num_left) for place, _ in overtaking(num_left + waiting, budget)[:1])
 
     def abandon(self, rows: Seq[StepRow]) -> None:
         """A step that ran ahead is over and yields nothing: release the blocks that only it still held."""

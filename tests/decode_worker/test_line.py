@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvrelay.common.sampling import BeamSearch, SamplingParams
-from kvrelay.decode_worker.line import Line, look_at, overtaking, shares
+from kvrelay.decode_worker.line import Line, look_at, shares
 from kvrelay.engine.step.sequence import Sequence
 
 
@@ -45,26 +43,6 @@ def test_a_complete_search_waits_for_all_its_places() -> None:
     assert look_at([search, prompt], 2) == Line([], None, has_places=False)
     assert look_at([search, prompt], 3) == Line([search], None, has_places=False)
     assert look_at([search, prompt], 4) == Line([search], prompt, has_places=True)
-
-
-@pytest.mark.parametrize(
-    ("num_left", "num_tokens", "turn"),
-    [
-        ([], 100, None),
-        ([60, 40], 100, None),  # the step finishes both
-        ([7000, 100], 100, (1, 50)),
-        ([7000, 100], 400, (1, 100)),
-        ([30, 7000, 100], 100, (2, 35)),  # the first one is not in anybody's way
-        ([7000, 3000, 100, 80, 80], 60, (3, 30)),
-        ([7000, 4000], 100, None),  # alike: both would be late
-        ([100, 7000], 50, None),
-        ([7000, 100], 1, None),
-    ],
-)
-def test_a_much_shorter_prompt_has_half_of_what_the_one_in_its_way_would_get(
-    num_left: list[int], num_tokens: int, turn: tuple[int, int] | None
-) -> None:
-    assert overtaking(num_left, num_tokens) == turn
 
 
 def test_what_one_does_not_take_is_the_next_ones() -> None:
