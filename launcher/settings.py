@@ -30,6 +30,12 @@ class DeploymentSettings:
         1, "prefill workers; with 0 the decode workers prefill themselves (colocated)", minimum=0, maximum=64
     )
     decode: int = setting(1, "decode workers", minimum=1, maximum=64)
+    prefill_tensor_parallel: int | None = setting(
+        None, "--tensor-parallel of prefill workers alone", minimum=1, maximum=64
+    )
+    decode_tensor_parallel: int | None = setting(
+        None, "--tensor-parallel of decode workers alone", minimum=1, maximum=64
+    )
     threads: int | None = setting(
         None, "CPU threads of each worker; default: the cores divided by the workers", minimum=1, maximum=1024
     )

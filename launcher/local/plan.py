@@ -80,8 +80,12 @@ def plan_deployment(
     prefill_share, decode_share = gpu_shares(len(prefill), len(decode))
     everywhere = {**given, "model": str(model_directory), "drain_s": deployment.drain_s}
 
-    def worker(name: str, ports: WorkerPorts, share: float, component: type, stop_rank: int) -> ComponentSpec:
+    def worker(
+        name: str, ports: WorkerPorts, share: float, num_ranks: int | None, component: type, stop_rank: int
+    ) -> ComponentSpec:
         chosen = {"kv_memory_fraction": share, **everywhere, "threads": threads, "admin_host": _LOOPBACK}
+        if num_ranks is not None:
+            chosen["tensor_parallel"] = num_ranks
         return ComponentSpec(
             name=name,
             command=_command(f"{name.split('-', maxsplit=1)[0]}-worker", component, {**chosen, **_places(name, ports)}),
@@ -92,9 +96,10 @@ def plan_deployment(
             environment={"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
         )
 
+    ranks = (deployment.prefill_tensor_parallel, deployment.decode_tensor_parallel)
     specs = [
-        *(worker(f"prefill-{i}", one, prefill_share, PrefillSettings, 1) for i, one in enumerate(prefill)),
-        *(worker(f"decode-{i}", one, decode_share, DecodeSettings, 2) for i, one in enumerate(decode)),
+        *(worker(f"prefill-{i}", one, prefill_share, ranks[0], PrefillSettings, 1) for i, one in enumerate(prefill)),
+        *(worker(f"decode-{i}", one, decode_share, ranks[1], DecodeSettings, 2) for i, one in enumerate(decode)),
     ]
     scheme = "http" if settings.gateway.tls.tls_cert is None else "https"
     url = f"{scheme}://{_reachable(settings.gateway.host)}:{http_port}"

@@ -198,6 +198,23 @@ def parsed(cls: type, spec: ComponentSpec) -> object:
     return options.load(context.params, {})
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (1, 1)),
+        ({"tensor_parallel": 3}, (3, 3)),
+        ({"prefill_tensor_parallel": 1, "decode_tensor_parallel": 3}, (1, 3)),
+        ({"tensor_parallel": 3, "prefill_tensor_parallel": 1}, (1, 3)),
+    ],
+)
+def test_each_pool_has_its_ranks(given: dict[str, int], expected: tuple[int, int]) -> None:
+    plan = planned(LocalSettings.of(model="/models/tiny", **given))
+    prefill, decode = parsed(PrefillSettings, plan.specs[0]), parsed(DecodeSettings, plan.specs[1])
+    assert isinstance(prefill, PrefillSettings)
+    assert isinstance(decode, DecodeSettings)
+    assert (prefill.model.tensor_parallel, decode.model.tensor_parallel) == expected
+
+
 def test_a_plan_wires_the_components_together() -> None:
     settings = LocalSettings.of(
         model="/models/tiny", prefill=2, decode=1, max_batched_tokens=256, ttft_budget_ms=250, log_level="error"

@@ -1,0 +1,75 @@
+"""Workers of several ranks beside workers of one: what they hand over gives the same answers; a rank that dies costs a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvrelay.launcher.local.deployment import LocalDeployment
+from kvrelay.launcher.settings import LocalSettings
+
+from .conftest import PATIENCE_S, wait_until_idle
+from .promises import WISHES, ask_alone, ask_together
+from .test_demo import http
+from .test_same_seed import Stream, Wish
+
+pytestmark = pytest.mark.timeout(300)
+
+NAMES = ("greedy", "frequency_penalty", "prompt_logprobs", "temperature", "json_schema", "beams 4")
+LONG = Wish("Tell me a story.", {"seed": 3, "temperature": 1.0, "max_tokens": 48, "ignore_eos": True})
+
+
+@pytest.fixture(scope="module", params=[(3, 1), (1, 3)], ids=["3-to-1", "1-to-3"])
+def unequal(request: pytest.FixtureRequest, model_directory: Path) -> Iterator[LocalDeployment]:
+    """A prefill and a decode worker, one of them on three ranks; the model has nine query heads."""
+    prefill, decode = request.param
+    settings = LocalSettings.of(
+        port=0, device="cpu", dtype="float32", threads=1, num_blocks=64, local_prefill="fallback",
+        room_timeout_s=PATIENCE_S, prefill_tensor_parallel=prefill, decode_tensor_parallel=decode,
+    )  # fmt: skip
+    with LocalDeployment.from_settings(settings, model_directory) as running:
+        running.wait_ready(timeout_s=180)
+        yield running
+
+
+async def test_unequal_pools_answer_as_one_rank_does(deployment: LocalDeployment, unequal: LocalDeployment) -> None:
+    wishes = {name: WISHES[name] for name in NAMES}
+    expected, given = await ask_alone(deployment.url, wishes), await ask_together(unequal.url, wishes)
+    for name, answer in given.items():
+        assert [(one["text"], one["token_ids"]) for one in answer.choices] == [
+            (one["text"], one["token_ids"]) for one in expected[name].choices
+        ], name
+    await asyncio.to_thread(wait_until_idle, unequal)
+
+
+async def test_a_rank_that_is_killed_costs_a_pause(deployment: LocalDeployment, unequal: LocalDeployment) -> None:
+    answers = await ask_alone(deployment.url, {"long": LONG})
+    [expected] = [(one["text"], one["token_ids"]) for one in answers["long"].choices]
+    [(worker, rank)] = ranks(unequal)[:1]
+    async with http(unequal) as client, asyncio.TaskGroup() as running:
+        stream = Stream("long", LONG)
+        running.create_task(stream.run(client))
+        await stream.is_under_way.wait()
+        os.kill(rank, signal.SIGKILL)
+    assert stream.told == [expected]
+    await asyncio.to_thread(unequal.wait_ready, timeout_s=120)
+    assert not psutil.pid_exists(rank)
+    assert any(f"(process {rank}) was ended by SIGKILL" in line for line in unequal.log.lines if worker in line)
+    again = await ask_alone(unequal.url, {"long": LONG})
+    assert [(one["text"], one["token_ids"]) for one in again["long"].choices] == [expected]
+
+
+def ranks(deployment: LocalDeployment) -> list[tuple[str, int]]:
+    """Worker and process of each rank that is not a leader."""
+    return [
+        (name, child.pid)
+        for name, pid in deployment.pids.items()
+        for child in psutil.Process(pid).children(recursive=True)
+        if "kvrelay.engine.rank_main" in child.cmdline()
+    ]

@@ -1,0 +1,100 @@
+"""Hand-offs between workers of one to four ranks each, equal and unequal, plain and sealed, by every way."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrelay.common.kv_geometry import GroupKind, KvGeometry, KvGroup
+from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.kv.gathered import GatheredRead, GatheredStore
+
+from .lease_bench import BLOCK_NBYTES, BLOCK_SIZE
+from .rig import Rig
+
+
+def geometry_of(num_heads: int) -> KvGeometry:
+    size = BLOCK_NBYTES // (2 * BLOCK_SIZE * num_heads * 2)
+    group = KvGroup(
+        kind=GroupKind.FULL, layers=(0, 1), num_kv_heads=num_heads, key_size=size, value_size=size, dtype="uint8"
+    )
+    return KvGeometry(groups=(group,), block_size=BLOCK_SIZE)
+
+
+class RanksStore(GatheredStore):
+    """For :class:`tests.wire.rig.CountingStore`, over the pools of some ranks."""
+
+    def __init__(self, num_blocks: int, geometry: KvGeometry, num_ranks: int) -> None:
+        assert geometry.block_nbytes == BLOCK_NBYTES
+        (group,) = geometry.groups
+        num_own = [len(Cut(rank, num_ranks).heads(group.num_kv_heads)) for rank in range(num_ranks)]
+        sizes = [BLOCK_NBYTES * count // group.num_kv_heads for count in num_own]
+        self.parts = [np.zeros((num_blocks, size), dtype=np.uint8) for size in sizes]
+        super().__init__(geometry, num_blocks, self.parts)
+        self.reads: Counter[int] = Counter()
+        self.writes: Counter[int] = Counter()
+
+    def block(self, block_id: int) -> Any:
+        return _Block(self, block_id)
+
+    def open_read(self, block_id: int) -> GatheredRead:
+        self.reads[block_id] += 1
+        return super().open_read(block_id)
+
+    def close_read(self, block_id: int) -> None:
+        self.reads[block_id] -= 1
+
+    def open_write(self, block_id: int) -> memoryview:
+        self.writes[block_id] += 1
+        return super().open_write(block_id)
+
+    def close_write(self, block_id: int) -> None:
+        super().close_write(block_id)
+        self.writes[block_id] -= 1
+
+
+class _Block:
+    """A block of all ranks, as a rig writes and reads it."""
+
+    def __init__(self, store: RanksStore, block_id: int) -> None:
+        self._store = store
+        self._block_id = block_id
+
+    def __setitem__(self, part: slice, content: bytes) -> None:
+        self._store.open_write(self._block_id)[part] = content
+        self._store.close_write(self._block_id)
+
+    def __bytes__(self) -> bytes:
+        return self._store.gather(self._block_id).tobytes()
+
+
+class RanksRig(Rig):
+    """Of the decode side's ranks, then the prefill side's."""
+
+    def __init__(self, context: Any, geometry: KvGeometry, ranks: tuple[int, int], **options: Any) -> None:
+        self._geometry = geometry
+        self._ranks = iter(ranks)
+        super().__init__(context, **options)
+
+    def new_store(self, num_blocks: int) -> Any:
+        return RanksStore(num_blocks, self._geometry, next(self._ranks))
+
+
+@pytest.mark.parametrize("seals_kv", [False, True], ids=["plain", "sealed"])
+@pytest.mark.parametrize("ranks", list(itertools.product((1, 2, 3, 4), repeat=2)))
+def test_any_ranks_hand_over_to_any_others(
+    context: Any, way: dict[str, Any], ranks: tuple[int, int], seals_kv: bool
+) -> None:
+    """Four K/V heads; where there are three ranks, one head that all of them have."""
+    rig = RanksRig(context, geometry_of(1 if 3 in ranks else 4), ranks, seals_kv=seals_kv, **way)
+    try:
+        rig.assert_holds(rig.hand_over())
+        rig.assert_holds(rig.hand_over(num_tokens=7, request_id="again"))
+        for store in (rig.store, rig.source):
+            assert all(part.any() for part in store.parts)
+    finally:
+        rig.close()
