@@ -5,32 +5,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from kvrelay.gateway.errors import (
-    AttemptsFailedError,
-    BodyTooLargeError,
-    InvalidRequestError,
-    ModelNotFoundError,
-    RequestTimeoutError,
-    TooManyRequestsError,
-    UnauthorizedError,
-    UnavailableError,
-)
 from kvrelay.gateway.http.request import SECONDS, TIMEOUT_HEADER
 
-_ERRORS = (
-    InvalidRequestError,
-    UnauthorizedError,
-    ModelNotFoundError,
-    BodyTooLargeError,
-    TooManyRequestsError,
-    AttemptsFailedError,
-    UnavailableError,
-    RequestTimeoutError,
-)
+Documented = dict[int | str, dict[str, Any]]
+"""A route's responses, by status."""
+
+_ERRORS: dict[int | str, str] = {
+    400: "A field is wrong",
+    401: "No API key, or one that is not known",
+    404: "The model is not served here",
+    413: "The body exceeds the limit",
+    429: "This API key asks for more than it may",
+    502: "Every attempt at the request failed",
+    503: "Nobody can serve the request now",
+    504: "The request's time ran out",
+    # Also keeps FastAPI from documenting a 422 of its own: what is wrong with a body is answered with 400.
+    "4XX": "Another way in which a request can be wrong",
+}
 
 
 class ErrorDetail(BaseModel):
@@ -192,25 +188,22 @@ def events_of(description: str) -> dict[str, Any]:
     return {"text/event-stream": {"schema": schema}}
 
 
-def answers(whole: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+def answers(whole: type[BaseModel]) -> Documented:
     """A POST's responses: ``whole``, or a stream of events, or one of the errors."""
     events = events_of("each event's data is a chunk in JSON, the last one's is [DONE]")
-    documented: dict[int | str, dict[str, Any]] = {
-        200: {"model": whole, "description": "The answer; with stream=true its events", "content": events}
-    }
-    for error in _ERRORS:
-        documented[error.status] = {"model": ErrorBody, "description": (error.__doc__ or "").strip()}
-    # Also keeps FastAPI from documenting a 422 of its own: what is wrong with a body is answered with 400.
-    documented["4XX"] = {"model": ErrorBody, "description": "Another way in which a request can be wrong"}
-    return documented
+    answer = {"model": whole, "description": "The answer; with stream=true its events", "content": events}
+    return {200: answer, **errors_as(ErrorBody, _ERRORS)}
 
 
-UNAUTHORIZED: dict[int | str, dict[str, Any]] = {
-    401: {"model": ErrorBody, "description": (UnauthorizedError.__doc__ or "").strip()}
-}
-HEALTHY: dict[int | str, dict[str, Any]] = {200: {"model": Health}}
-VERSION: dict[int | str, dict[str, Any]] = {200: {"model": Version}}
-READY: dict[int | str, dict[str, Any]] = {**HEALTHY, 503: {"model": Health, "description": "With the reasons"}}
+def errors_as(model: Any, descriptions: Mapping[int | str, str]) -> Documented:
+    """Responses whose body is a ``model``."""
+    return {status: {"model": model, "description": text} for status, text in descriptions.items()}
+
+
+UNAUTHORIZED = errors_as(ErrorBody, {401: _ERRORS[401]})
+HEALTHY: Documented = {200: {"model": Health}}
+VERSION: Documented = {200: {"model": Version}}
+READY: Documented = {**HEALTHY, 503: {"model": Health, "description": "With the reasons"}}
 
 # Read by the routes themselves: FastAPI does not see the requests that it documents.
 REQUEST_HEADERS: dict[str, Any] = {

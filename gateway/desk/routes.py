@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from fastapi import FastAPI, Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvrelay.gateway.apis.answer_docs import ErrorBody
+from kvrelay.gateway.apis.answer_docs import ErrorBody, errors_as
 from kvrelay.gateway.desk.feed import Feed
 from kvrelay.gateway.desk.records import NUM_KEPT, Records
 from kvrelay.gateway.errors import InvalidRequestError, NotFoundError
 from kvrelay.gateway.http.sse import EventStream, sse
 
-_REFUSED: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody, "description": "With the reason"}}
+_REFUSED = errors_as(ErrorBody, {"4XX": "With the reason"})
 
 
 def add_desk(app: FastAPI, records: Records, feed: Feed) -> None:

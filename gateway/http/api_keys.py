@@ -110,7 +110,7 @@ class ApiKeys:
     def __init__(self, path: Path, clock: Clock) -> None:
         self._path = path
         self._clock = clock
-        self._version = _version(path)
+        self._version = version_of(path)
         self._take(_read(path))
         self._uses: dict[str, KeyUse] = {}  # by name; what runs is counted on when the file changes
         self._looked_s = clock()
@@ -144,7 +144,7 @@ class ApiKeys:
         if now_s - self._looked_s < _LOOK_EVERY_S:
             return
         self._looked_s = now_s
-        version = _version(self._path)
+        version = version_of(self._path)
         if version == self._version:
             return
         self._version = version
@@ -160,13 +160,17 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _version(path: Path) -> tuple[int, int] | None:
-    """Differs when the file does: Kubernetes replaces it, an editor may write into it."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
+def version_of(*paths: Path) -> list[tuple[int, int, int] | None]:
+    """Differs when the files do: Kubernetes replaces them, an editor may write into them. None: there is no such file."""
+    found: list[tuple[int, int, int] | None] = []
+    for path in paths:
+        try:
+            status = path.stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+    return found
 
 
 def line_of(name: str, key: str) -> str:

@@ -12,10 +12,9 @@ import ssl
 from pathlib import Path
 
 from kvrelay.common.errors import SettingsError
+from kvrelay.gateway.http.api_keys import version_of
 
 logger = logging.getLogger(__name__)
-
-_Version = tuple[tuple[int, int, int] | None, ...]
 
 
 class Certificate:
@@ -25,12 +24,12 @@ class Certificate:
         self._cert = cert
         self._key = key
         # Before they are read: what changes in between is seen at the next look.
-        self._version = self._look()
+        self._version = version_of(cert, key)
         self.context = _context(cert, key)
 
     async def look_again(self) -> None:
         """Read the files if they have changed. To be called now and then, on the loop that accepts."""
-        version = self._look()
+        version = version_of(self._cert, self._key)
         if version == self._version:
             return
         self._version = version
@@ -41,18 +40,6 @@ class Certificate:
             logger.info("read a new certificate from %s", self._cert)
         except SettingsError as error:
             logger.error("%s; the certificate read before stays in force", error)
-
-    def _look(self) -> _Version:
-        """Differs when the files do: Kubernetes replaces them, an editor may write into them."""
-        return tuple(_version(path) for path in (self._cert, self._key))
-
-
-def _version(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _context(cert: Path, key: Path) -> ssl.SSLContext:

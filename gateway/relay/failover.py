@@ -46,39 +46,28 @@ class _Pause:
 class Avoidance:
     """Whom one request avoids, until when. All times are seconds on one monotonic clock."""
 
-    workers: dict[str, _Pause] = field(default_factory=dict)  # by address
-    pairs: dict[tuple[str, str], _Pause] = field(default_factory=dict)  # by addresses of prefill and decode worker
+    pauses: dict[Part, _Pause] = field(default_factory=dict)
 
     @property
     def is_any(self) -> bool:
         """Whether anybody has been blamed."""
-        return bool(self.workers or self.pairs)
+        return bool(self.pauses)
 
-    def blame(self, addresses: Collection[str], now_s: float, until_s: float) -> None:
-        """Avoid a worker, or a pair (prefill worker first), from ``now_s`` until ``until_s``."""
-        match tuple(addresses):
-            case (address,):
-                self.workers[address] = _Pause(now_s, until_s)
-            case (prefill, decode):
-                self.pairs[prefill, decode] = _Pause(now_s, until_s)
-            case ():
-                pass
-            case _:
-                raise AssertionError(f"{addresses} are more than a pair")
+    def blame(self, part: Part, now_s: float, until_s: float) -> None:
+        """Avoid a worker, or a pair (prefill worker first), from ``now_s`` until ``until_s``; nobody if ``part`` is empty."""
+        assert len(part) <= 2, f"{part} are more than a pair"
+        if part:
+            self.pauses[part] = _Pause(now_s, until_s)
 
     def forgive(self, address: str, up_since_s: float) -> None:
         """What was said of a worker before it came up anew at ``up_since_s`` does not count any more."""
-        self.workers = {
-            worker: pause for worker, pause in self.workers.items() if worker != address or pause.since_s > up_since_s
-        }
-        self.pairs = {
-            pair: pause for pair, pause in self.pairs.items() if address not in pair or pause.since_s > up_since_s
+        self.pauses = {
+            part: pause for part, pause in self.pauses.items() if address not in part or pause.since_s > up_since_s
         }
 
     def next_change_s(self, now_s: float) -> float | None:
         """When there will be more to choose from than at ``now_s``; None if nobody is avoided."""
-        pauses = (*self.workers.values(), *self.pairs.values())
-        return min((pause.until_s for pause in pauses if pause.until_s > now_s), default=None)
+        return min((pause.until_s for pause in self.pauses.values() if pause.until_s > now_s), default=None)
 
     def choices(
         self, prefills: Collection[str], decodes: Collection[str], now_s: float, shut: Collection[Part] = ()
@@ -87,10 +76,9 @@ class Avoidance:
 
         ``shut``: workers and pairs that nobody may use, whatever this request knows of them.
         """
-        paused = {address for address, pause in self.workers.items() if pause.until_s > now_s}
-        paused |= {part[0] for part in shut if len(part) == 1}
-        pairs = {pair for pair, pause in self.pairs.items() if pause.until_s > now_s}
-        pairs |= {(part[0], part[1]) for part in shut if len(part) == 2}
+        avoided = {part for part, pause in self.pauses.items() if pause.until_s > now_s}.union(shut)
+        paused = {part[0] for part in avoided if len(part) == 1}
+        pairs = {part for part in avoided if len(part) == 2}
         suspects = {address for pair in pairs for address in pair}
         left, right = set(prefills) - paused, set(decodes) - paused
         if not prefills:

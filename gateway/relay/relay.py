@@ -124,7 +124,7 @@ class Relay:
                 pass  # another attempt may succeed, also after a cancellation: it was not ours
         pause_s = _AVOID_S if failure.retry_after_s is None else failure.retry_after_s
         now_s = self.clock()
-        request.avoidance.blame(failure.blamed, now_s, now_s + pause_s)
+        request.avoidance.blame(tuple(failure.blamed), now_s, now_s + pause_s)
         if failure.code not in _SHORTAGES:
             request.num_failures += 1
             request.waits_since_s = None

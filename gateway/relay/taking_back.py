@@ -15,7 +15,6 @@ the prompt does not answer: the attempt goes on. Lives on the gateway's asyncio 
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Callable
 
 from kvrelay.gateway.relay.request import GenerationRequest, Place
@@ -31,21 +30,6 @@ FindSooner = Callable[[Worker, Key], Place | None]
 """A place where the prompt of this attempt at a prefill worker would be computed clearly sooner; None if there is none."""
 
 
-class _State(enum.Enum):
-    LOOKING = "looking"
-    ASKED = "asked"  # the prefill worker, and a place is kept
-    UNANSWERED = "unanswered"  # no place is kept any more
-    OVER = "over"
-
-
-_TRANSITIONS = {
-    _State.LOOKING: frozenset({_State.ASKED, _State.OVER}),
-    _State.ASKED: frozenset({_State.UNANSWERED, _State.OVER}),
-    _State.UNANSWERED: frozenset({_State.OVER}),
-    _State.OVER: frozenset({_State.OVER}),
-}
-
-
 class TakingBack:
     """Of one attempt at a prefill worker. ``end`` it."""
 
@@ -58,13 +42,11 @@ class TakingBack:
         self._next_key = (key[0], key[1] + 1)
         self._prefill = prefill
         self._find = find
-        self._state = _State.LOOKING
         self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
         self.place: Place | None = None  # that is kept
 
     def end(self) -> None:
         """The prompt is computed, or the attempt is over: nobody looks any more, and no place is kept."""
-        self._advance(_State.OVER)
         self._timer.cancel()
         self._give_place_back()
 
@@ -73,21 +55,12 @@ class TakingBack:
         if place is None or not self._prefill.client.send(Withdraw(request_id=self._key[0], attempt=self._key[1])):
             self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
             return
-        self._advance(_State.ASKED)
         self._request.was_asked_back = True
         self.place = place
         self._pool.keep_place(self._next_key, place.decode, self._request.num_tokens + 1, place.num_to_compute)
-        self._timer = asyncio.get_running_loop().call_later(_ANSWER_S, self._on_silence)
-
-    def _on_silence(self) -> None:
-        self._advance(_State.UNANSWERED)
-        self._give_place_back()
+        self._timer = asyncio.get_running_loop().call_later(_ANSWER_S, self._give_place_back)
 
     def _give_place_back(self) -> None:
         if self.place is not None:
             self._pool.give_place_back(self._next_key, self.place.decode)
             self.place = None
-
-    def _advance(self, state: _State) -> None:
-        assert state in _TRANSITIONS[self._state], f"no transition {self._state.name} -> {state.name}"
-        self._state = state

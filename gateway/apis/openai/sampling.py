@@ -221,6 +221,11 @@ class SamplingBody(OpenAIBody):
             )
         if is_stream and beams is not None:
             raise InvalidRequestError("a beam search cannot be streamed: leave stream out", param="use_beam_search")
+        stops = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
+        retention = None
+        if self.cache_priority is not None or self.cache_ttl is not None:
+            priority = _RAISED_PRIORITY if self.cache_priority is None else self.cache_priority
+            retention = Retention(priority=priority, ttl_s=self.cache_ttl)
         requested = requested_guide(self.response_format, self.structured_outputs, self._extras)
         if requested is not None and beams is not None:
             name = requested.param.partition(".")[0]
@@ -230,7 +235,7 @@ class SamplingBody(OpenAIBody):
             max_tokens=max_tokens,
             max_tokens_param=max_tokens_param,
             top_k=self.top_k if self.top_k is not None and self.top_k > 0 else 0,
-            stops=self._stops() if self.stop else (),
+            stops=tuple(stop for stop in stops if stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             includes_stop=bool(self.include_stop_str_in_output),
             keeps_special=self.skip_special_tokens is False,
@@ -247,7 +252,7 @@ class SamplingBody(OpenAIBody):
             processors=tuple(self.logits_processors or ()),
             beam_search=beams,
             priority=(self.priority or 0) + _TIER_PRIORITY.get(self.service_tier or "", 0),
-            retention=self._retention(),
+            retention=retention,
             truncate=self.truncate_prompt_tokens,
         )
 
@@ -276,17 +281,6 @@ class SamplingBody(OpenAIBody):
             raise InvalidRequestError(
                 f"bad_words have {num_chars} characters in all; at most {_MAX_BAD_CHARS} are allowed", param="bad_words"
             )
-
-    def _retention(self) -> Retention | None:
-        if self.cache_priority is None and self.cache_ttl is None:
-            return None
-        priority = _RAISED_PRIORITY if self.cache_priority is None else self.cache_priority
-        return Retention(priority=priority, ttl_s=self.cache_ttl)
-
-    def _stops(self) -> tuple[str, ...]:
-        """Empty ones are dropped."""
-        stops = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
-        return tuple(stop for stop in stops if stop)
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from kvrelay import __version__
-from kvrelay.gateway.apis.answer_docs import events_of
+from kvrelay.gateway.apis.answer_docs import Documented, errors_as, events_of
 from kvrelay.gateway.apis.openai.sampling import MAX_CHOICES, MAX_PROMPTS, MAX_STOPS
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
@@ -119,7 +119,7 @@ class Info(BaseModel):
     docker_label: str | None = Field(default=None, description="Always null.")
 
 
-_ERRORS = {
+_ERRORS: dict[int | str, str] = {
     401: "No API key, or one that is not known",
     413: "The body exceeds the limit",
     422: "A field is wrong: names it, its value and the limit",
@@ -128,25 +128,18 @@ _ERRORS = {
     500: "Incomplete generation",
     503: "Nobody can serve the request now",
     504: "The request's time ran out",
+    "4XX": "Another way in which a request can be wrong",
 }
 
 
-def tgi_answers(*whole: Any, events: Any = None, also: Any = None) -> dict[int | str, dict[str, Any]]:
+def tgi_answers(*whole: Any, events: Any = None, also: Any = None) -> Documented:
     """A route's responses: one of ``whole`` as JSON, or ``events``, or an error; in OpenAI's shape, too, if ``also`` says so."""
     answer: dict[str, Any] = {"description": "The answer"}
     if whole:
         answer["model"] = reduce(or_, whole)
     if events is not None:
         answer["content"] = events_of("each event's data is a token in JSON, or the error that ends the stream")
-    model = TgiError if also is None else TgiError | also
-    documented: dict[int | str, dict[str, Any]] = {200: answer}
-    for status, description in _ERRORS.items():
-        documented[status] = {"model": model, "description": description}
-    documented["4XX"] = {"model": model, "description": "Another way in which a request can be wrong"}
-    return documented
+    return {200: answer, **errors_as(TgiError if also is None else TgiError | also, _ERRORS)}
 
 
-HEALTHY: dict[int | str, dict[str, Any]] = {
-    200: {"description": "Tokens can be generated"},
-    503: {"model": TgiError, "description": "With the reason"},
-}
+HEALTHY: Documented = {200: {"description": "Tokens can be generated"}, **errors_as(TgiError, {503: "With the reason"})}

@@ -30,7 +30,7 @@ def test_a_prefill_worker_speaks_for_both() -> None:
 
 def test_a_blamed_worker_pauses() -> None:
     avoidance = Avoidance()
-    avoidance.blame(["d"], 0.0, until_s=5.0)
+    avoidance.blame(("d",), 0.0, until_s=5.0)
     assert set(choices(avoidance, "p", "de")) == {("p", "e")}
     assert choices(avoidance, "p", "d") == []
     assert choices(avoidance, "", "de")[0] == ("", "e")
@@ -40,7 +40,7 @@ def test_a_blamed_worker_pauses() -> None:
 
 def test_a_suspected_pair_is_not_used_again_but_each_of_them_with_somebody_else() -> None:
     avoidance = Avoidance()
-    avoidance.blame(["p", "d"], 0.0, until_s=5.0)
+    avoidance.blame(("p", "d"), 0.0, until_s=5.0)
     assert choices(avoidance, "p", "d") == []
     assert set(choices(avoidance, "pq", "d")) == {("q", "d")}
     assert set(choices(avoidance, "p", "de")) == {("p", "e")}
@@ -51,10 +51,10 @@ def test_a_suspected_pair_is_not_used_again_but_each_of_them_with_somebody_else(
 
 def test_nobody_is_blamed_for_what_nobody_did() -> None:
     avoidance = Avoidance()
-    avoidance.blame([], 0.0, until_s=5.0)
+    avoidance.blame((), 0.0, until_s=5.0)
     assert choices(avoidance, "p", "d")[0] == ("p", "d")
     with pytest.raises(AssertionError, match="more than a pair"):
-        avoidance.blame(["a", "b", "c"], 0.0, until_s=5.0)
+        avoidance.blame(("a", "b", "c"), 0.0, until_s=5.0)
 
 
 def test_who_is_shut_for_everybody_is_chosen_by_nobody() -> None:
