@@ -39,7 +39,7 @@ from kvrelay.gateway.http.request import parse_body
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.model import Model, ModelFiles
 from kvrelay.gateway.relay.relay import Relay
-from kvrelay.gateway.relay.settings import RelaySettings
+from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.text.output import TextDelta, Usage
 from kvrelay.gateway.text.tokenizer import aside
 from kvrelay.gateway.workers.pool import WorkerPool, static_workers

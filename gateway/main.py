@@ -23,11 +23,10 @@ from kvrelay.common.errors import SettingsError
 from kvrelay.common.logs import configure_logs
 from kvrelay.gateway.app import create_app
 from kvrelay.gateway.http.protocol import HttpProtocol
-from kvrelay.gateway.http.settings import HttpLimits, TlsSettings
 from kvrelay.gateway.http.sse import GatheredWrites
 from kvrelay.gateway.http.tls import Certificate
 from kvrelay.gateway.metrics import GatewayMetrics, Refusals
-from kvrelay.gateway.settings import GatewaySettings
+from kvrelay.gateway.settings import GatewaySettings, HttpLimits, TlsSettings
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Everything a gateway is started with; rooms keep the settings that are theirs."""
+"""Everything a gateway is started with. Rooms are given those that are theirs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,129 @@ from dataclasses import dataclass, field
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.common.settings import setting
-from kvrelay.gateway.chat.dialect import REASONING_PARSERS, TOOL_PARSERS
-from kvrelay.gateway.http.settings import HttpLimits, TlsSettings
-from kvrelay.gateway.relay.settings import RelaySettings
-from kvrelay.gateway.workers.settings import DiscoverySettings
 from kvrelay.wire.settings import KEYS_HELP
 
+# Of how models write calls, and mark thoughts; kvrelay.gateway.chat knows what each means.
+TOOL_PARSERS = (
+    "auto", "none", "deepseek_v31", "glm47", "gpt_oss", "hermes", "kimi_k2", "lfm2", "llama3_json", "mistral", "mistral_args",
+    "pythonic", "qwen3_coder",
+)  # fmt: skip
+REASONING_PARSERS = ("auto", "none", "deepseek_r1", "mistral", "qwen3", "seed_oss")
+
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
+_ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})|(ipc|inproc)://\S+")
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoverySettings:
+    """Who the workers are."""
+
+    discovery: str = setting(
+        "static",
+        "who the workers are: those of --prefill-workers and --decode-workers, or pods in Kubernetes",
+        choices=("static", "kubernetes"),
+    )
+    prefill_workers: tuple[str, ...] = setting(
+        (), "ZeroMQ addresses of prefill workers, such as tcp://10.0.0.7:7100; without any, all prefill is local"
+    )
+    decode_workers: tuple[str, ...] = setting(
+        ("tcp://127.0.0.1:7200",), "ZeroMQ addresses of decode workers, such as tcp://10.0.0.8:7200"
+    )
+    namespace: str | None = setting(None, "Kubernetes namespace of the workers' pods; default: the gateway's own")
+    worker_selector: str = setting(
+        "app.kubernetes.io/name=kvrelay", "labels of the workers' pods, which also have kvrelay.dev/role"
+    )
+
+    def __post_init__(self) -> None:
+        """Raises SettingsError on an address that no worker can have, and without any decode worker."""
+        if self.discovery == "kubernetes":
+            return
+        if not self.decode_workers:
+            raise SettingsError("--decode-workers is empty: nobody could generate; name at least one, tcp://HOST:PORT")
+        for name, addresses in (("prefill", self.prefill_workers), ("decode", self.decode_workers)):
+            for address in addresses:
+                match = _ADDRESS.fullmatch(address)
+                if match is None or (match["port"] is not None and not 1 <= int(match["port"]) <= 65535):
+                    raise SettingsError(
+                        f"--{name}-workers: {address!r} is no worker's address; write tcp://HOST:PORT (port 1 to 65535), "
+                        "such as tcp://10.0.0.8:7200, or ipc://PATH"
+                    )
+
+
+@dataclass(frozen=True, slots=True)
+class RelaySettings:
+    """How requests are routed and how hard they are tried."""
+
+    policy: str = setting(
+        "prefix",
+        "how workers are picked: who has the longest prefix of the prompt and is not clearly more loaded, or the least loaded",
+        choices=("prefix", "least_loaded"),
+    )
+    prefix_map_blocks: int = setting(
+        65536, "policy prefix: KV blocks of which the gateway remembers who has them; some 150 bytes each", minimum=1
+    )
+    local_prefill: str = setting(
+        "sooner",
+        "when decode workers compute prompts themselves: also beside prefill workers, if the first token comes sooner that way; "
+        "only while no prefill worker is up; or never, with 503 until one is",
+        choices=("sooner", "fallback", "never"),
+    )
+    max_attempts: int = setting(4, "attempts at one request before it fails, waits for room not counted", minimum=1)
+    request_timeout_s: float = setting(
+        600.0, "how long one request may take in all; X-Request-Timeout asks for less", unit="s", minimum=1
+    )
+    room_timeout_s: float = setting(
+        60.0, "how long a request may wait for a worker with room before it gets 503", unit="s", minimum=0
+    )
+    max_queued: int = setting(1024, "requests that may wait for a worker with room; one more gets 503", minimum=1)
+    max_sequences: int = setting(
+        128, "sequences that one request may ask for: prompts times n, best_of or beams; more get 400", minimum=1
+    )
+    prefill_backlog_s: float = setting(
+        2.0, "work of prompts that may wait at a worker; other prompts wait in the gateway", unit="s", minimum=0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What clients may take before they are turned away."""
+
+    max_header_bytes: int = setting(
+        64 * 2**10, "largest request line and headers of one request; beyond it 431", unit="bytes", minimum=1024
+    )
+    header_timeout_s: float = setting(
+        10.0, "how long the headers of a request may take to arrive", unit="s", minimum=0.1
+    )
+    client_timeout_s: float = setting(
+        30.0,
+        "how long the body of a request may take to arrive, and how long its client may read nothing of the answer",
+        unit="s",
+        minimum=0.1,
+    )
+    keep_alive_s: float = setting(
+        75.0,
+        "how long a connection stays open without a request; set it longer than clients and load balancers keep theirs, "
+        "else a request may meet a connection that is being closed",
+        unit="s",
+        minimum=0.1,
+    )
+    max_connections: int = setting(10_000, "connections of clients at a time; one more gets 503", minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsSettings:
+    """Whether the HTTP API is HTTPS."""
+
+    tls_cert: str | None = setting(
+        None, "PEM file of the HTTP API's certificate and what it is signed by, read again when it changes"
+    )
+    tls_key: str | None = setting(None, "PEM file of the certificate's private key, without a passphrase")
+
+    def __post_init__(self) -> None:
+        """Raises SettingsError on one without the other."""
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("--tls-key", "--tls-cert") if self.tls_cert is None else ("--tls-cert", "--tls-key")
+            raise SettingsError(f"{given} is set and {missing} is not: TLS needs both; set {missing}, too")
 
 
 @dataclass(frozen=True, slots=True)

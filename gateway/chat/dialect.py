@@ -1,8 +1,9 @@
-"""How a model talks: what of its template, its tools and its thoughts the gateway must know to ask it and to read its answers.
+"""A chat to a prompt, and what must be found in the answer's text afterwards: template, tools, thoughts.
 
-One :class:`Dialect` per model, made from its chat template and two settings. For a chat request, in this order:
-``parse_tools`` and ``parse_tool_choice`` (:mod:`.tools.functions`), :meth:`Dialect.render_arguments` in front of the chat template,
-:meth:`Dialect.guide` into the sampling parameters, and for each choice of the answer :meth:`Dialect.parser`.
+One :class:`Dialect` per model, made from its chat template and two settings, says how the model talks. :func:`read_chat` makes a
+:class:`Chat` of a conversation: ``parse_tools`` and ``parse_tool_choice`` (:mod:`.tools.functions`),
+:meth:`Dialect.render_arguments` in front of the chat template; then :meth:`Dialect.guide` goes into the sampling parameters, and
+:meth:`Dialect.parser` reads each choice of the answer.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import msgspec
 
 from kvrelay.common.sampling import Guide
 from kvrelay.gateway.chat.structural_tag import format_of, free_text, guide_of, optional, regex, sequence, tag
-from kvrelay.gateway.chat.tools.call_grammar import tool_guide
+from kvrelay.gateway.chat.template import ChatTemplate
+from kvrelay.gateway.chat.tools.call_grammar import guide_param, tool_guide
 from kvrelay.gateway.chat.tools.calls import CallIds, random_call_id
 from kvrelay.gateway.chat.tools.formats.families import FALLBACK, FAMILIES, ToolFamily, family_for
-from kvrelay.gateway.chat.tools.functions import ToolChoice, ToolMode
+from kvrelay.gateway.chat.tools.functions import ToolChoice, ToolMode, parse_tool_choice, parse_tools
 from kvrelay.gateway.chat.tools.messages import Message, MessageStyle, as_text, template_messages, with_tools
 from kvrelay.gateway.chat.tools.parser import NO_CALLS, CallParser, Context
 from kvrelay.gateway.chat.tools.reader import Reading
 from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.relay.request import GenerationSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +55,6 @@ REASONING_FAMILIES: dict[str, ReasoningFamily] = {
     "deepseek_r1": ReasoningFamily("<think>", "</think>", "<\uff5cAssistant\uff5c>"),
     "qwen3": ReasoningFamily("<think>", "</think>"),
 }
-# Values of --tool-parser and --reasoning-parser.
-TOOL_PARSERS: tuple[str, ...] = ("auto", "none", *sorted(FAMILIES))
-REASONING_PARSERS: tuple[str, ...] = ("auto", "none", *sorted(REASONING_FAMILIES))
-
 # The variable, not a message's field of that name.
 _TOOLS = re.compile(r"(?<![\w.\"'])tools\b(?!['\"])")
 
@@ -200,3 +199,66 @@ class Dialect:
         if self.family is None:
             return False
         return self.family.whole_answer is not None or choice.mode is not ToolMode.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A chat, ready to be computed."""
+
+    prompt: str
+    echoed: str  # of the last message, what the answer begins with
+    _dialect: Dialect
+    _choice: ToolChoice
+
+    def guided(self, spec: GenerationSpec) -> GenerationSpec:
+        """``spec`` with what tools and thoughts ask of the output. Raises InvalidRequestError if that contradicts its guide."""
+        guide = self._dialect.guide(self.prompt, self._choice, spec.guide, spec.guide_param)
+        if spec.beam_search is not None and guide is not None:
+            raise InvalidRequestError("tools and use_beam_search are given together; leave one out", param="tools")
+        kept_tokens = () if self.has_plain_answers else self._dialect.kept_tokens  # nobody would read them
+        param = guide_param(self._choice, spec.guide_param)
+        return msgspec.structs.replace(spec, guide=guide, guide_param=param, kept_tokens=kept_tokens)
+
+    @property
+    def has_plain_answers(self) -> bool:
+        """Whether all text is content: there are neither tools nor thoughts."""
+        return self._dialect.is_plain(self._choice)
+
+    def parser(self) -> CallParser:
+        """Reads one choice of the answer."""
+        return self._dialect.parser(self.prompt, self._choice)
+
+
+def read_chat(
+    template: ChatTemplate,
+    dialect: Dialect,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Any] | None = None,
+    tool_choice: Any = None,
+    allows_parallel: bool = True,
+    continues: bool = False,
+    echoes: bool = False,
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+) -> Chat:
+    """A conversation, whichever API it came by; messages and tools are as the client sent them.
+
+    ``continues``: the last message is the beginning of the answer; ``echoes``: which repeats it. ``variables``: more names for the
+    template. Raises InvalidRequestError naming the field that is wrong.
+    """
+    choice = parse_tool_choice(tool_choice, parse_tools(tools), allows_parallel=allows_parallel)
+    if continues and choice.mode is not ToolMode.NONE:
+        raise InvalidRequestError(
+            "continue_final_message and tools are given together; leave one out", param="continue_final_message"
+        )
+    shown, functions = dialect.render_arguments(messages, choice)
+    prompt = template.render(
+        shown,
+        tools=functions,
+        continues=continues,
+        add_generation_prompt=add_generation_prompt,
+        variables=variables,
+    )
+    echoed = str(shown[-1].get("content") or "") if continues and echoes else ""
+    return Chat(prompt, echoed, dialect, choice)

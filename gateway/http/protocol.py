@@ -23,9 +23,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from kvrelay.gateway.errors import ApiError, ConnectionsError, HeadersTooLargeError, InvalidHttpError, SlowClientError
-from kvrelay.gateway.http.settings import HttpLimits
 from kvrelay.gateway.http.sse import EXTENSION, Exchange, GatheredWrites
 from kvrelay.gateway.metrics import Reason, Refusals
+from kvrelay.gateway.settings import HttpLimits
 
 _MAX_HEADERS = 256  # each is compared with the names that are looked for
 _MAX_PIPELINED = 16  # requests behind the one that is being answered

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from kvrelay.common.clock import Clock
 from kvrelay.gateway.relay.request import GenerationRequest, Place
-from kvrelay.gateway.relay.settings import RelaySettings
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
 from kvrelay.gateway.routing.forecast import Prefiller, Supply
 from kvrelay.gateway.routing.prefixes import PrefixMap, RequestPrefix
 from kvrelay.gateway.routing.ways import CLEARLY_SOONER, Limits, Reason, Route, best_local, choose, choose_way
+from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers.load import Key, WorkerView
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.gateway.workers.worker import Worker

@@ -26,9 +26,9 @@ from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.attempt import Attempt, AttemptFailedError, AttemptMovedError, Take
 from kvrelay.gateway.relay.placement import Placement, views
 from kvrelay.gateway.relay.request import AttemptNote, GenerationRequest, Place
-from kvrelay.gateway.relay.settings import RelaySettings
 from kvrelay.gateway.routing.admission import Admission, Asked
 from kvrelay.gateway.routing.breaker import CircuitBreakers, Part
+from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers.pool import WorkerPool
 from kvrelay.wire.messages import ABOUT_GUIDE, DecodeTarget, FailureCode, Submit, TokenDelta
 

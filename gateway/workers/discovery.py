@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.common.errors import SettingsError
+from kvrelay.gateway.settings import DiscoverySettings
 from kvrelay.gateway.workers.pool import FoundWorker, WorkerPool, static_workers
-from kvrelay.gateway.workers.settings import DiscoverySettings
 from kvrelay.wire.messages import Role
 
 if TYPE_CHECKING:

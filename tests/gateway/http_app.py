@@ -17,10 +17,8 @@ from kvrelay.common.model_card import ModelCard
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.engine.fake.engine import fake_card
 from kvrelay.gateway.app import create_app
-from kvrelay.gateway.relay.settings import RelaySettings
-from kvrelay.gateway.settings import GatewaySettings
+from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings
 from kvrelay.gateway.text.tokenizer import Tokenizer
-from kvrelay.gateway.workers.settings import DiscoverySettings
 from kvrelay.wire.messages import Role, Submit, Timings
 from kvrelay.wire.network import Network
 

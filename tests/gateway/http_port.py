@@ -18,10 +18,10 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvrelay.gateway.http.settings import HttpLimits
 from kvrelay.gateway.http.tls import Certificate
 from kvrelay.gateway.main import make_http_server
 from kvrelay.gateway.metrics import GatewayMetrics, Reason, Refusals
+from kvrelay.gateway.settings import HttpLimits
 
 GET = b"GET /first HTTP/1.1\r\nhost: x\r\n\r\n"
 POST = b"POST /first HTTP/1.1\r\nhost: x\r\n"  # the rest of it is the test's

@@ -16,7 +16,7 @@ from kvrelay.engine.fake.engine import fake_card
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.relay import Relay
 from kvrelay.gateway.relay.request import GenerationRequest, RequestTimings
-from kvrelay.gateway.relay.settings import RelaySettings
+from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.text.tokenizer import Tokenizer
 from kvrelay.gateway.workers.pool import WorkerPool, static_workers
 from kvrelay.wire.control.server import ControlServer

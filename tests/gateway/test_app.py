@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from kvrelay import __version__
-from kvrelay.gateway.http.settings import HttpLimits
+from kvrelay.gateway.settings import HttpLimits
 from kvrelay.wire.messages import Submit
 
 from .http_app import CHAT, TEXT, App, app_for, saying

@@ -17,9 +17,7 @@ import pytest
 
 from kvrelay.common.errors import ModelError, SettingsError
 from kvrelay.gateway.main import serve
-from kvrelay.gateway.relay.settings import RelaySettings
-from kvrelay.gateway.settings import GatewaySettings
-from kvrelay.gateway.workers.settings import DiscoverySettings
+from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, RelaySettings
 
 from .certificates import trusting, write_pair
 

@@ -23,12 +23,9 @@ from prometheus_client import CollectorRegistry
 from kvrelay.decode_worker.worker import DecodeWorker
 from kvrelay.engine.fake.engine import fake_card
 from kvrelay.gateway.app import create_app
-from kvrelay.gateway.http.settings import HttpLimits
 from kvrelay.gateway.main import make_http_server
 from kvrelay.gateway.metrics import GatewayMetrics, Refusals
-from kvrelay.gateway.relay.settings import RelaySettings
-from kvrelay.gateway.settings import GatewaySettings
-from kvrelay.gateway.workers.settings import DiscoverySettings
+from kvrelay.gateway.settings import DiscoverySettings, GatewaySettings, HttpLimits, RelaySettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 
 from .workers import LINKS, OnStep, assert_nothing_held, decode_worker, prefill_worker

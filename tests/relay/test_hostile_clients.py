@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.gateway.http.settings import HttpLimits
+from kvrelay.gateway.settings import HttpLimits
 
 from .gate import Gate
 from .http_gateway import deployment, write_model

@@ -22,7 +22,7 @@ from kvrelay.engine.kv.block_manager import Owner, OwnerKind
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.relay import Relay
 from kvrelay.gateway.relay.request import GenerationSpec
-from kvrelay.gateway.relay.settings import RelaySettings
+from kvrelay.gateway.settings import RelaySettings
 from kvrelay.prefill_worker.worker import PrefillWorker
 
 from .workers import decode_worker, gateway, generate, prefill_worker

@@ -18,7 +18,7 @@ from kvrelay.engine.fake.step import Share
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.relay.relay import Relay
 from kvrelay.gateway.relay.request import GenerationRequest, RequestTimings
-from kvrelay.gateway.relay.settings import RelaySettings
+from kvrelay.gateway.settings import RelaySettings
 from kvrelay.gateway.workers.pool import WorkerPool, static_workers
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.prefill_worker.worker import PrefillWorker

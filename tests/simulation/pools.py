@@ -18,7 +18,7 @@ from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.fake.engine import FakePace
 from kvrelay.gateway.errors import ApiError
 from kvrelay.gateway.relay.request import GenerationRequest, RequestTimings
-from kvrelay.gateway.relay.settings import RelaySettings
+from kvrelay.gateway.settings import RelaySettings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 from kvrelay.wire.messages import TokenDelta
 

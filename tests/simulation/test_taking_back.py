@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from kvrelay.decode_worker.settings import DecodeSchedulerSettings
 from kvrelay.engine.fake.engine import FakePace
-from kvrelay.gateway.relay.settings import RelaySettings
+from kvrelay.gateway.settings import RelaySettings
 from kvrelay.prefill_worker.settings import PrefillSchedulerSettings
 
 from .faults import Fault, cut, drain, freeze, kill, stop

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from kvrelay.gateway.apis.openai.sampling import MAX_LOGPROBS, MAX_PROMPTS, SamplingBody, TokenIds
-from kvrelay.gateway.chat.chat import Chat, read_chat
+from kvrelay.gateway.chat.dialect import Chat, read_chat
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.model import Model
 

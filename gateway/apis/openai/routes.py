@@ -24,7 +24,7 @@ from kvrelay.gateway.apis.openai.bodies import ChatBody, CompletionBody
 from kvrelay.gateway.apis.openai.chat_answer import ChatFormat
 from kvrelay.gateway.apis.openai.completion_answer import CompletionFormat
 from kvrelay.gateway.apis.openai.sampling import SamplingBody
-from kvrelay.gateway.chat.chat import Chat
+from kvrelay.gateway.chat.dialect import Chat
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.request import ApiRequest, ApiRoute
 from kvrelay.gateway.model import Model

@@ -17,7 +17,7 @@ from kvrelay.gateway.apis.openai.bodies import Effort, checked_role, text_of
 from kvrelay.gateway.apis.openai.output_format import format_guide, make_guide
 from kvrelay.gateway.apis.openai.sampling import BOOKKEEPING, MAX_LOGPROBS, OpenAIBody, refuse_unsupported
 from kvrelay.gateway.apis.responses.answer import ResponseFormat
-from kvrelay.gateway.chat.chat import Chat, read_chat
+from kvrelay.gateway.chat.dialect import Chat, read_chat
 from kvrelay.gateway.errors import InvalidRequestError
 from kvrelay.gateway.http.request import ApiRequest, ApiRoute, RequestBody
 from kvrelay.gateway.model import Model

@@ -19,7 +19,7 @@ from kvrelay.gateway.apis.answering import served_models
 from kvrelay.gateway.apis.openai.bodies import ChatBody, Messages, checked_messages
 from kvrelay.gateway.apis.openai.sampling import TokenId
 from kvrelay.gateway.apis.tgi.answer_docs import tgi_answers
-from kvrelay.gateway.chat.chat import read_chat
+from kvrelay.gateway.chat.dialect import read_chat
 from kvrelay.gateway.errors import ApiError, InvalidRequestError
 from kvrelay.gateway.http.edge import error_response
 from kvrelay.gateway.http.request import ApiRequest, ApiRoute, RequestBody

@@ -12,6 +12,7 @@ from kvrelay.gateway.chat.tools.calls import random_call_id
 from kvrelay.gateway.chat.tools.formats.families import FAMILIES
 from kvrelay.gateway.chat.tools.functions import ToolChoice, ToolMode
 from kvrelay.gateway.errors import InvalidRequestError
+from kvrelay.gateway.settings import REASONING_PARSERS, TOOL_PARSERS
 
 from .tools.cases import Answer, names_choice, numbered_ids, read
 from .tools.grammars import Grammars
@@ -27,6 +28,8 @@ def test_from_the_template_and_from_the_settings() -> None:
     assert dialect.kept_tokens == ("<tool_call>", "</tool_call>", "<think>", "</think>")
     off = Dialect.of(QWEN3, "none", "none")
     assert (off.family, off.reasoning, off.kept_tokens) == (None, None, ())
+    assert ("auto", "none", *sorted(FAMILIES)) == TOOL_PARSERS
+    assert ("auto", "none", *sorted(REASONING_FAMILIES)) == REASONING_PARSERS
     for name, family in FAMILIES.items():
         assert Dialect.of(None, tool_parser=name).family is family
     for name, thoughts in REASONING_FAMILIES.items():

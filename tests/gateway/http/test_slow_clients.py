@@ -13,9 +13,9 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from kvrelay.gateway.http.protocol import HttpProtocol
-from kvrelay.gateway.http.settings import HttpLimits
 from kvrelay.gateway.http.sse import GatheredWrites
 from kvrelay.gateway.metrics import GatewayMetrics, Refusals
+from kvrelay.gateway.settings import HttpLimits
 
 from ..http_port import GET, Recorder, Talker, all_of, answer, close, error_of, pestered, serving, until
 
