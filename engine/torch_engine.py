@@ -45,6 +45,7 @@ from kvrelay.engine.step.plan import SamplingInputs, StepPlan
 from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.torch_step import Deferred, TorchStep
 from kvrelay.engine.weights.checkpoint import load_weights, weights_digest
+from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.headers import checkpoint_files
 from kvrelay.engine.weights.kv_scales import kv_scales_digest, load_kv_scales
 
@@ -99,14 +100,16 @@ class TorchEngine:
         kv_dtype = kv_dtype_of(options.kv_dtype, dtype, device)
         rounding = rounding_of(options.weight_format, device, dtype)
         torch.set_num_threads(options.num_threads)
+        keeps: Callable[[StoredWeight], bool] | None = None  # on a CPU full weights are fastest
         if device.type == "cuda":
-            from kvrelay.engine.backends.cuda.build import require_weight_format  # noqa: PLC0415 - a CPU worker may lack Triton
+            from kvrelay.engine.backends.cuda.build import kept_weights, require_weight_format  # noqa: PLC0415 - a CPU worker may lack Triton
 
             require_weight_format(rounding, device)
+            keeps = kept_weights(device)
         kv_scales: torch.Tensor | None = None
         if kv_dtype == torch.float8_e4m3fn:
             kv_scales = load_kv_scales(checkpoint_files(options.model_dir), config)
-        weights = load_weights(options.model_dir, whole, dtype, device, progress, rounding, cut)
+        weights = load_weights(options.model_dir, whole, dtype, device, progress, rounding, cut, keeps)
         geometry = geometry_of(whole, options.block_size, kv_dtype)
         memory: GpuMemory | None = None
         if device.type == "cuda":

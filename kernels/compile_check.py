@@ -33,6 +33,7 @@ from kvrelay.kernels import (
     activation,
     decode_attention,
     decode_splits,
+    group_scaled_linear,
     grouped_linear,
     norm,
     penalties,
@@ -58,6 +59,8 @@ _KERNELS = {
         activation._silu_mul_kernel,
         decode_splits.decode_combine_kernel,
         decode_attention._decode_split_kernel,
+        group_scaled_linear._dequantise_groups_kernel,
+        group_scaled_linear._group_scaled_linear_kernel,
         grouped_linear._grouped_linear_kernel,
         norm._rms_norm_kernel,
         penalties._penalties_kernel,
@@ -76,6 +79,7 @@ _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -262,6 +266,36 @@ def _linear_launches() -> list[Launch]:
     return [launch for launch in found if launch.kernel != "_add_splits_kernel" or "int8" in launch.case]
 
 
+def _group_scaled_launches() -> list[Launch]:
+    """Every tile over 4 bits in groups of 128, as AWQ and GPTQ have them; fp8 in blocks; groups of 32."""
+    found: list[Launch] = []
+    bf16 = torch.bfloat16
+    for dtype, name, group_size, sizes in (
+        (
+            torch.uint8,
+            "4 bits",
+            128,
+            ((16, bf16, 1), (16, torch.float16, 4), (32, bf16, 1), (64, bf16, 1), (256, bf16, 1)),
+        ),
+        (torch.float8_e4m3fn, "e4m3", 128, ((16, bf16, 1), (64, bf16, 1), (256, bf16, 1))),
+        (torch.uint8, "4 bits", 32, ((16, bf16, 1), (64, bf16, 1))),
+    ):
+        is_packed = dtype == torch.uint8
+        values = torch.empty((256, 4096 // (1 + is_packed)), dtype=dtype)
+        scale = torch.empty((256, 4096 // group_size), dtype=torch.float16 if is_packed else torch.float32)
+        zero = torch.empty(scale.shape, dtype=torch.uint8) if is_packed else None
+        for num_tokens, x_dtype, num_splits in sizes:
+            x = torch.empty((num_tokens, 4096), dtype=x_dtype)
+            case = f"{_NAMES[x_dtype]} {name} by {group_size}, {num_tokens} rows"
+            call = partial(
+                group_scaled_linear.group_scaled_linear, x, values, scale, zero, group_size, None, num_splits
+            )
+            found += _record(case + (f", {num_splits} splits" if num_splits > 1 else ""), call)
+        dequantise = partial(group_scaled_linear.dequantise_groups, values, scale, zero, group_size, bf16)
+        found += _record(f"bf16 {name} by {group_size}", dequantise)
+    return found
+
+
 def _expert_launches() -> list[Launch]:
     """Every tile over weights in 16 bits, as gpt-oss has biases; the formats of 8 bits with the tile of few rows."""
     found: list[Launch] = []
@@ -328,7 +362,7 @@ def _all_launches() -> list[Launch]:
             is_representative |= launch.case == "bf16 d128 32/8 fp8 pool"
         if is_representative or launch.kernel.startswith(("_prefill", "_decode_split")):
             found.append(launch)
-    return [*found, *_linear_launches(), *_expert_launches()]
+    return [*found, *_linear_launches(), *_group_scaled_launches(), *_expert_launches()]
 
 
 def compile_launch(launch: Launch, target: Target) -> KernelResources:

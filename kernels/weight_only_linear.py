@@ -27,36 +27,36 @@ from kvrelay.kernels.checks import FP8_DTYPE, require_dtype, require_shape, requ
 MAX_ROWS = 256
 ROW_TILES = (16, 32, 64, MAX_ROWS)  # up to so many rows are multiplied by a kernel of their own
 
-_COMPUTE_DTYPES = (torch.float16, torch.bfloat16)
+COMPUTE_DTYPES = (torch.float16, torch.bfloat16)
 _WEIGHT_DTYPES = (torch.int8, FP8_DTYPE)
 # Output channels of a wide tile, by which splits are counted, and input features in whose multiples they are cut.
 _WIDE_OUTS = 128
-_SPLIT_UNIT = 128
+SPLIT_UNIT = 128
 _MIN_UNITS = 4  # of a split: less costs more to add up than the parallelism is worth
 _SUM_BLOCK = 512
-_DEQUANTISE_BLOCK = 1024
+DEQUANTISE_BLOCK = 1024
 
 
 @dataclass(frozen=True)
-class _Tile:
+class Tile:
     """What one program computes, and in which steps."""
 
     tokens: int
     outs: int
-    ins: int  # input features of one step; divides _SPLIT_UNIT
+    ins: int  # input features of one step; divides SPLIT_UNIT
     stages: int
     warps: int
 
 
-def _tile(num_tokens: int) -> _Tile:
+def tile_of(num_tokens: int) -> Tile:
     """By rows: activations come from the L2 for every tile of output channels, so more rows want wider tiles."""
     if num_tokens <= ROW_TILES[0]:
-        return _Tile(16, 64, 128, stages=5, warps=4)
+        return Tile(16, 64, 128, stages=5, warps=4)
     if num_tokens <= ROW_TILES[1]:
-        return _Tile(32, _WIDE_OUTS, 128, stages=3, warps=4)
+        return Tile(32, _WIDE_OUTS, 128, stages=3, warps=4)
     if num_tokens <= ROW_TILES[2]:
-        return _Tile(64, _WIDE_OUTS, 128, stages=3, warps=8)
-    return _Tile(128, _WIDE_OUTS, 64, stages=3, warps=8)
+        return Tile(64, _WIDE_OUTS, 128, stages=3, warps=8)
+    return Tile(128, _WIDE_OUTS, 64, stages=3, warps=8)
 
 
 def linear_splits(num_multiprocessors: int, out_features: int, in_features: int) -> int:
@@ -65,7 +65,7 @@ def linear_splits(num_multiprocessors: int, out_features: int, in_features: int)
     The fewest with which there is a wide tile for every multiprocessor, as long as a split has 512 features on average.
     """
     tiles = triton.cdiv(out_features, _WIDE_OUTS)
-    units = triton.cdiv(in_features, _SPLIT_UNIT)
+    units = triton.cdiv(in_features, SPLIT_UNIT)
     splits = 1
     while tiles * splits < num_multiprocessors and units >= 2 * splits * _MIN_UNITS:
         splits *= 2
@@ -147,7 +147,8 @@ def _add_splits_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(sums_ptr + (split * num_tokens + token) * out_features + outs, mask=mask, other=0.0)
-    total *= tl.load(scale_ptr + outs, mask=mask, other=0.0)
+    if scale_ptr is not None:
+        total *= tl.load(scale_ptr + outs, mask=mask, other=0.0)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + outs, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * out_features + outs, total.to(out_ptr.dtype.element_ty), mask=mask)
@@ -182,11 +183,10 @@ def weight_only_linear(
     Raises:
         ValueError: wrong shape, dtype or stride, too many rows, or no split.
     """
-    num_tokens = _check(x, weight, scale, bias)
-    if num_splits < 1:
-        raise ValueError(f"num_splits is {num_splits}, expected at least 1")
+    _check_weight(weight, scale)
     out_features, in_features = weight.shape
-    tile = _tile(num_tokens)
+    num_tokens = require_rows(x, in_features, out_features, bias, num_splits)
+    tile = tile_of(num_tokens)
     out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
     target = out
     if num_splits > 1:
@@ -205,7 +205,7 @@ def weight_only_linear(
         x.stride(0),
         weight.stride(0),
         SPLITS=num_splits,
-        SPLIT_UNIT=_SPLIT_UNIT,
+        SPLIT_UNIT=SPLIT_UNIT,
         TOKENS=tile.tokens,
         OUTS=tile.outs,
         INS=tile.ins,
@@ -213,10 +213,16 @@ def weight_only_linear(
         num_stages=tile.stages,
     )
     if num_splits > 1:
-        _add_splits_kernel[(num_tokens, triton.cdiv(out_features, _SUM_BLOCK))](
-            target, scale, bias, out, num_tokens, out_features, SPLITS=num_splits, BLOCK=_SUM_BLOCK, num_warps=4
-        )
+        add_splits(target, scale, bias, out)
     return out
+
+
+def add_splits(sums: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Write the sum of `sums` `[num_splits, num_tokens, out_features]`, times `scale`, plus `bias`, into `out`."""
+    num_splits, num_tokens, out_features = sums.shape
+    _add_splits_kernel[(num_tokens, triton.cdiv(out_features, _SUM_BLOCK))](
+        sums, scale, bias, out, num_tokens, out_features, SPLITS=num_splits, BLOCK=_SUM_BLOCK, num_warps=4
+    )
 
 
 def dequantise_weight(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -235,30 +241,30 @@ def dequantise_weight(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dt
     """
     _check_weight(weight, scale)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    require_dtype("the result", out, *_COMPUTE_DTYPES)
+    require_dtype("the result", out, *COMPUTE_DTYPES)
     num_outs, in_features = weight.shape
-    _dequantise_kernel[(num_outs, triton.cdiv(in_features, _DEQUANTISE_BLOCK))](
-        weight, scale, out, in_features, weight.stride(0), BLOCK=_DEQUANTISE_BLOCK, num_warps=4
+    _dequantise_kernel[(num_outs, triton.cdiv(in_features, DEQUANTISE_BLOCK))](
+        weight, scale, out, in_features, weight.stride(0), BLOCK=DEQUANTISE_BLOCK, num_warps=4
     )
     return out
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> int:
-    """The number of rows. Raises ValueError."""
-    _check_weight(weight, scale)
-    out_features, in_features = weight.shape
+def require_rows(
+    x: torch.Tensor, in_features: int, out_features: int, bias: torch.Tensor | None, num_splits: int
+) -> int:
+    """The number of rows of a product's `x`. Raises ValueError."""
     require_shape("x", x, ("num_tokens", in_features))
-    require_dtype("x", x, *_COMPUTE_DTYPES)
+    require_dtype("x", x, *COMPUTE_DTYPES)
     require_unit_stride("x", x)
     num_tokens = x.shape[0]
     if num_tokens > MAX_ROWS:
-        raise ValueError(
-            f"x has {num_tokens} rows, expected at most {MAX_ROWS}: multiply with dequantise_weight's slabs"
-        )
+        raise ValueError(f"x has {num_tokens} rows, expected at most {MAX_ROWS}: multiply with dequantised slabs")
     if bias is not None:
         require_shape("bias", bias, (out_features,))
         require_dtype("bias", bias, x.dtype)
         require_unit_stride("bias", bias)
+    if num_splits < 1:
+        raise ValueError(f"num_splits is {num_splits}, expected at least 1")
     return num_tokens
 
 

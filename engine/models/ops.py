@@ -11,7 +11,7 @@ import torch
 from kvrelay.engine.sampling.sampler import SamplerOps
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.weights.experts import ExpertWeights
-from kvrelay.engine.weights.rounding import Weight
+from kvrelay.engine.weights.rounding import AnyWeight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """``[n, in]`` -> ``[n, out]``"""
@@ -93,7 +93,7 @@ class PagedOps(SamplerOps, Protocol):
     def begin_step(self, batch: Batch) -> PagedStep:
         """Prepare one step's indices on the device."""
 
-    def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+    def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
         """The product with ``weight`` ``[out, in]``, plus ``bias`` ``[out]``, in whatever layout is fastest here."""
 
     def make_experts(self, weights: ExpertWeights, activation: Activation) -> Experts:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +22,11 @@ from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.config.quantisation import load_quantisation
 from kvrelay.engine.config.tokenizer import check_tokenizer
+from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
 from kvrelay.engine.weights.reader import CheckpointReader
-from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, Weight
+from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Rounding
 
 Progress = Callable[[int, int], None]
 _SAMPLE_NBYTES = 4096  # of the digest
@@ -41,16 +42,16 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor  # [hidden]
-    qkv: Weight  # [q_size + 2 * kv_size, hidden]
+    qkv: AnyWeight  # [q_size + 2 * kv_size, hidden]
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None
-    o: Weight  # [hidden, q_size]
+    o: AnyWeight  # [hidden, q_size]
     o_bias: torch.Tensor | None
     post_norm: torch.Tensor  # [hidden]
-    gate_up: Weight  # [2 * intermediate, hidden]
+    gate_up: AnyWeight  # [2 * intermediate, hidden]
     gate_up_bias: torch.Tensor | None
-    down: Weight  # [hidden, intermediate]
+    down: AnyWeight  # [hidden, intermediate]
     down_bias: torch.Tensor | None
 
 
@@ -75,17 +76,20 @@ def load_weights(
     progress: Progress,
     rounding: Rounding | None = None,
     cut: Cut = _WHOLE,
+    keeps: Callable[[StoredWeight], bool] | None = None,
 ) -> ModelWeights:
     """Load a checkpoint onto ``device``. ``progress`` hears (bytes done, bytes in all).
 
     ``config``: of the whole model. ``cut``: the part to load; it is not rounded.
     ``rounding``: of the layers' projections, None for none; each tensor is rounded as it comes, so they are never there in full.
+    ``keeps``: which projections of a quantised checkpoint stay as they are stored, where a rank has the whole model and does not
+    round; the others become full.
     At most the parameters, the checkpoint's largest tensor, in the file's dtype, and what rounding 2**24 elements takes in fp32
     (some 130 MiB) are on the device at a time; what torch keeps of that for later tensors is its own. Raises ModelError as
     :func:`check_checkpoint` does, before any memory is taken, and on a GPU too small for the model.
     """
     try:
-        return _load(directory, config, dtype, device, progress, rounding, cut)
+        return _load(directory, config, dtype, device, progress, rounding, cut, keeps)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"the weights of {directory} in {dtype} do not fit the memory of {device} ({error}): free what others hold of it, "
@@ -101,6 +105,7 @@ def _load(
     progress: Progress,
     rounding: Rounding | None,
     cut: Cut,
+    keeps: Callable[[StoredWeight], bool] | None,
 ) -> ModelWeights:
     assert cut.is_whole or rounding is None, (
         f"rank {cut.rank} of {cut.num_ranks} would round rows of which it has a part"
@@ -110,14 +115,17 @@ def _load(
     total = sum(path.stat().st_size for path in checkpoint_files(directory)) // cut.num_ranks
     with CheckpointReader(read_headers(directory), load_quantisation(directory), dtype, device_name) as reader:
         check_checkpoint(directory, reader, config)
-        weights, places = _allocate(config, dtype, device, rounding, cut)
+        may_keep = keeps is not None and rounding is None and cut.is_whole
+        kept = {name: one for name, one in reader.outlines.items() if may_keep and keeps is not None and keeps(one)}
+        weights, places = _allocate(config, dtype, device, rounding, cut, kept)
         for name in reader.headers:
             place = places.get(name)
             if place is None:
                 continue  # the model is the same without it, or another rank has it
-            tensor = reader.part(name, place.part)
-            place.target.copy_(tensor)
-            del tensor  # else it would stay on the device while the next one is read
+            if isinstance(place.target, StoredWeight):
+                place.target.copy_(reader.stored(name))
+            else:
+                place.target.copy_(reader.part(name, place.part))
             progress(min(reader.num_bytes_read, total), total)
     progress(total, total)
     return weights
@@ -155,7 +163,7 @@ def check_files(directory: Path, config: ModelConfig) -> None:
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors that a checkpoint of the model must have, by name. Takes no memory for them."""
-    _, places = _allocate(config, torch.float32, torch.device("meta"), None, _WHOLE)
+    _, places = _allocate(config, torch.float32, torch.device("meta"), None, _WHOLE, {})
     return {name: place.shape for name, place in places.items() if place is not None}
 
 
@@ -203,15 +211,23 @@ def _check_unused(reader: CheckpointReader, name: str, config: ModelConfig) -> N
 class _Place:
     """Where a tensor of the checkpoint belongs."""
 
-    target: Weight
+    target: AnyWeight
     shape: tuple[int, ...]  # of the tensor …
     part: tuple[range, ...]  # … and which of it the target holds, for each dimension
 
 
 def _allocate(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, rounding: Rounding | None, cut: Cut
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    rounding: Rounding | None,
+    cut: Cut,
+    kept: Mapping[str, StoredWeight],
 ) -> tuple[ModelWeights, dict[str, _Place | None]]:
-    """Empty parameters, and where each checkpoint tensor belongs in them; None: it is another rank's."""
+    """Empty parameters, and where each checkpoint tensor belongs in them; None: it is another rank's.
+
+    ``kept``: weights that stay as they are stored, if all parts of a matrix are, in one form.
+    """
     places: dict[str, _Place | None] = {}
 
     def parameter(name: str, *shape: int) -> torch.Tensor:
@@ -226,12 +242,15 @@ def _allocate(
         places[name] = _Place(tensor[: len(tokens)], (config.vocab_size, hidden), (tokens, range(hidden)))
         return tensor
 
-    def projection(prefix: str, parts: _Parts, num_columns: int, columns: range) -> Weight:
+    def projection(prefix: str, parts: _Parts, num_columns: int, columns: range) -> AnyWeight:
         shape = (sum(len(rows) for _, _, rows in parts), len(columns))
-        matrix: Weight
-        if rounding is None:
+        outlines = [kept[name] for part, _, _ in parts if (name := f"{prefix}{part}.weight") in kept]
+        matrix: AnyWeight | None = StoredWeight.joined(outlines, device) if len(outlines) == len(parts) else None
+        if matrix is not None:
+            pass
+        elif rounding is None:
             matrix = torch.empty(shape, dtype=dtype, device=device)
-        else:
+        elif matrix is None:
             matrix = RoundedWeight.empty(shape, rounding, dtype, device)
         start = 0
         for name, size, rows in parts:

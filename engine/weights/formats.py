@@ -9,8 +9,8 @@ Project's Microscaling Formats for MXFP4, whose blocks lie as gpt-oss stores the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,8 +32,23 @@ class StoredWeight:
     )  # [out, in] int8 or e4m3; or [out, in / 2] uint8, two numbers in each, the first in the low half
     scale: torch.Tensor  # [out, num_groups] fp32, fp16 or bf16
     zero: torch.Tensor | None  # [out, num_groups] int8, or uint8 where two values are in a byte; None: 0
-    group_size: int  # input features of a group
-    groups: torch.Tensor | None = None  # [in] the group of each input feature; None: one group lies behind the other
+    group_size: int  # columns of a group
+    order: torch.Tensor | None  # [in] the input feature of each column; None: they lie in order
+    dtype: torch.dtype  # that it is multiplied in
+
+    @classmethod
+    def joined(cls, parts: Sequence[StoredWeight], device: torch.device) -> StoredWeight | None:
+        """Memory for matrices one below the other, to be filled by :meth:`copy_`; None: they are not of one form."""
+        first, num_outs = parts[0], sum(part.shape[0] for part in parts)
+        if not all(first._is_like(part) for part in parts):
+            return None
+
+        def memory(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty((num_outs, tensor.shape[1]), dtype=tensor.dtype, device=device)
+
+        zero = None if first.zero is None else memory(first.zero)
+        order = None if first.order is None else first.order.to(device)
+        return cls(memory(first.values), memory(first.scale), zero, first.group_size, order, first.dtype)
 
     @property
     def shape(self) -> torch.Size:
@@ -41,13 +56,23 @@ class StoredWeight:
         num_outs, num_columns = self.values.shape
         return torch.Size((num_outs, 2 * num_columns if self.values.dtype == torch.uint8 else num_columns))
 
-    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+    def __getitem__(self, rows: slice) -> StoredWeight:
+        """A view of some rows."""
+        zero = None if self.zero is None else self.zero[rows]
+        return replace(self, values=self.values[rows], scale=self.scale[rows], zero=zero)
+
+    def copy_(self, other: StoredWeight) -> None:
+        """Copy one of the same form into this memory."""
+        self.values.copy_(other.values)
+        self.scale.copy_(other.scale)
+        if self.zero is not None and other.zero is not None:
+            self.zero.copy_(other.zero)
+
+    def dequantised(self) -> torch.Tensor:
         """``[out, in]``, computed in fp32 and rounded to ``dtype`` once."""
         num_outs, num_ins = self.shape
-        result = torch.empty(self.shape, dtype=dtype, device=self.values.device)
-        groups = self.groups
-        if groups is None:
-            groups = torch.arange(num_ins, device=result.device) // self.group_size
+        result = torch.empty(self.shape, dtype=self.dtype, device=self.values.device)
+        groups = torch.arange(num_ins, device=result.device) // self.group_size
         num_rows = max(1, _MAX_ELEMENTS // num_ins)
         for start in range(0, num_outs, num_rows):
             rows = slice(start, start + num_rows)
@@ -55,11 +80,27 @@ class StoredWeight:
             wide = (_halves(values) if values.dtype == torch.uint8 else values).float()
             if self.zero is not None:
                 wide -= self.zero[rows].float()[:, groups]
-            result[rows] = wide.mul_(self.scale[rows].float()[:, groups])
+            wide *= self.scale[rows].float()[:, groups]
+            if self.order is None:
+                result[rows] = wide
+            else:
+                result[rows, self.order] = wide.to(self.dtype)
         return result
 
+    def _is_like(self, other: StoredWeight) -> bool:
+        """Whether rows of both can be in one matrix."""
+        if (self.order is None) != (other.order is None):
+            return False
+        is_ordered_alike = self.order is None or other.order is None or torch.equal(self.order, other.order)
+        return is_ordered_alike and self._form == other._form
 
-def scaled_weight(parts: Parts, block_size: tuple[int, int] | None) -> StoredWeight:
+    @property
+    def _form(self) -> tuple[object, ...]:
+        zero_dtype = None if self.zero is None else self.zero.dtype
+        return self.values.dtype, self.values.shape[1], self.scale.dtype, zero_dtype, self.group_size
+
+
+def scaled_weight(parts: Parts, block_size: tuple[int, int] | None, dtype: torch.dtype) -> StoredWeight:
     """int8 or e4m3 with a scale for the tensor, for each output, each group, or each block of ``block_size`` (outputs, inputs)."""
     weight, scale = parts["weight"], parts.get("weight_scale", parts.get("weight_scale_inv"))
     if weight.dim() != 2 or scale is None or weight.dtype not in (torch.int8, torch.float8_e4m3fn):
@@ -87,10 +128,12 @@ def scaled_weight(parts: Parts, block_size: tuple[int, int] | None) -> StoredWei
                 f"its scale is {list(scale.shape)}, which does not fit {list(weight.shape)} in blocks of {block_size}"
             )
     zero = parts.get("weight_zero_point")
-    return StoredWeight(weight, scale, None if zero is None else zero.reshape(scale.shape), group_size)
+    return StoredWeight(
+        weight, scale, None if zero is None else zero.reshape(scale.shape), group_size, order=None, dtype=dtype
+    )
 
 
-def packed_weight(parts: Parts) -> StoredWeight:
+def packed_weight(parts: Parts, dtype: torch.dtype) -> StoredWeight:
     """compressed-tensors' ``pack-quantized``: integers of 4 or 8 bits in words of 32, each with half its range added."""
     packed, scale = parts["weight_packed"], parts["weight_scale"]
     num_outs, num_ins = parts["weight_shape"].tolist()
@@ -108,10 +151,10 @@ def packed_weight(parts: Parts) -> StoredWeight:
     elif zero is not None:
         zero = (zero + 8).to(torch.uint8) if bits == 4 else zero
     groups = parts.get("weight_g_idx")
-    return _integers(_bytes(packed)[:, : num_ins * bits // 8], scale, zero, bits, groups)
+    return _integers(_bytes(packed)[:, : num_ins * bits // 8], scale, zero, groups, bits, dtype)
 
 
-def gptq_weight(parts: Parts, zero_offset: int) -> StoredWeight:
+def gptq_weight(parts: Parts, zero_offset: int, dtype: torch.dtype) -> StoredWeight:
     """GPTQ: words along the inputs, zeros along the outputs. ``zero_offset``: what zeros are stored less by."""
     qweight, scale = parts["qweight"], parts["scales"]
     num_groups, num_outs = scale.shape
@@ -123,10 +166,10 @@ def gptq_weight(parts: Parts, zero_offset: int) -> StoredWeight:
             "numbers of 4 or 8 bits"
         )
     zero = _unpacked(qzeros, bits, zero_offset)
-    return _integers(_bytes(qweight.T), scale.T, zero.T, bits, parts.get("g_idx"))
+    return _integers(_bytes(qweight.T), scale.T, zero.T, parts.get("g_idx"), bits, dtype)
 
 
-def awq_weight(parts: Parts) -> StoredWeight:
+def awq_weight(parts: Parts, dtype: torch.dtype) -> StoredWeight:
     """AWQ's ``gemm``: words of eight outputs, not in their order."""
     qweight, qzeros, scale = parts["qweight"], parts["qzeros"], parts["scales"]
     num_ins, num_outs = qweight.shape[0], 8 * qweight.shape[1]
@@ -139,8 +182,7 @@ def awq_weight(parts: Parts) -> StoredWeight:
     def in_order(words: torch.Tensor) -> torch.Tensor:
         return _unpacked(words, 4).view(len(words), -1, 8)[:, :, _AWQ_ORDER].reshape(len(words), num_outs).T
 
-    values = in_order(qweight)
-    return _integers(values[:, 0::2] | values[:, 1::2] << 4, scale.T, in_order(qzeros), 4, None)
+    return _integers(_pairs(in_order(qweight)), scale.T, in_order(qzeros), None, 4, dtype)
 
 
 def mxfp4_weight(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -164,7 +206,12 @@ def mxfp4_weight(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype)
 
 
 def _integers(
-    values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int, groups: torch.Tensor | None
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    groups: torch.Tensor | None,
+    bits: int,
+    dtype: torch.dtype,
 ) -> StoredWeight:
     """From bytes ``[out, in * bits / 8]`` of integers that half their range was added to; ``zero`` has it, too, if of 4 bits."""
     num_ins = values.shape[1] * 8 // bits
@@ -176,15 +223,21 @@ def _integers(
         values = (values ^ _SIGN).view(torch.int8)
     if zero is not None and zero.shape != scale.shape:
         raise ValueError(f"its zeros are {list(zero.shape)}, its scales {list(scale.shape)}")
-    if groups is not None:
-        if groups.shape != (num_ins,) or not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
-            raise ValueError(
-                f"its g_idx {list(groups.shape)} does not name one of {num_groups} groups for {num_ins} inputs"
-            )
-        in_order = torch.arange(num_ins, device=groups.device) // group_size
-        groups = None if torch.equal(groups.long(), in_order) else groups.long()
+    order = None if groups is None else _order(groups, num_ins, group_size)
+    if order is not None:
+        columns = order.to(values.device)
+        values = _pairs(_halves(values)[:, columns]) if bits == 4 else values[:, columns]
     zero = None if zero is None else zero.contiguous()
-    return StoredWeight(values.contiguous(), scale.contiguous(), zero, group_size, groups)
+    return StoredWeight(values.contiguous(), scale.contiguous(), zero, group_size, order, dtype)
+
+
+def _order(groups: torch.Tensor, num_ins: int, group_size: int) -> torch.Tensor | None:
+    """Input features by their ``groups``; None: they lie so already. Raises ValueError unless each group has ``group_size``."""
+    in_order = torch.arange(num_ins, device=groups.device) // group_size
+    ordered, order = groups.long().sort(stable=True)
+    if not torch.equal(ordered, in_order):
+        raise ValueError(f"its g_idx {list(groups.shape)} does not put {num_ins} inputs into groups of {group_size}")
+    return None if torch.equal(groups.long(), in_order) else order
 
 
 def _group_size(num_ins: int, num_groups: int) -> int:
@@ -204,6 +257,11 @@ def _bytes(words: torch.Tensor) -> torch.Tensor:
 def _halves(values: torch.Tensor) -> torch.Tensor:
     """``[n, m]`` bytes as ``[n, 2 * m]`` numbers of 4 bits."""
     return torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
+
+
+def _pairs(numbers: torch.Tensor) -> torch.Tensor:
+    """The reverse of ``_halves``."""
+    return numbers[:, 0::2] | numbers[:, 1::2] << 4
 
 
 def _unpacked(words: torch.Tensor, bits: int, offset: int = 0) -> torch.Tensor:

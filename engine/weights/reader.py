@@ -54,6 +54,8 @@ class CheckpointReader:
         self.num_bytes_read = 0
         self.headers: dict[str, TensorHeader] = dict(headers)
         """Of all tensors by the names that models have, a stored weight as the one that it is in full."""
+        self.outlines: dict[str, StoredWeight] = {}
+        """Of stored matrices: their form, without their numbers."""
         if quantisation is not None:
             self._index(is_mxfp4=quantisation.method == "mxfp4")
 
@@ -66,11 +68,16 @@ class CheckpointReader:
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor. A stored weight is dequantised. Raises ModelError naming a file that cannot be read."""
-        parts = self._parts.get(name)
-        if parts is None:
+        if name not in self._parts:
             return self._get(name)
         stored = self._stored(name, self._get)
-        return stored.dequantised(self._dtype) if isinstance(stored, StoredWeight) else stored
+        return stored.dequantised() if isinstance(stored, StoredWeight) else stored
+
+    def stored(self, name: str) -> StoredWeight:
+        """One of the ``outlines`` with its numbers. Raises ModelError naming a file that cannot be read."""
+        stored = self._stored(name, self._get)
+        assert isinstance(stored, StoredWeight), f"{name} has no outline"
+        return stored
 
     def part(self, name: str, part: tuple[range, ...]) -> torch.Tensor:
         """The elements ``part``, by dimensions, of a tensor; of one in full no others are read. Raises ModelError."""
@@ -94,14 +101,14 @@ class CheckpointReader:
             parts = {role: get(tensor) for role, tensor in self._parts[name].items()}
             match self._quantisation.method:
                 case "awq":
-                    return awq_weight(parts)
+                    return awq_weight(parts, self._dtype)
                 case "gptq":
-                    return gptq_weight(parts, self._quantisation.zero_offset)
+                    return gptq_weight(parts, self._quantisation.zero_offset, self._dtype)
                 case "mxfp4":  # [experts, in, out], as full ones lie
                     return mxfp4_weight(parts["blocks"], parts["scales"], self._dtype).transpose(-1, -2)
             if "weight_packed" in parts:
-                return packed_weight(parts)
-            return scaled_weight(parts, self._quantisation.block_size)
+                return packed_weight(parts, self._dtype)
+            return scaled_weight(parts, self._quantisation.block_size, self._dtype)
         except (KeyError, ValueError) as error:
             path = self._tensors[next(iter(self._parts[name].values()))].path
             reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
@@ -149,8 +156,11 @@ class CheckpointReader:
             else:
                 self.headers[tensor] = header
         for name, tensors in self._parts.items():
-            shape = tuple(self._stored(name, self._outline).shape)
-            self.headers[name] = TensorHeader(self._tensors[next(iter(tensors.values()))].path, shape, _FULL)
+            outline = self._stored(name, self._outline)
+            if isinstance(outline, StoredWeight):
+                self.outlines[name] = outline
+            path = self._tensors[next(iter(tensors.values()))].path
+            self.headers[name] = TensorHeader(path, tuple(outline.shape), _FULL)
 
 
 @contextmanager

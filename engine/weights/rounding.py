@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvrelay.engine.weights.formats import StoredWeight
+
 _MIN_SCALE = 1e-30  # of a row of zeros
 _MAX_ELEMENTS = 2**24  # rounded at once: fp32 copies of a large matrix would need more room than its 8 bits save
 
@@ -99,3 +101,6 @@ def rounded(weight: torch.Tensor, rounding: Rounding) -> RoundedWeight:
 
 Weight = torch.Tensor | RoundedWeight
 """A matrix ``[out, in]``, as it is or rounded."""
+
+AnyWeight = Weight | StoredWeight
+"""A matrix ``[out, in]``; it may be as a quantised checkpoint stores it."""

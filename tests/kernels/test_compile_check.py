@@ -49,7 +49,9 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
     assert {row["kernel"] for row in rows} == {
         "_add_splits_kernel",
         "_decode_split_kernel",
+        "_dequantise_groups_kernel",
         "_dequantise_kernel",
+        "_group_scaled_linear_kernel",
         "_grouped_linear_kernel",
         "_penalties_kernel",
         "_prefill_attention_kernel",
@@ -65,6 +67,7 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
     _check_attention([row for row in rows if "attention" in row["kernel"] or "decode_split" in row["kernel"]])
     _check_boxes([row for row in rows if row["kernel"] == "_prefill_attention_kernel"])
     _check_linears([row for row in rows if row["kernel"] == "_weight_only_linear_kernel"])
+    _check_group_scaled([row for row in rows if row["kernel"] == "_group_scaled_linear_kernel"])
     _check_experts([row for row in rows if row["kernel"] == "_grouped_linear_kernel"])
 
 
@@ -74,6 +77,27 @@ def _check_experts(rows: list[dict[str, Any]]) -> None:
         assert set(row["loops"]["global_loads"]) == {"16"}, row
         newest = {"cuda:80": "mma", "cuda:90": "wgmma", "cuda:100": "tcgen05"}[row["target"]]
         assert row["loops"]["matrix_kind"] == ("mma" if " 16 rows" in row["case"] else newest), row
+
+
+def _check_group_scaled(rows: list[dict[str, Any]]) -> None:
+    """Values come by 8 bytes or more, beside scales and zeros, and meet tensor cores, many rows by the newest instruction."""
+    assert {row["target"] for row in rows if "e4m3" in row["case"]} == {"cuda:90", "cuda:100"}
+    assert {row["target"] for row in rows if "4 bits" in row["case"]} == {
+        "cuda:80",
+        "cuda:90",
+        "cuda:100",
+        "hip:gfx942",
+    }
+    for row in (row for row in rows if row["loops"] is not None):
+        is_few = any(f" {count} rows" in row["case"] for count in (16, 32))
+        newest = {"cuda:80": "mma", "cuda:90": "wgmma", "cuda:100": "tcgen05"}[row["target"]]
+        assert row["loops"]["matrix_kind"] == ("mma" if is_few else newest), row
+        loads = {int(width): count for width, count in row["loops"]["global_loads"].items()}
+        # Scales and zeros are a few loads of one number each. A value by itself would be dozens.
+        assert sum(count for width, count in loads.items() if width < 8) <= 8, row
+        assert sum(count for width, count in loads.items() if width >= 8) >= 1, row
+        if row["case"].endswith(" 16 rows"):
+            assert row["programs"] >= 4, row
 
 
 def _check_linears(rows: list[dict[str, Any]]) -> None:

@@ -127,8 +127,8 @@ def test_splits_fill_the_device_and_depend_on_no_row() -> None:
     assert linear_splits(132, 64, 896) == 1  # too short to be cut
     assert linear_splits(132, 64, 897) == 2
     assert linear_splits(1, 64, 65536) == 1
-    tiles = [module._tile(num_tokens) for num_tokens in range(1, MAX_ROWS + 1)]
-    assert all(module._SPLIT_UNIT % tile.ins == 0 and tile.outs <= module._WIDE_OUTS for tile in tiles)
+    tiles = [module.tile_of(num_tokens) for num_tokens in range(1, MAX_ROWS + 1)]
+    assert all(module.SPLIT_UNIT % tile.ins == 0 and tile.outs <= module._WIDE_OUTS for tile in tiles)
     assert all(tile.tokens >= min(rows, 128) for rows, tile in enumerate(tiles, 1))
 
 
@@ -178,7 +178,7 @@ def test_wrong_arguments_are_refused(randn: Randn) -> None:
             r"x has dtype torch\.float32, expected torch\.float16 or torch\.bfloat16",
         ),
         ((randn(2, 64, dtype=torch.float16)[:, ::2], values, scale, None, 1), "x has last stride 2"),
-        ((x.repeat(129, 1), values, scale, None, 1), "x has 258 rows, expected at most 256: multiply with dequantise"),
+        ((x.repeat(129, 1), values, scale, None, 1), "x has 258 rows, expected at most 256: multiply with dequantised"),
         ((x, values.half(), scale, None, 1), r"weight has dtype torch\.float16, expected torch\.int8 or torch\.float8"),
         ((x, values.T.contiguous().T, scale, None, 1), "weight has last stride 8, expected 1"),
         ((x, values, scale[:4], None, 1), r"scale has shape \(4,\), expected \[8\]"),

@@ -164,7 +164,7 @@ def test_absurd_sizes_are_refused(name: str, value: int, match: str, tmp_path: P
 @pytest.mark.usefixtures("no_memory")
 def test_a_tokenizer_of_another_model_is_refused(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("llama", tmp_path)
-    monkeypatch.setattr(torch_engine, "load_weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(torch_engine, "load_weights", lambda *_, **__: pytest.fail("weights were loaded"))
     load = engine_of if backend == "transformers" else native_engine_of
     write_tokenizer(tmp_path, VOCAB + 1)
     with pytest.raises(ModelError, match=rf"tokenizer\.json has token {VOCAB}, but the model has {VOCAB} tokens"):

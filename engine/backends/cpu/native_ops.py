@@ -26,7 +26,8 @@ from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.slots import Ints
 from kvrelay.engine.weights.experts import ExpertWeights
-from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, Weight, rounded
+from kvrelay.engine.weights.formats import StoredWeight
+from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Rounding, Weight, rounded
 
 
 class NativeCpuPagedStep:
@@ -96,9 +97,9 @@ class NativeCpuPagedOps:
         self._kernels = kernels
         self._has_int8_weights = has_int8_weights
 
-    def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+    def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
         """See PagedOps, and CpuPagedOps."""
-        if not has_native_linear(self._kernels, weight):
+        if isinstance(weight, StoredWeight) or not has_native_linear(self._kernels, weight):
             return self._plain.make_linear(weight, bias)
         if isinstance(weight, RoundedWeight):
             return Int8Linear(weight, bias, lambda integers: NativeLinear(self._kernels, integers, None))

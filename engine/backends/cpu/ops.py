@@ -22,7 +22,8 @@ from kvrelay.engine.sampling.penalties import Penalties, penalize
 from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.weights.experts import ExpertWeights
-from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, Weight, rounded
+from kvrelay.engine.weights.formats import StoredWeight
+from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Rounding, rounded
 
 
 class KvWriter:
@@ -111,8 +112,10 @@ class CpuPagedOps:
         self._packs = has_packed_linear(pool.dtype)
         self._has_int8_weights = has_int8_weights
 
-    def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+    def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
         """See Ops. With int8 weights the head's, which comes as it is, is rounded here."""
+        if isinstance(weight, StoredWeight):
+            weight = weight.dequantised()
         if isinstance(weight, RoundedWeight):
             return Int8Linear(weight, bias, lambda integers: PackedLinear(integers, None))
         if self._has_int8_weights:

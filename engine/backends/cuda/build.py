@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ import torch
 from kvrelay.common.errors import ModelError
 from kvrelay.common.sampling import SamplingParams
 from kvrelay.engine.backends.cuda.graphs import CudaRecorder, DecodeGraphs, Recorder
+from kvrelay.engine.backends.cuda.linear import can_multiply
 from kvrelay.engine.backends.cuda.memory import GpuMemory
 from kvrelay.engine.backends.cuda.ops import CudaOps, CudaPagedOps, StepInputs
 from kvrelay.engine.backends.options import EngineOptions, asked_blocks
@@ -28,6 +30,7 @@ from kvrelay.engine.step.batch import Batch, build_batch
 from kvrelay.engine.step.plan import PlanRow, SlotJoin, StepPlan, TableDelta
 from kvrelay.engine.step.slots import Slots
 from kvrelay.engine.weights.checkpoint import ModelWeights
+from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.kv_scales import unit_kv_scales
 from kvrelay.engine.weights.rounding import Rounding
 from kvrelay.kernels.decode_attention import decode_batch_sizes
@@ -92,6 +95,15 @@ def require_weight_format(rounding: Rounding | None, device: torch.device) -> No
         require_e4m3(device, "fp8 (e4m3) weights need", "take int8, or leave the weights as they are")
     except ValueError as error:
         raise ModelError(f"--weight-format is fp8, but {error}") from error
+
+
+def kept_weights(device: torch.device) -> Callable[[StoredWeight], bool]:
+    """Which weights of a quantised checkpoint this GPU multiplies as they are stored."""
+    try:
+        require_e4m3(device)
+    except ValueError:
+        return partial(can_multiply, has_e4m3=False)
+    return partial(can_multiply, has_e4m3=True)
 
 
 def trial_model(config: ModelConfig, weights: ModelWeights, options: EngineOptions) -> MakeTrial:

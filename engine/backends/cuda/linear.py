@@ -1,4 +1,4 @@
-"""Products with 8-bit weights on a GPU. Those with full ones are cuBLAS's, as they are.
+"""Products with weights of 4 and 8 bits on a GPU. Those with full ones are cuBLAS's, as they are.
 
 A decode step reads all weights for a few rows, so halving their bytes nearly halves its time: those rows go to our kernel, which
 multiplies what is stored. A chunk of a prompt is bound by arithmetic, which 8-bit weights spare nothing of: its weights are
@@ -9,10 +9,15 @@ way would have to come within that of cuBLAS's speed.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 
+from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.rounding import RoundedWeight
+from kvrelay.kernels.group_scaled_linear import MIN_GROUP, dequantise_groups, group_scaled_linear
 from kvrelay.kernels.weight_only_linear import (
+    COMPUTE_DTYPES,
     MAX_ROWS,
     ROW_TILES,
     dequantise_weight,
@@ -25,36 +30,89 @@ _SLAB_OUTS = (
 )
 
 
-class RoundedLinear:
-    """``hidden @ (values * scale).T + bias``. Implements ``Linear`` (:mod:`kvrelay.engine.models.ops`)."""
+class _WeightOnlyLinear(ABC):
+    """``hidden @ weight.T + bias`` with a weight of 4 or 8 bits. Implements ``Linear`` (:mod:`kvrelay.engine.models.ops`)."""
 
-    def __init__(self, weight: RoundedWeight, bias: torch.Tensor | None, num_multiprocessors: int) -> None:
-        """Keeps ``weight`` and ``bias`` ``[out]``, in the dtype of the activations, as they are."""
-        self._weight = weight
+    def __init__(
+        self, weight: RoundedWeight | StoredWeight, bias: torch.Tensor | None, num_multiprocessors: int
+    ) -> None:
+        """Keeps ``bias`` ``[out]``, in the dtype of the activations, as it is."""
         self._bias = bias
-        num_outs, num_ins = weight.shape
-        self._num_splits = linear_splits(num_multiprocessors, num_outs, num_ins)
-        num_slabs = -(-num_outs // _SLAB_OUTS)
-        self._slab_outs = -(-num_outs // num_slabs)
+        self._num_outs, self._num_ins = weight.shape
+        self._dtype, self._device = weight.dtype, weight.values.device
+        self._num_splits = linear_splits(num_multiprocessors, self._num_outs, self._num_ins)
+        num_slabs = -(-self._num_outs // _SLAB_OUTS)
+        self._slab_outs = -(-self._num_outs // num_slabs)
+
+    @abstractmethod
+    def _multiply(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The product of at most ``MAX_ROWS`` rows."""
+
+    @abstractmethod
+    def _slab(self, outs: slice) -> torch.Tensor:
+        """Some rows of the weight in full."""
 
     def compile(self) -> None:
         """Multiply once with each number of rows that has a kernel of its own: compiled later, it would stall running streams."""
-        weight = self._weight
         for num_rows in (*ROW_TILES, MAX_ROWS + 1):
-            self(torch.zeros(num_rows, weight.shape[1], dtype=weight.dtype, device=weight.values.device))
+            self(torch.zeros(num_rows, self._num_ins, dtype=self._dtype, device=self._device))
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """See Linear."""
-        weight = self._weight
         if len(hidden) <= MAX_ROWS:
-            return weight_only_linear(hidden, weight.values, weight.scale, self._bias, self._num_splits)
-        num_outs = weight.shape[0]
-        out = torch.empty((len(hidden), num_outs), dtype=hidden.dtype, device=hidden.device)
-        for start in range(0, num_outs, self._slab_outs):
-            end = min(start + self._slab_outs, num_outs)
-            slab = dequantise_weight(weight.values[start:end], weight.scale[start:end], hidden.dtype).T
+            return self._multiply(hidden)
+        out = torch.empty((len(hidden), self._num_outs), dtype=hidden.dtype, device=hidden.device)
+        for start in range(0, self._num_outs, self._slab_outs):
+            outs = slice(start, min(start + self._slab_outs, self._num_outs))
+            slab = self._slab(outs).T
             if self._bias is None:
-                torch.mm(hidden, slab, out=out[:, start:end])
+                torch.mm(hidden, slab, out=out[:, outs])
             else:
-                torch.addmm(self._bias[start:end], hidden, slab, out=out[:, start:end])
+                torch.addmm(self._bias[outs], hidden, slab, out=out[:, outs])
         return out
+
+
+class RoundedLinear(_WeightOnlyLinear):
+    """``hidden @ (values * scale).T + bias``: the scale is applied to the sums."""
+
+    def __init__(self, weight: RoundedWeight, bias: torch.Tensor | None, num_multiprocessors: int) -> None:
+        """Keeps ``weight`` as it is."""
+        super().__init__(weight, bias, num_multiprocessors)
+        self._weight = weight
+
+    def _multiply(self, hidden: torch.Tensor) -> torch.Tensor:
+        return weight_only_linear(hidden, self._weight.values, self._weight.scale, self._bias, self._num_splits)
+
+    def _slab(self, outs: slice) -> torch.Tensor:
+        return dequantise_weight(self._weight.values[outs], self._weight.scale[outs], self._dtype)
+
+
+class StoredLinear(_WeightOnlyLinear):
+    """``hidden @ ((values - zero) * scale).T + bias``: weights become what they would be in full, tile by tile."""
+
+    def __init__(self, weight: StoredWeight, bias: torch.Tensor | None, num_multiprocessors: int) -> None:
+        """Keeps ``weight``, which :func:`can_multiply`, as it is."""
+        super().__init__(weight, bias, num_multiprocessors)
+        self._weight = weight
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Linear."""
+        order = self._weight.order
+        return super().__call__(hidden if order is None else hidden.index_select(1, order))
+
+    def _multiply(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self._weight
+        return group_scaled_linear(
+            hidden, weight.values, weight.scale, weight.zero, weight.group_size, self._bias, self._num_splits
+        )
+
+    def _slab(self, outs: slice) -> torch.Tensor:
+        weight = self._weight[outs]
+        return dequantise_groups(weight.values, weight.scale, weight.zero, weight.group_size, self._dtype)
+
+
+def can_multiply(weight: StoredWeight, *, has_e4m3: bool) -> bool:
+    """Whether there is a product with it as it is, on a GPU that has e4m3 or not; its numbers are not looked at."""
+    has_type = has_e4m3 or weight.values.dtype != torch.float8_e4m3fn
+    has_groups = weight.scale.shape[1] == 1 or weight.group_size % MIN_GROUP == 0
+    return has_type and has_groups and weight.dtype in COMPUTE_DTYPES

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.engine.backends.cuda.experts import CudaExperts
-from kvrelay.engine.backends.cuda.linear import RoundedLinear
+from kvrelay.engine.backends.cuda.linear import RoundedLinear, StoredLinear
 from kvrelay.engine.config.model import ModelConfig, ModelShape
 from kvrelay.engine.config.rope import cos_sin_tables
 from kvrelay.engine.models.ops import PLAIN, Activation, Experts, Linear, Scores
@@ -23,7 +23,7 @@ from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.plan import TableDelta
 from kvrelay.engine.step.uploads import Joined, Uploader
 from kvrelay.engine.weights.experts import ExpertWeights
-from kvrelay.engine.weights.rounding import RoundedWeight, Weight
+from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
 from kvrelay.kernels.activation import silu_mul
 from kvrelay.kernels.decode_attention import DecodeWorkspace, paged_decode_attention, splits_for_device
 from kvrelay.kernels.kv_scales import require_compute_dtype, require_e4m3
@@ -212,22 +212,26 @@ class CudaPagedOps:
         max_blocks = -(-max_model_len // pool.shape[4])
         self.block_tables = torch.zeros(max_num_seqs + 1, max_blocks, dtype=torch.int32, device=pool.device)
         self._num_multiprocessors = _num_multiprocessors(pool.device)
-        self._compiled: set[tuple[int, int, bool]] = set()  # rounded matrices' shapes, and whether they have no bias
+        self._compiled: set[tuple[object, ...]] = set()  # kinds of products with weights of 4 and 8 bits
         max_splits = splits_for_device(self._num_multiprocessors, shape.num_kv_heads)
         self._workspace = DecodeWorkspace.allocate(
             max_num_seqs, shape.num_q_heads, shape.head_dim, max_splits, pool.device
         )
 
-    def make_linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """See Ops. cuBLAS reads ``[out, in]`` as it is; a rounded weight needs bf16 or fp16 activations."""
-        if isinstance(weight, RoundedWeight):
-            linear = RoundedLinear(weight, bias, self._num_multiprocessors)
-            kind = (*weight.shape, bias is None)
-            if weight.values.is_cuda and kind not in self._compiled:
-                self._compiled.add(kind)
-                linear.compile()
-            return linear
-        return lambda hidden: F.linear(hidden, weight, bias)
+    def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
+        """See Ops. cuBLAS reads ``[out, in]`` as it is; others need bf16 or fp16 activations."""
+        if isinstance(weight, torch.Tensor):
+            return lambda hidden: F.linear(hidden, weight, bias)
+        linear = (
+            RoundedLinear(weight, bias, self._num_multiprocessors)
+            if isinstance(weight, RoundedWeight)
+            else StoredLinear(weight, bias, self._num_multiprocessors)
+        )
+        kind = (weight.values.dtype, weight.scale.dtype, weight.scale.numel(), *weight.shape, bias is None)
+        if weight.values.is_cuda and kind not in self._compiled:
+            self._compiled.add(kind)
+            linear.compile()
+        return linear
 
     def make_experts(self, weights: ExpertWeights, activation: Activation) -> Experts:
         """See PagedOps."""

@@ -207,7 +207,7 @@ def broken() -> dict[str, tuple[Tensors, Quantisation, str]]:
         "a group that is not there": (
             {**of_gptq, "g_idx": of_gptq["g_idx"] + 1},
             method,
-            r"g_idx \[160\] does not name one of 5 groups",
+            r"g_idx \[160\] does not put 160 inputs into groups of 32",
         ),
         "groups of unequal size": (
             {**packed, "weight_scale": torch.ones(48, 3)},

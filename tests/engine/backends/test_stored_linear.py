@@ -1,0 +1,124 @@
+"""Projections of quantised checkpoints that stay as they are stored: their products are those of the full weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvrelay.engine.backends.cuda import linear as module
+from kvrelay.engine.backends.cuda.linear import StoredLinear, can_multiply
+from kvrelay.engine.config.model import load_config
+from kvrelay.engine.weights.checkpoint import ModelWeights, load_weights
+from kvrelay.engine.weights.formats import StoredWeight
+from tests.engine.conftest import SIZES, save_model
+from tests.engine.weights.storing import Tensors, awq, gptq, integers, store
+
+HALF = torch.float16  # Triton's interpreter multiplies bf16's raw bits
+GPTQ = {"quant_method": "gptq", "bits": 4}
+PROJECTIONS = ("qkv", "o", "gate_up", "down")
+
+
+def fp8(weight: torch.Tensor) -> Tensors:
+    """In blocks of 32."""
+    num_outs, num_ins = weight.shape
+    blocks = weight.view(num_outs // 32, 32, num_ins // 32, 32)
+    scale = blocks.abs().amax(dim=(1, 3)) / 448
+    return {
+        "weight": (blocks / scale[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn),
+        "weight_scale_inv": scale,
+    }
+
+
+def int8(weight: torch.Tensor) -> Tensors:
+    """By channels."""
+    scale = weight.abs().amax(dim=1, keepdim=True) / 127
+    return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
+
+
+FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "version": "gemm"},
+        lambda weight: awq(integers(weight, 4, 32, symmetric=False)),
+    ),
+    "gptq": (GPTQ, lambda weight: gptq(integers(weight, 4, 32, symmetric=True), 4)),
+    "gptq-act-order": (
+        {**GPTQ, "desc_act": True},
+        lambda weight: gptq(integers(weight, 4, 32, symmetric=False, shuffled=True), 4),
+    ),
+    "gptq-8-bits": ({**GPTQ, "bits": 8}, lambda weight: gptq(integers(weight, 8, 32, symmetric=False), 8)),
+    "fp8-blocks": ({"quant_method": "fp8", "weight_block_size": [32, 32]}, fp8),
+    "int8-channels": ({"quant_method": "compressed-tensors", "format": "int-quantized"}, int8),
+}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With biases, and sizes that groups of 32 divide."""
+    directory = tmp_path_factory.mktemp("qwen")
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    save_model(directory, transformers.Qwen2Config(**{**sizes, "initializer_range": 0.05}))
+    return directory
+
+
+def stored(source: Path, target: Path, name: str, but: str = "") -> Path:
+    """The model in a format, ``but`` for modules of a name."""
+    quantization, make = FORMATS[name]
+
+    def of(module: str, weight: torch.Tensor) -> Tensors | None:
+        return make(weight) if module.endswith("_proj") and not (but and but in module) else None
+
+    return store(source, target, quantization, of)
+
+
+def load(directory: Path, *, keeps: bool, has_e4m3: bool = True) -> ModelWeights:
+    keep = partial(can_multiply, has_e4m3=has_e4m3) if keeps else None
+    config = load_config(directory)
+    return load_weights(directory, config, HALF, torch.device("cpu"), lambda done, total: None, keeps=keep)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_are_those_of_full_weights(
+    name: str, qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SLAB_OUTS", 50)
+    monkeypatch.setattr(module, "MAX_ROWS", 8)
+    stored(qwen, tmp_path, name)
+    kept, full = load(tmp_path, keeps=True), load(tmp_path, keeps=False)
+    generator = torch.Generator().manual_seed(2)
+    for projection in PROJECTIONS:
+        weight, wanted = getattr(kept.layers[1], projection), getattr(full.layers[1], projection)
+        bias = getattr(full.layers[1], f"{projection}_bias")
+        assert isinstance(weight, StoredWeight), projection
+        assert torch.equal(weight.dequantised(), wanted)
+        linear = StoredLinear(weight, bias, num_multiprocessors=16)
+        for num_rows in (1, 8, 9):  # the last by slabs
+            hidden = torch.randn(num_rows, wanted.shape[1], generator=generator).to(HALF)
+            expected = hidden.double() @ wanted.double().T + (0 if bias is None else bias.double())
+            torch.testing.assert_close(linear(hidden).double(), expected, rtol=2**-10, atol=1e-3)
+
+
+def test_what_a_gpu_does_not_multiply_becomes_full(qwen: Path, tmp_path: Path) -> None:
+    """A type that it does not have; a matrix of which a part is full, or in groups of another order."""
+    for name in ("fp8-blocks", "awq"):
+        weights = load(stored(qwen, tmp_path / name, name), keeps=True, has_e4m3=False)
+        assert isinstance(weights.layers[0].qkv, StoredWeight) == (name == "awq")
+    mixed = load(stored(qwen, tmp_path / "mixed", "awq", but="k_proj"), keeps=True)
+    assert isinstance(mixed.layers[0].qkv, torch.Tensor)
+    assert isinstance(mixed.layers[0].o, StoredWeight)
+
+
+def test_parts_in_another_order_of_inputs_become_full(qwen: Path, tmp_path: Path) -> None:
+    def of(module: str, weight: torch.Tensor) -> Tensors | None:
+        if not module.endswith("_proj"):
+            return None
+        return gptq(integers(weight, 4, 32, symmetric=True, shuffled=module.endswith("k_proj")), 4)
+
+    store(qwen, tmp_path, GPTQ, of)
+    kept, full = load(tmp_path, keeps=True), load(tmp_path, keeps=False)
+    assert torch.equal(kept.layers[0].qkv, full.layers[0].qkv)
+    assert isinstance(kept.layers[0].gate_up, StoredWeight)
