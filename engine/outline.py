@@ -30,6 +30,8 @@ from kvrelay.engine.transformers_engine import checkpoint_dtype
 from kvrelay.engine.weights import checkpoint
 from kvrelay.engine.weights.checkpoint import checkpoint_shapes, load_weights
 
+_GROUP_NBYTES = 4  # of a scale and a zero
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOutline:
@@ -39,10 +41,18 @@ class ModelOutline:
     shape: ModelShape
     geometry: KvGeometry
     num_parameters: int
+    num_stored: int = 0  # parameters that stay quantised on a GPU ...
+    stored_bits: int = 0  # ... in so many bits, beside scales and zeros
+
+    @property
+    def gpu_weights_nbytes(self) -> int:
+        """On a GPU, roughly; scales and zeros as groups of 128 have them."""
+        stored = self.num_stored * (self.stored_bits / 8 + _GROUP_NBYTES / 128)
+        return int((self.num_parameters - self.num_stored) * self._dtype.itemsize + stored)
 
     @property
     def weights_nbytes(self) -> int:
-        """In full, as quantised weights become, in the model's number format."""
+        """In full, as quantised weights become on a CPU, in the model's number format."""
         return self.num_parameters * self._dtype.itemsize
 
     @property
@@ -66,12 +76,21 @@ def outline_model(directory: Path, backend: str, block_size: int) -> ModelOutlin
 
     Raises ModelError with the reason for which a worker would not serve it.
     """
-    load_quantisation(directory)  # refuses what is not read
+    quantisation = load_quantisation(directory)  # refuses what is not read
     if not needs_transformers(backend, directory):
         config = load_config(directory)
         geometry = geometry_of(config, block_size, getattr(torch, config.dtype))
-        num_parameters = sum(map(math.prod, checkpoint_shapes(config).values()))
-        return ModelOutline(path="native", shape=config, geometry=geometry, num_parameters=num_parameters)
+        sizes = {name: math.prod(shape) for name, shape in checkpoint_shapes(config).items()}
+        bits = None if quantisation is None else quantisation.bits
+        num_stored = 0 if bits is None else sum(size for name, size in sizes.items() if name.endswith("_proj.weight"))
+        return ModelOutline(
+            path="native",
+            shape=config,
+            geometry=geometry,
+            num_parameters=sum(sizes.values()),
+            num_stored=num_stored,
+            stored_bits=bits or 0,
+        )
     dtype: torch.dtype = getattr(torch, checkpoint_dtype(directory))
     model = model_without_weights(load_full_config(directory), dtype)
     num_parameters = model.num_parameters()

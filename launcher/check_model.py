@@ -57,6 +57,7 @@ class Report:
                 "dtype": shape.dtype,
                 "num_parameters": self.outline.num_parameters,
                 "weights_bytes": self.outline.weights_nbytes,
+                "gpu_weights_bytes": self.outline.gpu_weights_nbytes,
                 "max_model_len": shape.max_position_embeddings,
                 "kv_bytes_per_token": geometry.token_nbytes,
                 "kv_block_size": geometry.block_size,
@@ -112,7 +113,7 @@ def fit_of(outline: ModelOutline, memory_gib: float) -> Fit:
     """What a worker with default settings would have left for K/V."""
     step_nbytes = outline.step_nbytes(prompt_step_tokens(None, "cuda"), _NUM_SEQS)
     share = int(memory_gib * 2**30 * KvSettings().kv_memory_fraction)
-    kv_nbytes = max(0, share - outline.weights_nbytes - step_nbytes)
+    kv_nbytes = max(0, share - outline.gpu_weights_nbytes - step_nbytes)
     num_blocks = kv_nbytes // outline.geometry.block_nbytes
     return Fit(memory_gib, step_nbytes, kv_nbytes, num_blocks * outline.geometry.block_size)
 
@@ -146,10 +147,11 @@ def _available_nbytes() -> int:
 
 def _rows(outline: ModelOutline) -> list[tuple[str, str]]:
     shape, geometry = outline.shape, outline.geometry
+    stored = f", {_gib(outline.gpu_weights_nbytes)} as stored on a GPU" if outline.num_stored else ""
     whose = "our forward pass" if outline.path == "native" else "transformers' layers over our attention"
     return [
         ("path", f"{outline.path}: {whose} ({shape.architecture})"),
-        ("weights", f"{outline.num_parameters:,} parameters, {_gib(outline.weights_nbytes)} in {shape.dtype}"),
+        ("weights", f"{outline.num_parameters:,} parameters, {_gib(outline.weights_nbytes)} in {shape.dtype}{stored}"),
         ("longest", f"{shape.max_position_embeddings:,} tokens"),
         ("KV", f"{geometry.token_nbytes:,} bytes per token, {_token_text(geometry)}"),
         *((f"KV group {number}", _group_text(group)) for number, group in enumerate(geometry.groups)),

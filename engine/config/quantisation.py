@@ -34,6 +34,7 @@ class Quantisation:
     method: str  # of METHODS
     block_size: tuple[int, int] | None = None  # (outputs, inputs) that share a scale
     zero_offset: int = 0  # zeros are stored less by so much
+    bits: int | None = None  # of most quantised weights; None: there are none
 
 
 def load_quantisation(directory: Path) -> Quantisation | None:
@@ -63,26 +64,27 @@ def parse_quantisation(config: Any, directory: str) -> Quantisation:
                 _require(config, "version", "gemm", "GEMM", None)
                 _require(config, "format", "gemm", None)
                 _require(config, "backend", "autoawq", "auto", "gemm", None)
+                return Quantisation(method, bits=4)
             case "compressed-tensors":
-                return Quantisation(method, _compressed_block_size(config))
+                return _compressed(config)
             case "fp8":
                 _require(config, "expert_dtype", "fp8", None)
-                return Quantisation(method, _block_size(config.get("weight_block_size")))
+                return Quantisation(method, _block_size(config.get("weight_block_size")), bits=8)
             case "gptq":
                 _require(config, "bits", 4, 8)
                 _require(config, "pack_dtype", "int32", None)
                 _require(config, "is_marlin_format", False, None)
                 packing = "format" if config.get("checkpoint_format") is None else "checkpoint_format"
                 _require(config, packing, *_GPTQ_OFFSETS, None)
-                return Quantisation(method, zero_offset=_GPTQ_OFFSETS[config.get(packing) or "gptq"])
+                return Quantisation(method, None, _GPTQ_OFFSETS[config.get(packing) or "gptq"], config["bits"])
             case "modelopt":
                 _require(config, "quant_algo", *_MODELOPT_ALGOS)
                 _require(config, "kv_cache_quant_algo", "FP8", None)
                 block_size = (128, 128) if config.get("quant_algo") == "FP8_PB_WO" else None
-                return Quantisation(method, block_size)
+                return Quantisation(method, block_size, bits=8 if config.get("quant_algo") else None)
     except _NotReadError as error:
         raise ModelError(f"{directory}: {error}: take another checkpoint, or one in bf16, fp16 or fp32") from error
-    return Quantisation(method)
+    return Quantisation(method, bits=4)  # mxfp4
 
 
 class _NotReadError(Exception):
@@ -106,8 +108,8 @@ def _block_size(value: Any) -> tuple[int, int] | None:
     return value[0], value[1]
 
 
-def _compressed_block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The one block size of all groups."""
+def _compressed(config: Mapping[str, Any]) -> Quantisation:
+    """Of llm-compressor, with one block size for all groups."""
     _require(config, "format", *_COMPRESSED_FORMATS)
     _require(config.get("sparsity_config") or {}, "format", "dense", None, where="sparsity_config's ")
     if config.get("transform_config"):
@@ -116,6 +118,7 @@ def _compressed_block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
         _require(scheme, "type", "float", where="kv_cache_scheme's ")
         _require(scheme, "num_bits", 8, where="kv_cache_scheme's ")
     sizes: set[tuple[int, int] | None] = set()
+    bits: int | None = None
     for name, group in _groups(config):
         _require(group, "format", *_COMPRESSED_FORMATS, where=f"{name}'s ")
         weights = group.get("weights")
@@ -125,11 +128,12 @@ def _compressed_block_size(config: Mapping[str, Any]) -> tuple[int, int] | None:
         if kind not in _COMPRESSED_TYPES:
             known = ", ".join(f"{name} of {bits}" for name, bits in _COMPRESSED_TYPES)
             raise _NotReadError(f"{name}'s weights are {kind[0]} of {kind[1]} bits; {known} can be read")
+        bits = max(bits or 0, weights["num_bits"])
         if weights.get("strategy") == "block":
             sizes.add(_block_size(weights.get("block_structure")))
     if len(sizes) > 1:
         raise _NotReadError(f"config_groups have blocks of {len(sizes)} sizes; one for all can be read")
-    return sizes.pop() if sizes else None
+    return Quantisation("compressed-tensors", sizes.pop() if sizes else None, bits=bits)
 
 
 def _groups(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -151,6 +151,8 @@ def packed_weight(parts: Parts, dtype: torch.dtype) -> StoredWeight:
     elif zero is not None:
         zero = (zero + 8).to(torch.uint8) if bits == 4 else zero
     groups = parts.get("weight_g_idx")
+    if groups is not None and bool((groups < 0).any()):
+        groups = None  # it was never set
     return _integers(_bytes(packed)[:, : num_ins * bits // 8], scale, zero, groups, bits, dtype)
 
 

@@ -73,6 +73,17 @@ def test_without_weights_random_ones_are_compared(
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_quantised_weights_take_less_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(tmp_path, "llama", **SIZES)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    _, report = found(capsys, str(tmp_path), "--memory-gib", "1")
+    projections = 4 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96)
+    assert report["gpu_weights_bytes"] == int(report["weights_bytes"] - projections * (4 - 4 / 8 - 4 / 128))
+    assert report["gpu"]["kv_nbytes"] == int(0.9 * 2**30) - report["gpu_weights_bytes"] - report["gpu"]["step_nbytes"]
+
+
 @pytest.mark.full  # ten seconds
 def test_a_model_too_large_for_the_gpu_is_measured_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

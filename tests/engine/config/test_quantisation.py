@@ -25,22 +25,22 @@ def group(weights: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "wanted"),
     [
-        (GPTQ, Quantisation("gptq", zero_offset=1)),
-        ({**GPTQ, "checkpoint_format": "gptq"}, Quantisation("gptq", zero_offset=1)),
-        ({**GPTQ, "checkpoint_format": "gptq_v2", "bits": 8}, Quantisation("gptq")),
-        (AWQ, Quantisation("awq")),
-        ({"quant_method": "fp8", "weight_block_size": [128, 64]}, Quantisation("fp8", (128, 64))),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, Quantisation("fp8")),
-        ({"quant_method": "mxfp4"}, Quantisation("mxfp4")),
-        (MODELOPT, Quantisation("modelopt")),
-        ({**MODELOPT, "quant_algo": "FP8_PB_WO"}, Quantisation("modelopt", (128, 128))),
+        (GPTQ, Quantisation("gptq", zero_offset=1, bits=4)),
+        ({**GPTQ, "checkpoint_format": "gptq"}, Quantisation("gptq", zero_offset=1, bits=4)),
+        ({**GPTQ, "checkpoint_format": "gptq_v2", "bits": 8}, Quantisation("gptq", bits=8)),
+        (AWQ, Quantisation("awq", bits=4)),
+        ({"quant_method": "fp8", "weight_block_size": [128, 64]}, Quantisation("fp8", (128, 64), bits=8)),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, Quantisation("fp8", bits=8)),
+        ({"quant_method": "mxfp4"}, Quantisation("mxfp4", bits=4)),
+        (MODELOPT, Quantisation("modelopt", bits=8)),
+        ({**MODELOPT, "quant_algo": "FP8_PB_WO"}, Quantisation("modelopt", (128, 128), bits=8)),
         ({**MODELOPT, "quant_algo": None}, Quantisation("modelopt")),  # scales of the KV cache alone
-        ({**COMPRESSED, **group(FP8)}, Quantisation("compressed-tensors")),
+        ({**COMPRESSED, **group(FP8)}, Quantisation("compressed-tensors", bits=8)),
         ({**COMPRESSED, **group(None), "ignore": ["lm_head"]}, Quantisation("compressed-tensors")),
         ({**COMPRESSED, "kv_cache_scheme": FP8, "transform_config": {}}, Quantisation("compressed-tensors")),
         (
             {**COMPRESSED, **group({**FP8, "strategy": "block", "block_structure": [128, 128]})},
-            Quantisation("compressed-tensors", (128, 128)),
+            Quantisation("compressed-tensors", (128, 128), bits=8),
         ),
     ],
 )
@@ -91,7 +91,7 @@ def test_modelopts_own_file_says_it_where_config_json_does_not(tmp_path: Path) -
     assert load_quantisation(tmp_path) is None
     own = tmp_path / "hf_quant_config.json"
     own.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}))
-    assert load_quantisation(tmp_path) == Quantisation("modelopt")
+    assert load_quantisation(tmp_path) == Quantisation("modelopt", bits=8)
     own.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
     with pytest.raises(ModelError, match="quant_algo is 'W4A8_AWQ' in a checkpoint of modelopt; 'FP8', "):
         load_quantisation(tmp_path)
@@ -99,4 +99,4 @@ def test_modelopts_own_file_says_it_where_config_json_does_not(tmp_path: Path) -
     with pytest.raises(ModelError, match=r"hf_quant_config\.json cannot be read"):
         load_quantisation(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
-    assert load_quantisation(tmp_path) == Quantisation("mxfp4")
+    assert load_quantisation(tmp_path) == Quantisation("mxfp4", bits=4)
