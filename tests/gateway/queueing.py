@@ -128,8 +128,8 @@ class World:
         try:
             await self._compute(work)
             first_s = self.loop.time()
-            self.prefill.on_first_token(key, first_s)
-            self.decode.on_first_token(key, first_s)
+            self.prefill.on_first_token(key, first_s, self.machines.prompt_tokens_per_s)
+            self.decode.on_first_token(key, first_s, None)
             self.prefill.close(key, work.num_prompt_tokens)
             self._changed.set()
             async with self._batch:

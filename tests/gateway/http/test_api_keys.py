@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay.common.errors import SettingsError
 from kvrelay.engine.fake.engine import fake_card
-from kvrelay.gateway.errors import UnauthorizedError
-from kvrelay.gateway.http.api_keys import ApiKeys, hash_key
+from kvrelay.gateway.errors import TooManyRequestsError, UnauthorizedError
+from kvrelay.gateway.http.api_keys import ApiKeys, KeyLimits, KeyUse, hash_key
 from kvrelay.gateway.http.edge import Edge
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.wire.messages import Submit
@@ -188,3 +188,64 @@ async def test_only_a_key_that_may_passes_the_line(tmp_path: Path, model_directo
         good(*plays[-1])
         await asyncio.gather(*tasks)
         assert served == ["alice", "bob", "alice"]
+
+
+def test_without_limits_there_are_none() -> None:
+    use = KeyUse()
+    for _ in range(10_000):
+        use.enter(KeyLimits(), 0.0)
+
+
+def test_requests_a_second_and_at_once() -> None:
+    limits, use = KeyLimits.parse({"requests_per_s": "2", "burst": "3"}), KeyUse()
+    for _ in range(3):
+        use.enter(limits, 100.0)
+    with pytest.raises(TooManyRequestsError, match="may ask 2 times a second, 3 at once") as refusal:
+        use.enter(limits, 100.0)
+    assert refusal.value.retry_after_s == pytest.approx(0.5)
+    use.enter(limits, 100.5)
+    with pytest.raises(TooManyRequestsError):
+        use.enter(limits, 100.5)
+    for _ in range(3):  # an hour fills no more than the bucket
+        use.enter(limits, 3700.0)
+    with pytest.raises(TooManyRequestsError):
+        use.enter(limits, 3700.0)
+
+
+def test_what_is_refused_costs_nothing() -> None:
+    limits, use = KeyLimits.parse({"requests_per_s": "1"}), KeyUse()
+    use.enter(limits, 0.0)
+    for tenth in range(1, 10):
+        with pytest.raises(TooManyRequestsError):
+            use.enter(limits, tenth / 10)
+    use.enter(limits, 1.0)
+
+
+def test_requests_at_a_time() -> None:
+    limits, use = KeyLimits.parse({"concurrency": "2"}), KeyUse()
+    use.enter(limits, 0.0)
+    use.enter(limits, 0.0)
+    with pytest.raises(TooManyRequestsError, match="has 2 requests running, which is its limit"):
+        use.enter(limits, 0.0)
+    use.leave()
+    use.enter(limits, 0.0)
+
+
+def test_one_a_second_at_least_can_come_at_once() -> None:
+    assert KeyLimits.parse({"requests_per_s": "0.1"}).burst == 1
+    assert KeyLimits.parse({"requests_per_s": "2.5"}).burst == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"speed": "1"}, "an unknown option; known are requests_per_s, burst, concurrency, min_priority"),
+        ({"burst": "1.5", "requests_per_s": "1"}, "burst is not a number"),
+        ({"concurrency": "0"}, "concurrency must be above 0"),
+        ({"requests_per_s": "1.2.3"}, "requests_per_s is not a number"),
+        ({"burst": "2"}, "burst means nothing without requests_per_s"),
+    ],
+)
+def test_what_is_wrong_is_said(options: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        KeyLimits.parse(options)

@@ -9,7 +9,7 @@ import pytest
 from kvrelay.common.block_hash import HashChain
 from kvrelay.gateway.routing.prefixes import PrefixMap, RequestPrefix
 
-from .test_routing import view
+from .test_ways import view
 
 A, B = ("a", 1), ("b", 1)
 BLOCK = 16

@@ -12,7 +12,7 @@ from kvrelay.common.sampling import Guide, GuideKind
 from kvrelay.engine.guides.errors import UnsupportedGuideError
 from kvrelay.gateway.chat import structural_tag
 from kvrelay.gateway.chat.structural_tag import format_of
-from kvrelay.gateway.chat.tools.call_grammar import ANY_OBJECT, NO_ARGUMENTS, arguments_schema, tool_guide
+from kvrelay.gateway.chat.tools.call_grammar import ANY_OBJECT, NO_ARGUMENTS, arguments_schema, loosened, tool_guide
 from kvrelay.gateway.chat.tools.formats.families import FAMILIES, ToolFamily
 from kvrelay.gateway.chat.tools.functions import Function, ToolChoice, ToolMode, parse_tool_choice, parse_tools
 
@@ -205,3 +205,49 @@ def test_the_guide_is_json_of_bounded_size() -> None:
     guide = guide_of(FAMILIES["hermes"], parse_tool_choice("required", FUNCTIONS))
     assert json.loads(guide.text)["type"] == "structural_tag"
     assert len(guide.text) < 4 * len(json.dumps([function.as_tool() for function in FUNCTIONS]))
+
+
+def test_loosened_keeps_what_compiles_and_drops_the_rest() -> None:
+    schema = {
+        "type": "object",
+        "title": "T",
+        "properties": {
+            "a": {"type": "string", "pattern": "(", "format": "zzz", "description": "d"},
+            "b": {"enum": ["x", 1]},
+            "c": {"enum": []},
+            "d": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/e"}]},
+            "e": {"$ref": "https://example.org/schema"},
+            "f": {"type": "array", "items": {"type": "integer", "minimum": 3, "maximum": 1}, "minItems": 2},
+            "g": {"const": None},
+            "h": {"type": "money"},
+            "i": {"allOf": [{"properties": {"z": {}}}], "properties": {"y": {}}},
+            "j": {"$ref": "#/$defs/loop"},
+            "k": False,
+        },
+        "required": ["a", "missing"],
+        "$defs": {"e": {"type": "number", "multipleOf": 0}, "loop": {"$ref": "#/$defs/loop"}},
+    }
+    assert loosened(schema) == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string"},
+            "b": {"enum": ["x", 1]},
+            "c": {},
+            "d": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/e"}]},
+            "e": {},
+            "f": {"type": "array", "items": {"type": "integer"}},
+            "g": {"const": None},
+            "h": {},
+            "i": {"properties": {"y": {}}, "required": [], "additionalProperties": True},
+            "j": {},
+            "k": {},
+        },
+        "required": ["a"],
+        "additionalProperties": False,
+        "$defs": {"e": {"type": "number"}, "loop": {}},
+    }
+
+
+def test_loosened_objects_stay_objects() -> None:
+    assert loosened({}) == {"type": "object"}
+    assert loosened({"anyOf": [{"required": ["a"]}]})["type"] == "object"

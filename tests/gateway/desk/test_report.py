@@ -1,4 +1,4 @@
-"""The line that tells what a gateway does."""
+"""What a gateway tells of its workers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,26 @@ import pytest
 
 from kvrelay.gateway.desk.report import Activity
 from kvrelay.gateway.model import Model, ModelFiles, Models
-from kvrelay.wire.messages import Submit
+from kvrelay.wire.messages import FailureCode, Submit
 
-from .clock import Clock
-from .http_app import TEXT, app_for
-from .players import ALL, Player, good, stage, until
+from ..clock import Clock
+from ..http_app import TEXT, app_for
+from ..players import ALL, Player, failing, good, stage, until
+
+
+async def test_workers_and_their_breakers_are_shown(model_directory: Path) -> None:
+    async with app_for(model_directory, failing(FailureCode.INTERNAL), relay={"max_attempts": 1}) as app:
+        asked = [app.client.post(TEXT, json={"prompt": "x"}) for _ in range(3)]
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {502}
+        known = (await app.client.get("/debug/workers")).json()
+        assert (known["pairs"], known["num_queued"]) == ([], 0)
+        [worker] = known["workers"]
+        assert worker["address"] == app.player.address
+        assert (worker["role"], worker["is_usable"], worker["breaker"]) == ("decode", True, "open")
+        assert worker["num_free_blocks"] > 0
+        assert known["prompt_ways"] == {"local: only_way": 3}
+        refused = await app.client.post(TEXT, json={"prompt": "x"})
+        assert "failed all of several requests" in refused.json()["error"]["message"]
 
 
 async def test_a_line_says_what_was_done_since_the_last_one_and_nothing_of_nothing(
