@@ -47,10 +47,7 @@ class DecodeScheduler(Scheduler):
         self._found_none: tuple[Sequence, int, list[bytes]] | None = None
 
     def add(self, sequence: Sequence, first: SampledToken | None = None) -> None:
-        """Queue a sequence: one to prefill here, or a verified one that already holds its blocks and their K/V.
-
-        ``first``: of a verified beam search, what the prefill worker sampled; its other sequences have it among their tokens.
-        """
+        """See Scheduler. One to prefill here, or a verified one: that holds its blocks and, unless it searches, a first token."""
         self._searches.add(sequence, first)
         self._queue(sequence)
 
@@ -120,10 +117,7 @@ class DecodeScheduler(Scheduler):
         return budget
 
     def ahead(self, flying: Seq[StepRow]) -> Schedule | None:
-        """The step behind one that still runs (:mod:`kvrelay.decode_worker.run_ahead`), with no tokens of that known.
-
-        None if there is none to launch before they are. Nobody is preempted.
-        """
+        """See Scheduler, and :mod:`kvrelay.decode_worker.run_ahead`. Nobody is preempted."""
         line = look_at(self.waiting, self._num_free_places())
         may_begin = line.prompt is not None and line.has_places and self._may_find_blocks(line.prompt)
         awaits_room = line.prompt is not None and not may_begin
@@ -335,11 +329,8 @@ class DecodeScheduler(Scheduler):
 
     def _end(self, sequence: Sequence, *, keeps_blocks: bool = False) -> None:
         """Take a sequence out, wherever it is, and release its blocks, unless a step still writes to them."""
-        for place in (self.waiting, self.running):
-            if sequence in place:
-                place.remove(sequence)
+        self._leave(sequence)
         self._blocks.set_aside = self._num_awaited
-        sequence.set_status(SequenceStatus.FINISHED)
         if not keeps_blocks:
             self._release(sequence)
 

@@ -6,13 +6,14 @@ may come from a receiver thread; it is brought to the asyncio loop before anythi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from kvrelay.common.beam_check import invalid_first_token
 from kvrelay.common.block_hash import HashChain
-from kvrelay.decode_worker.entries import DecodeEntry
+from kvrelay.common.sampling import SampledToken
 from kvrelay.decode_worker.refusals import cache_miss, misfit
 from kvrelay.engine.kv.block_manager import sequence_owner
 from kvrelay.engine.kv.leased_blocks import lease_owner
@@ -21,6 +22,7 @@ from kvrelay.wire.leases.lease import VerifiedLease
 from kvrelay.wire.leases.table import LeaseTable
 from kvrelay.wire.messages import (
     Abort,
+    Beam,
     Commit,
     Failed,
     FailureCode,
@@ -36,14 +38,16 @@ from kvrelay.wire.messages import (
     Role,
     Status,
     Submit,
+    Timings,
     TokenDelta,
     Tokens,
     Verified,
     Welcome,
 )
-from kvrelay.worker.entries import Phase
+from kvrelay.worker.entries import Entry, Phase
 from kvrelay.worker.model_worker import Add, Report
-from kvrelay.worker.service import Ports, Service
+from kvrelay.worker.scheduler import Progress
+from kvrelay.worker.service import Service
 from kvrelay.worker.submit import Refusal, deadline_of, guide_failed
 from kvrelay.worker.suspects import Key
 
@@ -57,6 +61,55 @@ class DataPorts:
     shared_memory: str | None = None  # name of the socket for senders on this host; None: they use the data socket, too
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class DecodeEntry(Entry):
+    """One attempt on a decode worker."""
+
+    next_index: int  # output position of the next token to send
+    unsent: list[SampledToken] = field(default_factory=list)  # the committed first token, until the next one is there
+    first: SampledToken | None = None  # of a beam search that was handed over: the committed one, with its candidates
+    lease_id: int | None = None
+    verified_s: float | None = None
+    transfer_s: float | None = None
+    num_cached_tokens: int | None = None
+    has_sent: bool = False
+
+    def debug(self) -> dict[str, Any]:
+        """For /debug/kv."""
+        return {"phase": self.phase.value, "lease_id": self.lease_id, "sent": self.next_index}
+
+    def delta(self, new: Progress, now_s: float) -> TokenDelta:
+        """What to tell the gateway of a step, with what only the first message of an attempt says; it counts as told."""
+        tokens = self.unsent if new.token is None else [*self.unsent, new.token]
+        self.unsent = []
+        timings: Timings | None = None
+        num_cached_tokens: int | None = None
+        prompt_logprobs: list[SampledToken] | None = None
+        if not self.has_sent:
+            self.has_sent = True
+            prompt_logprobs = new.prompt_logprobs
+            num_cached_tokens = new.num_cached_tokens if self.lease_id is None else self.num_cached_tokens
+            started_s = now_s if self.started_s is None else self.started_s
+            if self.verified_s is None:
+                timings = Timings(queue_s=started_s - self.sequence.arrival_s, prefill_s=now_s - started_s)
+            else:
+                timings = Timings(transfer_s=self.transfer_s, first_step_s=now_s - self.verified_s)
+        delta = TokenDelta(
+            request_id=self.key[0],
+            attempt=self.key[1],
+            index=self.next_index,
+            tokens=tokens,
+            finish_reason=new.finish_reason,
+            num_cached_tokens=num_cached_tokens,
+            timings=timings,
+            prompt_logprobs=prompt_logprobs,
+            beams=[Beam(tokens=list(one.tokens), finish_reason=one.finish_reason, score=one.score) for one in new.beams]
+            or None,
+        )
+        self.next_index += len(tokens)
+        return delta
+
+
 class DecodeService(Service[DecodeEntry]):
     """Implements the wire's ServerHandler, and hears of leases."""
 
@@ -65,9 +118,9 @@ class DecodeService(Service[DecodeEntry]):
     _leases: LeaseTable
     _data: DataPorts
 
-    def attach(self, ports: Ports, leases: LeaseTable, data: DataPorts) -> None:
+    def attach(self, leases: LeaseTable, data: DataPorts) -> None:
         """Connect the service to what it speaks through, before anything starts."""
-        self.ports, self._leases, self._data = ports, leases, data
+        self._leases, self._data = leases, data
 
     def welcome(self, hello: Hello) -> Welcome | HelloRefused:
         """Gateways, and prefill workers whose KV fits; only those learn where blocks are taken."""

@@ -73,7 +73,7 @@ class DecodeWorker(Worker[DecodeService]):
             shared_name = shared.name
         self.data_address = receiver.address
         data = DataPorts(self.data_address, token, shared_name)
-        self.service.attach(self._ports, self.leases, data)
+        self.service.attach(self.leases, data)
 
     async def start(self) -> None:
         """See Worker."""

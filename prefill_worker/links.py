@@ -20,27 +20,22 @@ from kvrelay.wire.lines.block_sender import BlockSender
 from kvrelay.wire.lines.shared.sender import SharedTarget
 from kvrelay.wire.messages import (
     FailureCode,
-    Grant,
     Hello,
     HelloRefused,
     Message,
-    Refuse,
-    Reject,
     Role,
     Status,
-    Verified,
     Welcome,
 )
 from kvrelay.wire.metrics import WireMetrics
 from kvrelay.wire.security.authentication import ClientProof
-from kvrelay.wire.transfers import DecodeLink
+from kvrelay.wire.transfers import DecodeLink, absurdity
 from kvrelay.worker.setup import Setup
 
 logger = logging.getLogger(__name__)
 
 _FORGET_S = 60.0
 _MUTE = "KV blocks reach it no longer"
-_U64 = 2**64
 
 
 class LinkHandler(Protocol):
@@ -211,15 +206,3 @@ class DecodeLinks:
         task = asyncio.create_task(peer.stop())
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
-
-
-def absurdity(message: Message) -> str | None:
-    """Why no decode worker can mean ``message``; None if one can. Its numbers go into the headers of blocks, and count blocks."""
-    if not isinstance(message, Grant | Refuse | Verified | Reject):
-        return f"{type(message).__name__} is not an answer to a prefill worker"
-    if isinstance(message, Grant):
-        if not (0 <= message.lease_id < _U64 and 0 <= message.epoch < _U64):
-            return f"granted lease {message.lease_id} of epoch {message.epoch}; both must be 0 to {_U64 - 1}"
-        if message.num_cached_blocks < 0:
-            return f"granted a lease with {message.num_cached_blocks} cached blocks; it must be 0 at least"
-    return None

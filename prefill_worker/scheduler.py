@@ -49,20 +49,14 @@ class PrefillScheduler(Scheduler):
 
     def remove(self, key: Key) -> Sequence | None:
         """Take a prompt out, wherever it is; its blocks stay held. None if it is not (or no longer) here."""
-        for place in (self.waiting, self.running):
-            for sequence in place:
-                if sequence.key == key:
-                    place.remove(sequence)
-                    self._num_cached.pop(key, None)
-                    sequence.set_status(SequenceStatus.FINISHED)
-                    return sequence
-        return None
+        found = next((one for one in self.waiting + self.running if one.key == key), None)
+        if found is not None:
+            self._num_cached.pop(key, None)
+            self._leave(found)
+        return found
 
     def schedule(self, now_s: float, group: frozenset[Key] | None = None) -> Schedule:
-        """The next step's rows, and the prompts that start with it. No rows: nothing waits, or no room yet.
-
-        ``now_s``: on the clock of the sequences' ``arrival_s``. ``group``: who alone may be in the step; None: everybody.
-        """
+        """See Scheduler. Chunks of prompts, in order of arrival but for those that overtake."""
         line = among(group, list(heapq.merge(self.running, self.waiting, key=arrival)))
         prompts = [self._in_line(sequence) for sequence in line]
         block_size, cost = self._blocks.block_size, self._costs.cost

@@ -30,7 +30,7 @@ from kvrelay.wire.transfers import DecodeLink, TransferTable
 from kvrelay.worker.entries import Entry, Phase
 from kvrelay.worker.model_worker import Report
 from kvrelay.worker.scheduler import Progress
-from kvrelay.worker.service import Ports, Service
+from kvrelay.worker.service import Service
 from kvrelay.worker.submit import WorkerIdentity, deadline_of, guide_failed
 from kvrelay.worker.suspects import Key
 
@@ -54,10 +54,6 @@ class PrefillEntry(Entry):
         """Output of earlier attempts; the sequence may have a token more, which the model thread appends."""
         return len(self.submit.token_ids) - self.submit.num_prompt_tokens
 
-    def is_stuck(self, now_s: float, timeout_s: float) -> bool:
-        """Whether its outcome was decided longer than ``timeout_s`` ago, and sends still hold its blocks."""
-        return self.hand_off_holds and self.closed_s is not None and now_s - self.closed_s > timeout_s
-
 
 class PrefillService(Service[PrefillEntry]):
     """Implements the wire's ServerHandler, LinkHandler and TransferHandler."""
@@ -70,9 +66,9 @@ class PrefillService(Service[PrefillEntry]):
         self._links: DecodeLinks
         self._transfers: TransferTable
 
-    def attach(self, ports: Ports, links: DecodeLinks, transfers: TransferTable) -> None:
+    def attach(self, links: DecodeLinks, transfers: TransferTable) -> None:
         """Connect the service to what it speaks through, before anything starts."""
-        self.ports, self._links, self._transfers = ports, links, transfers
+        self._links, self._transfers = links, transfers
 
     def longest_wait_s(self) -> float:
         """Of the prompts that have not begun: what the next one adds to its time to first token, at least."""
@@ -228,7 +224,8 @@ class PrefillService(Service[PrefillEntry]):
         self._transfers.tick()
         super().tick()
         now_s = self.clock()
-        stuck = [entry for entry in self.entries.values() if entry.is_stuck(now_s, _SEND_TIMEOUT_S)]
+        holding = [entry for entry in self.entries.values() if entry.hand_off_holds]
+        stuck = [entry for entry in holding if now_s - (entry.closed_s or now_s) > _SEND_TIMEOUT_S]
         for entry in stuck:
             entry.closed_s = now_s  # the reset ends the sends soon, but not at once
         for address in {entry.decode_address for entry in stuck}:

@@ -38,7 +38,7 @@ class PrefillWorker(Worker[PrefillService]):
         transfers = TransferTable(
             engine.store, service, transfer_settings or TransferSettings(), self._wire_metrics, clock
         )
-        service.attach(self._ports, self._links, transfers)
+        service.attach(self._links, transfers)
         _add_load_gauges(service, setup.registry)
 
     def tickers(self) -> list[asyncio.Task[None]]:

@@ -38,6 +38,8 @@ from kvrelay.wire.metrics import WireMetrics
 
 Key = tuple[str, int]
 
+_U64 = 2**64
+
 
 class MessageSender(Protocol):
     """A control link (kvrelay.wire.control.client.ControlClient)."""
@@ -332,4 +334,16 @@ def _unfit_key(seal_key: bytes | None, seals_kv: bool) -> str | None:
         return f"agreed on {'sealed' if seals_kv else 'plain'} KV blocks, but granted {'no' if seals_kv else 'a'} key"
     if seal_key is not None and len(seal_key) != KEY_NBYTES:
         return f"granted a key of {len(seal_key)} bytes; it must have {KEY_NBYTES}"
+    return None
+
+
+def absurdity(message: Message) -> str | None:
+    """Why no decode worker can mean ``message``; None if one can. Its numbers go into the headers of blocks, and count blocks."""
+    if not isinstance(message, Grant | Refuse | Verified | Reject):
+        return f"{type(message).__name__} is not an answer to a prefill worker"
+    if isinstance(message, Grant):
+        if not (0 <= message.lease_id < _U64 and 0 <= message.epoch < _U64):
+            return f"granted lease {message.lease_id} of epoch {message.epoch}; both must be 0 to {_U64 - 1}"
+        if message.num_cached_blocks < 0:
+            return f"granted a lease with {message.num_cached_blocks} cached blocks; it must be 0 at least"
     return None

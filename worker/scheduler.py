@@ -124,6 +124,13 @@ class Scheduler(ABC):
 
     # -- for roles -------------------------------------------------------------------------------------------------
 
+    def _leave(self, sequence: Sequence) -> None:
+        """Take it out, wherever it is; its blocks stay held."""
+        for place in (self.waiting, self.running):
+            if sequence in place:
+                place.remove(sequence)
+        sequence.set_status(SequenceStatus.FINISHED)
+
     def _run(self, sequence: Sequence) -> None:
         """It has blocks, and a place from now on."""
         sequence.set_status(SequenceStatus.RUNNING)

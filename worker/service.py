@@ -80,7 +80,7 @@ class Service(ABC, Generic[E]):
         self.blocks = blocks
         self.clock = clock
         self.fingerprint = identity.card.layout.fingerprint()
-        self.entries: dict[Key, E] = {}
+        self.entries: dict[Key, E] = {}  # attempts that are not over
         self.state = WorkerState.READY
         self.has_work = asyncio.Event()  # there are entries: ``tick`` must be called
         self.ports: Ports  # there before the first message
@@ -279,11 +279,6 @@ class Service(ABC, Generic[E]):
             self.fail(entry, FailureCode.INTERNAL, f"the hand-off failed: {type(error).__name__}")
 
     # -- the end ---------------------------------------------------------------------------------------------------
-
-    @property
-    def num_entries(self) -> int:
-        """Attempts that are not over."""
-        return len(self.entries)
 
     def tick(self) -> None:
         """End what is out of time."""

@@ -73,7 +73,7 @@ class Worker(ABC, Generic[S]):
             setup.address, service, setup.link_settings, metrics=self._wire_metrics, network=network, gate=self._gate
         )
         self._guides = setup.guides
-        self._ports = Ports(
+        service.ports = Ports(
             self._server.send, self._loop, self._call_on_loop, self._guides, lambda: scheduler.prompt_tokens_per_s
         )
         self._tickers: list[asyncio.Task[None]] = []

@@ -57,7 +57,7 @@ class Rig(ServiceRig[DecodeService]):
             WireMetrics(CollectorRegistry()),
             self.clock,
         )
-        self.service.attach(self.ports, leases, DataPorts("tcp://nowhere:1"))
+        self.service.attach(leases, DataPorts("tcp://nowhere:1"))
 
     def submit(self, name: str, max_tokens: int = 3) -> Submit:
         return submit(name, max_tokens=max_tokens)

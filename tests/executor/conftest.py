@@ -90,7 +90,7 @@ def make_executor(tiny_model: Path) -> Iterator[MakeExecutor]:
 def wait_until_free(worker: DecodeWorker, timeout_s: float = 10.0) -> None:
     """Until the worker knows of no request; then every block must be free or cached."""
     deadline_s = time.monotonic() + timeout_s
-    while worker.service.num_entries:
+    while worker.service.entries:
         assert time.monotonic() < deadline_s, worker.debug_kv()
         time.sleep(0.002)  # polls for a state, bounded by the line above
     worker.blocks.check_integrity()

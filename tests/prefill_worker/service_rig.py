@@ -86,7 +86,7 @@ class Rig(ServiceRig[PrefillService]):
         super().__init__(CARD, blocks, self.scheduler, PrefillService)
         self.transfers = PlayedTransfers()
         self.links = PlayedLinks()
-        self.service.attach(self.ports, cast("DecodeLinks", self.links), cast("TransferTable", self.transfers))
+        self.service.attach(cast("DecodeLinks", self.links), cast("TransferTable", self.transfers))
 
     def submit(self, name: str, max_tokens: int = 3) -> Submit:
         return submit(name, max_tokens)

@@ -158,7 +158,7 @@ class Relay:
     async def settled(self) -> None:
         """Wait until no worker knows any request, then check that every block is free or cached."""
         async with asyncio.timeout(TIMEOUT_S):
-            while self.prefill.service.num_entries or self.decode.service.num_entries:
+            while self.prefill.service.entries or self.decode.service.entries:
                 await asyncio.sleep(0.005)  # polling for a state, bounded by the timeout above
         assert_nothing_held(self.prefill)
         assert_nothing_held(self.decode)

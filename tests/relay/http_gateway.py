@@ -67,7 +67,7 @@ class Deployment:
         """Wait until no worker knows any request, then check that every block is free or cached."""
         workers = [self.prefill, self.decode]
         async with asyncio.timeout(20):
-            while any(worker.service.num_entries for worker in workers):
+            while any(worker.service.entries for worker in workers):
                 await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
         for worker in workers:
             assert_nothing_held(worker)

@@ -148,7 +148,7 @@ async def test_a_request_that_a_worker_has_no_blocks_for_moves_to_one_that_has()
         def take(delta: TokenDelta) -> bool:
             output.extend(token.token_id for token in delta.tokens)
             if len(output) >= 5 and not crowded:
-                crowded.extend(worker for worker in decodes if worker.service.num_entries)
+                crowded.extend(worker for worker in decodes if worker.service.entries)
                 crowded[0].blocks.allocate(THIEF, crowded[0].blocks.num_allocatable)
                 gate.open()
             return True
@@ -179,7 +179,7 @@ async def test_a_decode_worker_that_dies_is_replaced_without_a_seam() -> None:
 
         running = asyncio.create_task(relay.run(request, take))
         await is_under_way.wait()
-        dead += [worker for worker in decodes if worker.service.num_entries]
+        dead += [worker for worker in decodes if worker.service.entries]
         # Nothing is said any more, and the sockets are gone: as a killed process looks from outside.
         await dead[0]._server.stop()
         gate.open()

@@ -100,7 +100,7 @@ async def test_a_client_that_leaves_takes_its_request_along(model: Path, stream:
                 await anext(response.aiter_lines())
         else:
             request = asyncio.create_task(up.client.post("/v1/completions", json=body))
-            while not up.decode.service.num_entries:
+            while not up.decode.service.entries:
                 await asyncio.sleep(0.002)  # polls for a state: the request runs
             request.cancel()
         while await up.metric("kvrelay_client_disconnects_total") == 0:
@@ -119,7 +119,7 @@ async def test_a_gateway_that_cannot_wait_any_longer_says_so(model: Path, caplog
         async with up.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
             lines = response.aiter_lines()
             await anext(lines)
-            while up.decode.service.num_entries < 2:
+            while len(up.decode.service.entries) < 2:
                 await asyncio.sleep(0.002)  # polls for a state: both run
             up.server.should_exit = True
             events = [line.removeprefix("data: ") async for line in lines if line]

@@ -58,7 +58,7 @@ class Cluster:
     async def settled(self) -> None:
         """Until no worker knows any request."""
         async with asyncio.timeout(20):
-            while any(worker.service.num_entries for worker in [*self.prefills, *self.decodes]):
+            while any(worker.service.entries for worker in [*self.prefills, *self.decodes]):
                 await asyncio.sleep(0.005)  # polls for a state, bounded by the timeout above
 
     async def know_their_speed(self) -> None:

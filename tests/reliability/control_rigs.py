@@ -165,7 +165,8 @@ class DecodeRig(_Rig):
             self.clock,
         )
         self.server = _Server(self.service, self.network)
-        self.service.attach(self.ports(), self.leases, DataPorts("tcp://nowhere:1"))
+        self.service.ports = self.ports()
+        self.service.attach(self.leases, DataPorts("tcp://nowhere:1"))
 
     def land(self, lease_id: int, offer: Offer, index: int, block: bytes) -> None:
         """An honest block arrives."""
@@ -217,7 +218,8 @@ class PrefillRig(_Rig):
             self.engine.store, self.service, TransferSettings(), WireMetrics(CollectorRegistry()), self.clock
         )
         self.server = _Server(self.service, self.network)
-        self.service.attach(self.ports(), cast("DecodeLinks", self), transfers)
+        self.service.ports = self.ports()
+        self.service.attach(cast("DecodeLinks", self), transfers)
 
     def link_to(self, address: str) -> DecodeLink | None:
         """As DecodeLinks; no link but these two ever comes up."""

@@ -17,7 +17,6 @@ import msgspec
 from kvrelay.common.sampling import SampledToken
 from kvrelay.engine.fake.engine import expected_output
 from kvrelay.engine.kv.block_manager import sequence_owner
-from kvrelay.prefill_worker.links import absurdity
 from kvrelay.wire.codec import Codec
 from kvrelay.wire.errors import MalformedMessageError
 from kvrelay.wire.leases.lease import VerifiedLease
@@ -35,6 +34,7 @@ from kvrelay.wire.messages import (
     Tokens,
     Verified,
 )
+from kvrelay.wire.transfers import absurdity
 
 from .absurd import AbsurdMessages
 from .control_rigs import CARD, EPOCH, FINGERPRINT, VOCAB, DecodeRig, PrefillRig, kv_blocks, offer_of
@@ -126,7 +126,7 @@ class _Fuzz:
             if not routing_id.startswith(b"honest"):
                 self.findings.of(functools.partial(self.rig.server._drop, routing_id), lambda: "a peer leaves")
         for _ in range(_MAX_TURNS):
-            if not (self.rig.service.num_entries or self.rig.model.has_work()):
+            if not (self.rig.service.entries or self.rig.model.has_work()):
                 break
             self.rig.turn(1)
             self.settle()

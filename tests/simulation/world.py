@@ -316,7 +316,7 @@ class World:
                     if one.load is not None and one.load.attempts
                 ]
             if member.worker is not None and member.process.state is ProcessState.RUNNING:
-                if member.worker.service.num_entries:
+                if member.worker.service.entries:
                     left.append(f"{name} still has {member.worker.service.debug()}")
                 ledger = member.worker.blocks.ledger()
                 if ledger.num_free + ledger.num_cached != ledger.num_blocks:

@@ -42,7 +42,7 @@ class ServiceRig(Generic[S]):
         metrics = EngineMetrics(CollectorRegistry(), blocks, num_running=lambda: 0, num_waiting=lambda: 0)
         self.model = ModelWorker(Leader(self.engine), scheduler, metrics, self.reports.append, self.clock)
         self.service = service(WorkerIdentity("worker", EPOCH, card, 512), blocks, self.clock)
-        self.ports = Ports(
+        self.service.ports = Ports(
             self._send, cast("ModelLoop", self), self.call, self.guides, lambda: scheduler.prompt_tokens_per_s
         )
 
@@ -118,7 +118,7 @@ class ServiceRig(Generic[S]):
         return [message.request_id for _, message in self.sent if isinstance(message, Cancelled)]
 
     def assert_nothing_left(self) -> None:
-        assert self.service.num_entries == 0
+        assert not self.service.entries
         self.model._scheduler.check_integrity()
         ledger = self.blocks.ledger()
         assert ledger.num_free + ledger.num_cached == ledger.num_blocks, ledger

@@ -205,7 +205,7 @@ def test_a_guide_that_does_not_compile_is_told_with_the_reason(
 
 
 def test_a_worker_without_a_compiler_says_so(rig: ServiceRig[Any]) -> None:
-    rig.ports.guides = NoGuides()
+    rig.service.ports.guides = NoGuides()
     rig.ask(guided(rig, "a", 1))
     assert rig.failures() == [("a", FailureCode.INVALID)]
     rig.assert_nothing_left()
@@ -221,7 +221,7 @@ def test_what_ends_while_its_guide_compiles_is_told_once_and_its_name_is_free(ri
         rig.service.tick()
     else:
         rig.service.on_peer_lost("gateway", Role.GATEWAY)
-    assert rig.service.num_entries == 0
+    assert not rig.service.entries
     rig.ask(guided(rig, "a", 9))
     assert not rig.commands
     rig.guides.answer()  # to both of that name: the first hears nothing any more
