@@ -137,7 +137,7 @@ def compare(directory: Path, path: str) -> float:
     weights = load_weights(directory, config, torch.float32, torch.device("cpu"), lambda *_: None)
 
     def make(_: ModelShape, pool: torch.Tensor, *sizes: int) -> tuple[Model, StepOps]:
-        ops = cpu_ops(options, config, pool, LONGEST, has_int8_weights=False)
+        ops = cpu_ops(options, config, pool, LONGEST)
         return DecoderModel(config, weights, ops), ops
 
     return compare_native(reference, config, make, torch.float32)

@@ -40,8 +40,8 @@ class ModelSettings:
     )
     backend: str = setting(
         "auto",
-        "whose forward pass computes: ours, which the Llama family has, or that of transformers over our attention and pool; auto "
-        "takes ours where there is one; the same on all workers",
+        "whose forward pass computes: ours, for the families that have one, or that of transformers over our attention and pool; "
+        "auto takes ours where there is one; the same on all workers",
         choices=("auto", "native", "transformers"),
     )
     tensor_parallel: int = setting(

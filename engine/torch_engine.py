@@ -1,4 +1,4 @@
-"""The real engine: a Llama-family model on torch, on the CPU or on CUDA with our Triton kernels."""
+"""The real engine: a model with a forward pass of ours on torch, on the CPU or on CUDA with our Triton kernels."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ from kvrelay.engine.weights.checkpoint import load_weights, weights_digest
 from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.headers import checkpoint_files
 from kvrelay.engine.weights.kv_scales import kv_scales_digest, load_kv_scales
+from kvrelay.engine.weights.rounding import rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,10 @@ class TorchEngine:
         scales = "" if kv_scales is None else kv_scales_digest(kv_scales)
         card = card_of(options, whole, geometry, num_blocks, device, digest, max_model_len, scales)
         if device.type == "cpu":
-            ops = cpu_ops(options, config, pool.tensor, max_model_len, has_int8_weights=rounding is not None)
+            ops = cpu_ops(options, config, pool.tensor, max_model_len)
+            if rounding is not None:
+                assert isinstance(weights.lm_head, torch.Tensor), "the head was rounded before"
+                weights.lm_head = rounded(weights.lm_head, rounding)
             return cls(card, DecoderModel(config, weights, ops, part), ops, pool, options, None)
         model, cuda_ops, graphs = cuda_model(config, weights, pool, max_model_len, options, kv_scales)
         return cls(card, model, cuda_ops, pool, options, graphs)

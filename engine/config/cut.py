@@ -1,4 +1,4 @@
-"""How a model of the Llama family is cut among ranks that compute each step together. Pure: sizes in, ranges out.
+"""How a model with a forward pass of ours is cut among ranks that compute each step together. Pure: sizes in, ranges out.
 
 As in Megatron-LM (Shoeybi et al., 2019): a rank has some query heads with the K/V heads that these attend to, some columns of the
 MLP and some rows of the vocabulary. So a layer's first products need nothing of other ranks, and what the second ones give is
@@ -50,9 +50,11 @@ class Cut:
         return -(-vocab_size // self.num_ranks)
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """The model as the rank computes it; the vocabulary stays whole."""
+        """The model as the rank computes it; the vocabulary stays whole. Every rank has its columns of all experts."""
+        experts = config.experts
         return replace(
             config,
+            experts=experts and replace(experts, intermediate_size=len(self.columns(experts.intermediate_size))),
             num_q_heads=len(self.heads(config.num_q_heads)),
             num_kv_heads=len(self.heads(config.num_kv_heads)),
             intermediate_size=len(self.columns(config.intermediate_size)),

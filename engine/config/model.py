@@ -1,22 +1,24 @@
 """What a decoder model looks like, read from its Hugging Face ``config.json`` without transformers.
 
-One dataclass covers the Llama family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen3. They differ in biases, in norms on q and k,
-and in which layers attend through a sliding window; everything else about them is the same code.
+One dataclass covers all families with a forward pass of ours. A table says in what they differ
+(:mod:`kvrelay.engine.config.families`); everything else about them is the same code.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.experts import ExpertsConfig, Router
+from kvrelay.engine.config.families import FAMILIES, DenseLayers, ExpertFacts, Family, Windows
 from kvrelay.engine.config.rope import RopeConfig
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a model has one of them
 # No model is near them; numbers beyond are mistakes, and would overflow.
 _MOST = {"vocab_size": 2**28, "max_position_embeddings": 2**28}
 _MOST_OF_OTHERS = 2**18
@@ -46,10 +48,10 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ModelShape):
-    """Sizes and switches of a model of the Llama family. Lengths are in elements."""
+    """Sizes and switches of a model with a forward pass of ours. Lengths are in elements."""
 
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of a layer without experts
     rms_norm_eps: float
     has_tied_embeddings: bool
     has_qkv_bias: bool
@@ -57,11 +59,20 @@ class ModelConfig(ModelShape):
     has_mlp_bias: bool
     has_qk_norm: bool
     rope: RopeConfig
+    experts: ExpertsConfig | None = None
 
     @property
     def q_size(self) -> int:
         """Elements of all query heads of a token."""
         return self.num_q_heads * self.head_dim
+
+    @property
+    def intermediate_sizes(self) -> tuple[int, ...]:
+        """Of the MLPs, or experts, that there are."""
+        if self.experts is None:
+            return (self.intermediate_size,)
+        has_dense = len(self.experts.layers) < self.num_layers
+        return (self.experts.intermediate_size, *((self.intermediate_size,) if has_dense else ()))
 
 
 def architecture_of(directory: Path) -> str:
@@ -73,7 +84,7 @@ def needs_transformers(backend: str, directory: Path) -> bool:
     """Whether the model in ``directory`` runs through transformers: ``backend`` says so, or there is no path of its own here."""
     if backend != "auto":
         return backend == "transformers"
-    return architecture_of(directory) not in SUPPORTED_ARCHITECTURES
+    return architecture_of(directory) not in FAMILIES
 
 
 def load_config(directory: Path) -> ModelConfig:
@@ -101,10 +112,10 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
 def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
     """The settings in a config dictionary; ``directory`` is named in errors."""
     architecture = _architecture(config)
-    if architecture not in SUPPORTED_ARCHITECTURES:
+    family = FAMILIES.get(architecture)
+    if family is None:
         raise ModelError(
-            f"{directory}: architecture {architecture} is not supported; supported are "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"{directory}: architecture {architecture} is not supported; supported are {', '.join(FAMILIES)}"
         )
 
     def size(name: str, default: int | None = None) -> int:
@@ -132,7 +143,7 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
         raise ModelError(f"{directory}: head_dim is {head_dim}; it must be even")
     attention_bias = bool(config.get("attention_bias", False))
     rope = RopeConfig.parse(config, directory)
-    is_qwen2 = architecture == "Qwen2ForCausalLM"
+    has_qkv_bias = attention_bias if family.has_qkv_bias is None else family.has_qkv_bias
     return ModelConfig(
         architecture=architecture,
         vocab_size=size("vocab_size"),
@@ -145,11 +156,12 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
         rms_norm_eps=_number(config, "rms_norm_eps", 1e-6, directory),
         max_position_embeddings=size("max_position_embeddings"),
         has_tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        has_qkv_bias=is_qwen2 or attention_bias,
-        has_o_bias=attention_bias and not is_qwen2,
+        has_qkv_bias=has_qkv_bias,
+        has_o_bias=attention_bias and family.has_qkv_bias is None,
         has_mlp_bias=bool(config.get("mlp_bias", False)),
-        has_qk_norm=architecture == "Qwen3ForCausalLM",
-        sliding_windows=_sliding_windows(config, architecture, num_layers),
+        has_qk_norm=family.has_qk_norm,
+        experts=None if family.experts is None else _experts(config, family.experts, num_layers, size, directory),
+        sliding_windows=_sliding_windows(config, family, num_layers),
         rope=rope,
         rope_text=rope.canonical,
         dtype=_dtype(config, directory),
@@ -170,16 +182,37 @@ def _dtype(config: Mapping[str, Any], directory: str) -> str:
     return dtype
 
 
-def _sliding_windows(config: Mapping[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
+def _sliding_windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
     window = config.get("sliding_window")
-    if window is None or architecture == "LlamaForCausalLM":
+    is_on = config.get("use_sliding_window", False) or not family.has_window_switch
+    if window is None or family.windows is Windows.NONE or not is_on:
         return (None,) * num_layers
-    if architecture == "MistralForCausalLM":
+    if family.windows is Windows.ALL:
         return (int(window),) * num_layers
-    if not config.get("use_sliding_window", False):
-        return (None,) * num_layers
     layer_types = config.get("layer_types")
     if layer_types is None:
         first = int(config.get("max_window_layers", 28))
         layer_types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
     return tuple(int(window) if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _experts(
+    config: Mapping[str, Any], facts: ExpertFacts, num_layers: int, size: Callable[..., int], directory: str
+) -> ExpertsConfig:
+    num_experts = size(next((name for name in _NUM_EXPERTS if config.get(name) is not None), _NUM_EXPERTS[0]))
+    top_k = size("num_experts_per_tok")
+    if top_k > num_experts:
+        raise ModelError(f"{directory}: 'num_experts_per_tok' is {top_k}; the model has {num_experts} experts")
+    layers = set(range(num_layers))
+    match facts.dense_layers:
+        case DenseLayers.FIRST:
+            layers -= set(range(int(config.get("first_k_dense_replace") or 0)))
+        case DenseLayers.SPARSE_STEP:
+            step = size("decoder_sparse_step", 1)
+            layers = set(range(step - 1, num_layers, step)).difference(config.get("mlp_only_layers") or ())
+    is_normalised = bool(config.get("norm_topk_prob")) if facts.is_normalised is None else facts.is_normalised
+    return ExpertsConfig(
+        router=Router(num_experts=num_experts, top_k=top_k, scoring=facts.scoring, is_normalised=is_normalised),
+        intermediate_size=size(facts.intermediate_size),
+        layers=frozenset(layers),
+    )

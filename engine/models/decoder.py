@@ -1,4 +1,7 @@
-"""The Llama family's forward pass over a packed ragged batch. No state but weights; K/V live in the pool."""
+"""Our forward pass over a packed ragged batch, for all families (:mod:`kvrelay.engine.config.families`).
+
+No state but weights; K/V live in the pool.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.engine.config.model import ModelConfig
+from kvrelay.engine.models.mlp import make_mlp
 from kvrelay.engine.models.ops import Linear, Ops, StepContext
 from kvrelay.engine.models.ranks import RankPart, embedding, gathered, summed
-from kvrelay.engine.weights.checkpoint import LayerWeights, ModelWeights
+from kvrelay.engine.weights.parameters import LayerWeights, ModelWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +26,7 @@ class _Layer:
     k_norm: torch.Tensor | None
     o: Linear
     post_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Linear
 
 
 class DecoderModel:
@@ -41,7 +44,7 @@ class DecoderModel:
         self._norm = weights.norm
         self._lm_head = gathered(ops.make_linear(weights.lm_head, None), config.vocab_size, part)
         weights.layers.reverse()
-        self._layers = [_make_layer(weights.layers.pop(), ops, part) for _ in range(config.num_layers)]
+        self._layers = [_make_layer(config, weights.layers.pop(), ops, part) for _ in range(config.num_layers)]
 
     def forward(self, token_ids: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Hidden states behind the last norm. ``token_ids`` ``[num_tokens]`` -> ``[num_tokens, hidden]``.
@@ -54,7 +57,7 @@ class DecoderModel:
         for index, layer in enumerate(layers):
             hidden = self._attention(hidden, layer, index, step)
             hidden = ops.add_rms_norm(hidden, residual, layer.post_norm, eps)
-            hidden = layer.down(ops.silu_mul(layer.gate_up(hidden)))
+            hidden = layer.mlp(hidden)
             is_last = index + 1 == len(layers)
             hidden = ops.add_rms_norm(hidden, residual, self._norm if is_last else layers[index + 1].input_norm, eps)
         return hidden
@@ -78,7 +81,7 @@ class DecoderModel:
         return layer.o(attended.flatten(-2))
 
 
-def _make_layer(weights: LayerWeights, ops: Ops, part: RankPart | None) -> _Layer:
+def _make_layer(config: ModelConfig, weights: LayerWeights, ops: Ops, part: RankPart | None) -> _Layer:
     return _Layer(
         input_norm=weights.input_norm,
         qkv=ops.make_linear(weights.qkv, weights.qkv_bias),
@@ -86,6 +89,5 @@ def _make_layer(weights: LayerWeights, ops: Ops, part: RankPart | None) -> _Laye
         k_norm=weights.k_norm,
         o=summed(ops.make_linear(weights.o, weights.o_bias), part),
         post_norm=weights.post_norm,
-        gate_up=ops.make_linear(weights.gate_up, weights.gate_up_bias),
-        down=summed(ops.make_linear(weights.down, weights.down_bias), part),
+        mlp=summed(make_mlp(config, weights.mlp, ops), part),
     )

@@ -10,7 +10,7 @@ import torch
 
 from kvrelay.engine.sampling.sampler import SamplerOps
 from kvrelay.engine.step.batch import Batch
-from kvrelay.engine.weights.experts import ExpertWeights
+from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight
 
 Linear = Callable[[torch.Tensor], torch.Tensor]

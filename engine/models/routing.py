@@ -6,30 +6,9 @@ balances load; gpt-oss takes the softmax of the chosen logits, which is that of 
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
-
 import torch
 
-
-class Scoring(enum.Enum):
-    """What becomes of logits."""
-
-    SOFTMAX = enum.auto()
-    SIGMOID = enum.auto()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Router:
-    """How a family routes."""
-
-    num_experts: int
-    top_k: int  # experts of a token
-    scoring: Scoring = Scoring.SOFTMAX
-    is_normalised: bool = True  # a token's factors add up to 1 (before they are scaled)
-    num_groups: int = 1  # of neighbouring experts
-    top_groups: int = 1  # to which a token's experts belong
-    scale: float = 1.0  # of all factors
+from kvrelay.engine.config.experts import Router, Scoring
 
 
 def route(logits: torch.Tensor, router: Router, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from kvrelay.engine.models.ops import Experts, Linear, PagedOps
-from kvrelay.engine.weights.experts import ExpertWeights
+from kvrelay.engine.weights.parameters import ExpertWeights
 
 _ROUTERS = ("Router", "Gate")
 _EXPERTS = "kvrelay"

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,47 +24,13 @@ from kvrelay.engine.config.tokenizer import check_tokenizer
 from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.headers import check_full, check_layers, checkpoint_files, read_headers
 from kvrelay.engine.weights.kv_scales import is_attention_scale
+from kvrelay.engine.weights.parameters import ModelWeights, allocate
 from kvrelay.engine.weights.reader import CheckpointReader
-from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Rounding
+from kvrelay.engine.weights.rounding import Rounding
 
 Progress = Callable[[int, int], None]
 _SAMPLE_NBYTES = 4096  # of the digest
 _WHOLE = Cut()
-_Parts = tuple[tuple[str, int, range], ...]  # of a matrix: name, rows in the checkpoint, and which of them the rank has
-
-
-@dataclass(slots=True)
-class LayerWeights:
-    """One decoder layer, or a rank's part of it. Biases and q/k norms are None where the model has none.
-
-    Of ranks only the first has the biases of ``o`` and ``down``: products are summed over ranks.
-    """
-
-    input_norm: torch.Tensor  # [hidden]
-    qkv: AnyWeight  # [q_size + 2 * kv_size, hidden]
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None  # [head_dim]
-    k_norm: torch.Tensor | None
-    o: AnyWeight  # [hidden, q_size]
-    o_bias: torch.Tensor | None
-    post_norm: torch.Tensor  # [hidden]
-    gate_up: AnyWeight  # [2 * intermediate, hidden]
-    gate_up_bias: torch.Tensor | None
-    down: AnyWeight  # [hidden, intermediate]
-    down_bias: torch.Tensor | None
-
-
-@dataclass(slots=True)
-class ModelWeights:
-    """All weights; ``lm_head`` is ``embed`` itself where the two are tied.
-
-    A rank's ``embed`` and ``lm_head`` have ``Cut.vocab_part`` rows, zeros behind the vocabulary's end.
-    """
-
-    embed: torch.Tensor  # [vocab, hidden]
-    layers: list[LayerWeights]
-    norm: torch.Tensor  # [hidden]
-    lm_head: torch.Tensor  # [vocab, hidden]
 
 
 def load_weights(
@@ -117,7 +82,7 @@ def _load(
         check_checkpoint(directory, reader, config)
         may_keep = keeps is not None and rounding is None and cut.is_whole
         kept = {name: one for name, one in reader.outlines.items() if may_keep and keeps is not None and keeps(one)}
-        weights, places = _allocate(config, dtype, device, rounding, cut, kept)
+        weights, places = allocate(config, dtype, device, rounding, cut, kept)
         for name in reader.headers:
             place = places.get(name)
             if place is None:
@@ -163,7 +128,7 @@ def check_files(directory: Path, config: ModelConfig) -> None:
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The tensors that a checkpoint of the model must have, by name. Takes no memory for them."""
-    _, places = _allocate(config, torch.float32, torch.device("meta"), None, _WHOLE, {})
+    _, places = allocate(config, torch.float32, torch.device("meta"), None, _WHOLE, {})
     return {name: place.shape for name, place in places.items() if place is not None}
 
 
@@ -205,112 +170,3 @@ def _check_unused(reader: CheckpointReader, name: str, config: ModelConfig) -> N
     raise ModelError(
         f"{reader.headers[name].path}: tensor {name} is unknown to {config.architecture} with this config.json; it would be ignored"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor of the checkpoint belongs."""
-
-    target: AnyWeight
-    shape: tuple[int, ...]  # of the tensor …
-    part: tuple[range, ...]  # … and which of it the target holds, for each dimension
-
-
-def _allocate(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    rounding: Rounding | None,
-    cut: Cut,
-    kept: Mapping[str, StoredWeight],
-) -> tuple[ModelWeights, dict[str, _Place | None]]:
-    """Empty parameters, and where each checkpoint tensor belongs in them; None: it is another rank's.
-
-    ``kept``: weights that stay as they are stored, if all parts of a matrix are, in one form.
-    """
-    places: dict[str, _Place | None] = {}
-
-    def parameter(name: str, *shape: int) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        places[name] = _Place(tensor, shape, tuple(map(range, shape)))
-        return tensor
-
-    def of_vocab(name: str) -> torch.Tensor:
-        tokens, num_rows = cut.vocab(config.vocab_size), cut.vocab_part(config.vocab_size)
-        tensor = torch.empty(num_rows, hidden, dtype=dtype, device=device)
-        tensor[len(tokens) :].zero_()
-        places[name] = _Place(tensor[: len(tokens)], (config.vocab_size, hidden), (tokens, range(hidden)))
-        return tensor
-
-    def projection(prefix: str, parts: _Parts, num_columns: int, columns: range) -> AnyWeight:
-        shape = (sum(len(rows) for _, _, rows in parts), len(columns))
-        outlines = [kept[name] for part, _, _ in parts if (name := f"{prefix}{part}.weight") in kept]
-        matrix: AnyWeight | None = StoredWeight.joined(outlines, device) if len(outlines) == len(parts) else None
-        if matrix is not None:
-            pass
-        elif rounding is None:
-            matrix = torch.empty(shape, dtype=dtype, device=device)
-        elif matrix is None:
-            matrix = RoundedWeight.empty(shape, rounding, dtype, device)
-        start = 0
-        for name, size, rows in parts:
-            target = matrix[start : start + len(rows)]
-            places[f"{prefix}{name}.weight"] = _Place(target, (size, num_columns), (rows, columns))
-            start += len(rows)
-        return matrix
-
-    def packed_bias(prefix: str, parts: _Parts) -> torch.Tensor:
-        tensor = torch.empty(sum(len(rows) for _, _, rows in parts), dtype=dtype, device=device)
-        start = 0
-        for name, size, rows in parts:
-            places[f"{prefix}{name}.bias"] = _Place(tensor[start : start + len(rows)], (size,), (rows,))
-            start += len(rows)
-        return tensor
-
-    def summed_bias(name: str) -> torch.Tensor | None:
-        if cut.rank == 0:
-            return parameter(name, hidden)
-        places[name] = None
-        return None
-
-    hidden, mid, size = config.hidden_size, config.intermediate_size, config.head_dim
-    q_rows = _elements(cut.heads(config.num_q_heads), size)
-    kv_rows = _elements(cut.heads(config.num_kv_heads), size)
-    middle, all_hidden = cut.columns(mid), range(hidden)
-    qkv_parts = (
-        ("q_proj", config.q_size, q_rows),
-        ("k_proj", config.kv_size, kv_rows),
-        ("v_proj", config.kv_size, kv_rows),
-    )
-    gate_up_parts = (("gate_proj", mid, middle), ("up_proj", mid, middle))
-    layers: list[LayerWeights] = []
-    for index in range(config.num_layers):
-        layer, attention, mlp = (
-            f"model.layers.{index}.",
-            f"model.layers.{index}.self_attn.",
-            f"model.layers.{index}.mlp.",
-        )
-        layers.append(
-            LayerWeights(
-                input_norm=parameter(f"{layer}input_layernorm.weight", hidden),
-                qkv=projection(attention, qkv_parts, hidden, all_hidden),
-                qkv_bias=packed_bias(attention, qkv_parts) if config.has_qkv_bias else None,
-                q_norm=parameter(f"{attention}q_norm.weight", size) if config.has_qk_norm else None,
-                k_norm=parameter(f"{attention}k_norm.weight", size) if config.has_qk_norm else None,
-                o=projection(attention, (("o_proj", hidden, all_hidden),), config.q_size, q_rows),
-                o_bias=summed_bias(f"{attention}o_proj.bias") if config.has_o_bias else None,
-                post_norm=parameter(f"{layer}post_attention_layernorm.weight", hidden),
-                gate_up=projection(mlp, gate_up_parts, hidden, all_hidden),
-                gate_up_bias=packed_bias(mlp, gate_up_parts) if config.has_mlp_bias else None,
-                down=projection(mlp, (("down_proj", hidden, all_hidden),), mid, middle),
-                down_bias=summed_bias(f"{mlp}down_proj.bias") if config.has_mlp_bias else None,
-            )
-        )
-    embed = of_vocab("model.embed_tokens.weight")
-    norm = parameter("model.norm.weight", hidden)
-    lm_head = embed if config.has_tied_embeddings else of_vocab("lm_head.weight")
-    return ModelWeights(embed, layers, norm, lm_head), places
-
-
-def _elements(heads: range, head_dim: int) -> range:
-    return range(heads.start * head_dim, heads.stop * head_dim)

@@ -6,7 +6,7 @@ on all devices, bit by bit, so that two workers whose fingerprints name the same
 Rounded are the layers' projections: nine tenths of what a decode step reads. Embeddings are looked up, a row at a time, so their
 bytes cost nothing; norms and biases are small. The head is left as it is on a GPU: an eighth of what a step of Llama-3-8B then
 reads, but its errors would be the logits', and no layer behind it evens them out. On a CPU, where the format is for the speed of a
-single stream, the head's products are with rounded weights, too (:mod:`kvrelay.engine.backends.cpu.ops`). No K/V depends on it,
+single stream, the head's products are with rounded weights, too (:mod:`kvrelay.engine.torch_engine`). No K/V depends on it,
 so it is no part of a fingerprint.
 """
 

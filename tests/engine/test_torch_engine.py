@@ -31,6 +31,7 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 5, "moe_intermediate_size": 48}
 
 ARCHITECTURES = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
@@ -56,6 +57,9 @@ ARCHITECTURES = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "qwen3": lambda: transformers.Qwen3Config(**{**SIZES, "head_dim": 32}),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+    "qwen3-moe-dense-layer": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, **EXPERTS, sliding_window=None),
     "qwen3-bias": lambda: transformers.Qwen3Config(**{**SIZES, "attention_bias": True}),
 }
 

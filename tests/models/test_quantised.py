@@ -214,9 +214,9 @@ def test_ranks_have_their_parts_of_stored_weights(llama: Path, tmp_path: Path) -
         load_weights(directory, config, torch.float32, torch.device("cpu"), lambda *_: None, cut=cut)
         for cut in (Cut(), Cut(0, 2), Cut(1, 2))
     )
-    downs = [one.layers[0].down for one in ranks]
+    downs = [one.layers[0].mlp.down for one in ranks]
     keys = [one.layers[0].qkv[48:64] for one in ranks]  # behind three query heads of 16
-    assert torch.equal(torch.cat(downs, dim=1), whole.layers[0].down)
+    assert torch.equal(torch.cat(downs, dim=1), whole.layers[0].mlp.down)
     assert torch.equal(torch.cat(keys), whole.layers[0].qkv[96:128])
 
 

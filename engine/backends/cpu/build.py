@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 def cpu_kernels(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> CpuKernels:
     """Our kernels for a model in ``dtype``, compiled if need be. Raises CpuKernelsError, which says why there are none."""
-    widths = (config.hidden_size, config.intermediate_size)
+    widths = (config.hidden_size, *config.intermediate_sizes)
     if not CpuKernels.fit(head_dim=config.head_dim, widths=widths):
         raise CpuKernelsError(f"they have no code for head_dim {config.head_dim} with widths {widths}")
     return load_kernels(options, dtype)
@@ -64,9 +64,7 @@ def cpu_paged_ops(options: EngineOptions, shape: ModelShape, pool: torch.Tensor)
         return CpuPagedOps(shape, pool)
 
 
-def cpu_ops(
-    options: EngineOptions, config: ModelConfig, pool: torch.Tensor, max_model_len: int, *, has_int8_weights: bool
-) -> Ops:
+def cpu_ops(options: EngineOptions, config: ModelConfig, pool: torch.Tensor, max_model_len: int) -> Ops:
     """Our kernels where they run. Raises ModelError if they are asked for and do not."""
     try:
         kernels = cpu_kernels(options, config, pool.dtype)
@@ -78,5 +76,5 @@ def cpu_ops(
             logging.WARNING if is_slower else logging.DEBUG,
             "no kernels of our own on this CPU, the slower torch operations instead: %s", error,
         )  # fmt: skip
-        return CpuOps(config, pool, max_model_len, has_int8_weights=has_int8_weights)
-    return NativeCpuOps(config, pool, max_model_len, kernels, has_int8_weights=has_int8_weights)
+        return CpuOps(config, pool, max_model_len)
+    return NativeCpuOps(config, pool, max_model_len, kernels)

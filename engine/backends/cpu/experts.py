@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from kvrelay.engine.backends.cpu.native import CpuKernels
 from kvrelay.engine.models.ops import Activation, Linear
-from kvrelay.engine.weights.experts import ExpertWeights
+from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import Weight
 
 GroupedLinear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -25,9 +25,9 @@ from kvrelay.engine.sampling.penalties import Penalties
 from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.slots import Ints
-from kvrelay.engine.weights.experts import ExpertWeights
 from kvrelay.engine.weights.formats import StoredWeight
-from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Rounding, Weight, rounded
+from kvrelay.engine.weights.parameters import ExpertWeights
+from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Weight
 
 
 class NativeCpuPagedStep:
@@ -87,35 +87,26 @@ class NativeCpuStep(NativeCpuPagedStep):
 class NativeCpuPagedOps:
     """Implements PagedOps for a bf16 ``pool``, of a model without softcaps and sinks. Sampling is that of :class:`CpuPagedOps`."""
 
-    def __init__(
-        self, shape: ModelShape, pool: torch.Tensor, kernels: CpuKernels, *, has_int8_weights: bool = False
-    ) -> None:
+    def __init__(self, shape: ModelShape, pool: torch.Tensor, kernels: CpuKernels) -> None:
         """The model must :meth:`CpuKernels.fit`."""
-        self._plain = CpuPagedOps(shape, pool, has_int8_weights=has_int8_weights)
+        self._plain = CpuPagedOps(shape, pool)
         self._shape = shape
         self._pool = pool
         self._kernels = kernels
-        self._has_int8_weights = has_int8_weights
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
-        """See PagedOps, and CpuPagedOps."""
+        """See PagedOps."""
         if isinstance(weight, StoredWeight) or not has_native_linear(self._kernels, weight):
             return self._plain.make_linear(weight, bias)
         if isinstance(weight, RoundedWeight):
             return Int8Linear(weight, bias, lambda integers: NativeLinear(self._kernels, integers, None))
-        if self._has_int8_weights:
-            return self.make_linear(rounded(weight, Rounding.INT8), bias)
         return NativeLinear(self._kernels, weight, bias)
 
     def make_experts(self, weights: ExpertWeights, activation: Activation) -> Experts:
         """See PagedOps."""
 
         def grouped(weight: Weight, bias: torch.Tensor | None, num_experts: int) -> GroupedLinear:
-            if (
-                isinstance(weight, RoundedWeight)
-                or self._has_int8_weights
-                or not has_native_linear(self._kernels, weight)
-            ):
+            if isinstance(weight, RoundedWeight) or not has_native_linear(self._kernels, weight):
                 return SplitLinear(self.make_linear, weight, bias, num_experts)
             return NativeGroupedLinear(self._kernels, weight, bias, num_experts)
 
@@ -162,11 +153,9 @@ class NativeCpuOps(NativeCpuPagedOps):
         pool: torch.Tensor,
         max_model_len: int,
         kernels: CpuKernels,
-        *,
-        has_int8_weights: bool = False,
     ) -> None:
         """The model must :meth:`CpuKernels.fit`."""
-        super().__init__(config, pool, kernels, has_int8_weights=has_int8_weights)
+        super().__init__(config, pool, kernels)
         self._config = config
         self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
 

@@ -21,9 +21,9 @@ from kvrelay.engine.sampling.draw import draw_tokens
 from kvrelay.engine.sampling.penalties import Penalties, penalize
 from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.step.batch import Batch
-from kvrelay.engine.weights.experts import ExpertWeights
 from kvrelay.engine.weights.formats import StoredWeight
-from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Rounding, rounded
+from kvrelay.engine.weights.parameters import ExpertWeights
+from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
 
 
 class KvWriter:
@@ -104,22 +104,18 @@ class CpuStep(CpuPagedStep):
 class CpuPagedOps:
     """Implements PagedOps: for models that rotate and normalise by themselves."""
 
-    def __init__(self, shape: ModelShape, pool: torch.Tensor, *, has_int8_weights: bool = False) -> None:
-        """``has_int8_weights`` needs a CPU that :func:`has_packed_linear` in bf16, and a bf16 ``pool``."""
+    def __init__(self, shape: ModelShape, pool: torch.Tensor) -> None:
         self._shape = shape
         self._pool = pool
         self._scratch = AttentionScratch(pool.dtype)
         self._packs = has_packed_linear(pool.dtype)
-        self._has_int8_weights = has_int8_weights
 
     def make_linear(self, weight: AnyWeight, bias: torch.Tensor | None) -> Linear:
-        """See Ops. With int8 weights the head's, which comes as it is, is rounded here."""
+        """See PagedOps. 8-bit weights need a CPU that :func:`has_packed_linear` in bf16."""
         if isinstance(weight, StoredWeight):
             weight = weight.dequantised()
         if isinstance(weight, RoundedWeight):
             return Int8Linear(weight, bias, lambda integers: PackedLinear(integers, None))
-        if self._has_int8_weights:
-            return self.make_linear(rounded(weight, Rounding.INT8), bias)
         return PackedLinear(weight, bias) if self._packs else PlainLinear(weight, bias)
 
     def make_experts(self, weights: ExpertWeights, activation: Activation) -> Experts:
@@ -162,11 +158,8 @@ class CpuPagedOps:
 class CpuOps(CpuPagedOps):
     """Implements Ops. Cosines are kept in the model's dtype, as the reference implementations have them."""
 
-    def __init__(
-        self, config: ModelConfig, pool: torch.Tensor, max_model_len: int, *, has_int8_weights: bool = False
-    ) -> None:
-        """``has_int8_weights``: see CpuPagedOps."""
-        super().__init__(config, pool, has_int8_weights=has_int8_weights)
+    def __init__(self, config: ModelConfig, pool: torch.Tensor, max_model_len: int) -> None:
+        super().__init__(config, pool)
         self._config = config
         self._tables = cos_sin_rows(config, max_model_len, pool.dtype)
 

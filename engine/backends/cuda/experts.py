@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvrelay.engine.models.ops import Activation
-from kvrelay.engine.weights.experts import ExpertWeights
+from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import RoundedWeight, Weight
 from kvrelay.kernels.grouped_linear import Routes, grouped_linear, plan_routes
 

@@ -22,7 +22,7 @@ from kvrelay.engine.sampling.rows import SamplingRows
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.plan import TableDelta
 from kvrelay.engine.step.uploads import Joined, Uploader
-from kvrelay.engine.weights.experts import ExpertWeights
+from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
 from kvrelay.kernels.activation import silu_mul
 from kvrelay.kernels.decode_attention import DecodeWorkspace, paged_decode_attention, splits_for_device

@@ -14,7 +14,7 @@ from kvrelay.engine.backends.cpu.native import CpuKernelsError
 from kvrelay.engine.backends.cpu.native_ops import NativeCpuPagedOps
 from kvrelay.engine.backends.cpu.ops import CpuPagedOps
 from kvrelay.engine.backends.options import EngineOptions
-from kvrelay.engine.weights.experts import ExpertWeights
+from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import Rounding, rounded
 
 NUM_EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 5, 2, 96, 48

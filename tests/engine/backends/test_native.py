@@ -318,7 +318,7 @@ def test_without_kernels_the_engine_runs_on_torch(
 
     def ops(cpu_kernels: str) -> object:
         options = EngineOptions(Path(), "m", cpu_kernels=cpu_kernels)
-        return cpu_ops(options, config, pool, 64, has_int8_weights=False)
+        return cpu_ops(options, config, pool, 64)
 
     assert isinstance(ops("auto"), CpuOps)
     assert "the slower torch operations instead: there is no g++" in caplog.text

@@ -71,7 +71,7 @@ def pool_with_a_spare_block(*of, num_spare, staging):
 
 
 torch_engine.KvPool = pool_with_a_spare_block
-torch_engine.cpu_ops = lambda options, *of, has_int8_weights: CudaOps(*of, options.max_num_seqs)
+torch_engine.cpu_ops = lambda options, *of: CudaOps(*of, options.max_num_seqs)
 engine = torch_engine.TorchEngine.load(options, lambda done, total: None)
 config = load_config(options.model_dir)
 weights = load_weights(options.model_dir, config, torch.bfloat16, torch.device("cpu"), lambda done, total: None)

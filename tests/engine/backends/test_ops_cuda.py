@@ -61,7 +61,7 @@ expected = list(outputs())
 made = []
 
 
-def cuda_ops(options, config, pool, max_model_len, *, has_int8_weights):
+def cuda_ops(options, config, pool, max_model_len):
     made.append(CudaOps(config, pool, max_model_len, options.max_num_seqs))
     return made[-1]
 
@@ -153,7 +153,7 @@ def pool_with_a_spare_block(geometry, num_blocks, device, num_spare, staging):
 
 def outputs(with_graphs):
     if with_graphs:
-        torch_engine.cpu_ops = lambda options, *of, has_int8_weights: CudaOps(*of, options.max_num_seqs)
+        torch_engine.cpu_ops = lambda options, *of: CudaOps(*of, options.max_num_seqs)
         torch_engine.KvPool = pool_with_a_spare_block
     engine = torch_engine.TorchEngine.load(options, lambda done, total: None)
     if with_graphs:
@@ -266,8 +266,16 @@ def test_kernels_and_cpu_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_kernels_and_cpu_agree_on_experts(tmp_path: Path) -> None:
+    experts = {"num_experts_per_tok": 2, "num_local_experts": 5, "moe_intermediate_size": 48}
+    save_model(tmp_path, transformers.Qwen3MoeConfig(**SIZES, **experts))
+    assert run_interpreted(SCRIPT, tmp_path).startswith("same 8 ")
+
+
+@pytest.mark.full
 def test_padded_batches_on_the_same_memory_decode_as_others_do(tmp_path: Path) -> None:
-    save_model(tmp_path, transformers.Qwen3Config(**SIZES))
+    experts = {"num_experts_per_tok": 2, "num_local_experts": 5, "moe_intermediate_size": 48}
+    save_model(tmp_path, transformers.Qwen3MoeConfig(**SIZES, **experts))
     assert run_interpreted(GRAPHS, tmp_path).startswith("same 10")
 
 
@@ -370,10 +378,10 @@ def logits(weights, length):
 for length in (5, 12):
     rounded, by_hand, full = load(rounding), load(rounding), load(None)
     for layer in by_hand.layers:
-        for name in ("qkv", "o", "gate_up", "down"):
-            matrix = getattr(layer, name)
+        for part, name in ((layer, "qkv"), (layer, "o"), (layer.mlp, "gate_up"), (layer.mlp, "down")):
+            matrix = getattr(part, name)
             assert isinstance(matrix, RoundedWeight), name
-            setattr(layer, name, matrix.dequantised().to(HALF))
+            setattr(part, name, matrix.dequantised().to(HALF))
     ours, wanted, exact = logits(rounded, length), logits(by_hand, length), logits(full, length)
     error, rounding_error = ((one - wanted).norm() / wanted.norm() for one in (ours, exact))
     # What fp16 makes of each layer, far below what the weights' rounding does.
@@ -383,7 +391,7 @@ for length in (5, 12):
 assert kernel_calls == [5] * 4 * config.num_layers, kernel_calls
 
 torch_engine.rounding_of = lambda *about: rounding
-torch_engine.cpu_ops = lambda options, *of, has_int8_weights: CudaOps(*of, options.max_num_seqs)
+torch_engine.cpu_ops = lambda options, *of: CudaOps(*of, options.max_num_seqs)
 options = EngineOptions(Path(sys.argv[1]), "tiny", dtype="float16", device="cpu", num_blocks=8)
 digest = torch_engine.TorchEngine.load(options, lambda done, total: None).card.layout.weights_digest
 assert digest == f"{weights_digest(options.model_dir)}-{rounding.value}", digest

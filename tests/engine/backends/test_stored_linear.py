@@ -13,8 +13,9 @@ import transformers
 from kvrelay.engine.backends.cuda import linear as module
 from kvrelay.engine.backends.cuda.linear import StoredLinear, can_multiply
 from kvrelay.engine.config.model import load_config
-from kvrelay.engine.weights.checkpoint import ModelWeights, load_weights
+from kvrelay.engine.weights.checkpoint import load_weights
 from kvrelay.engine.weights.formats import StoredWeight
+from kvrelay.engine.weights.parameters import ModelWeights
 from tests.engine.conftest import SIZES, save_model
 from tests.engine.weights.storing import Tensors, awq, gptq, integers, store
 
@@ -91,8 +92,9 @@ def test_products_are_those_of_full_weights(
     kept, full = load(tmp_path, keeps=True), load(tmp_path, keeps=False)
     generator = torch.Generator().manual_seed(2)
     for projection in PROJECTIONS:
-        weight, wanted = getattr(kept.layers[1], projection), getattr(full.layers[1], projection)
-        bias = getattr(full.layers[1], f"{projection}_bias")
+        ours, theirs = (one.layers[1] if projection in ("qkv", "o") else one.layers[1].mlp for one in (kept, full))
+        weight, wanted = getattr(ours, projection), getattr(theirs, projection)
+        bias = getattr(theirs, f"{projection}_bias")
         assert isinstance(weight, StoredWeight), projection
         assert torch.equal(weight.dequantised(), wanted)
         linear = StoredLinear(weight, bias, num_multiprocessors=16)
@@ -121,4 +123,4 @@ def test_parts_in_another_order_of_inputs_become_full(qwen: Path, tmp_path: Path
     store(qwen, tmp_path, GPTQ, of)
     kept, full = load(tmp_path, keeps=True), load(tmp_path, keeps=False)
     assert torch.equal(kept.layers[0].qkv, full.layers[0].qkv)
-    assert isinstance(kept.layers[0].gate_up, StoredWeight)
+    assert isinstance(kept.layers[0].mlp.gate_up, StoredWeight)

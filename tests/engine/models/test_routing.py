@@ -13,7 +13,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from kvrelay.engine.models.routing import Router, Scoring, route
+from kvrelay.engine.config.experts import Router, Scoring
+from kvrelay.engine.models.routing import route
 
 NUM_EXPERTS, TOP_K, HIDDEN = 12, 3, 32
 SIZES: dict[str, Any] = {

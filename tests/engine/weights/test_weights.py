@@ -18,7 +18,8 @@ from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.cut import Cut
 from kvrelay.engine.config.model import ModelConfig, load_config
 from kvrelay.engine.weights import checkpoint
-from kvrelay.engine.weights.checkpoint import ModelWeights, load_weights, weights_digest
+from kvrelay.engine.weights.checkpoint import load_weights, weights_digest
+from kvrelay.engine.weights.parameters import ModelWeights
 from tests.engine.conftest import SIZES, save_model
 
 CPU = torch.device("cpu")
@@ -59,13 +60,13 @@ def test_projections_are_packed_in_order(llama: tuple[Path, Any]) -> None:
     qkv = torch.cat([theirs[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"])
     torch.testing.assert_close(weights.layers[1].qkv, qkv, rtol=0, atol=0)
     gate_up = torch.cat([theirs[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
-    torch.testing.assert_close(weights.layers[1].gate_up, gate_up, rtol=0, atol=0)
+    torch.testing.assert_close(weights.layers[1].mlp.gate_up, gate_up, rtol=0, atol=0)
     assert torch.equal(weights.lm_head, theirs["lm_head.weight"])
 
 
 def test_shards_give_the_same_weights_in_any_dtype(llama: tuple[Path, Any], sharded: Path) -> None:
     whole, parts = load(llama[0], torch.bfloat16), load(sharded, torch.bfloat16)
-    assert torch.equal(whole.layers[2].down, parts.layers[2].down)
+    assert torch.equal(whole.layers[2].mlp.down, parts.layers[2].mlp.down)
     assert parts.embed.dtype == torch.bfloat16
 
 
@@ -188,7 +189,7 @@ def parameters(weights: ModelWeights) -> dict[str, torch.Tensor]:
     """Named as ``expected`` names them."""
     named = {"embed": weights.embed, "norm": weights.norm, "lm_head": weights.lm_head}
     for index, layer in enumerate(weights.layers):
-        fields = {field: getattr(layer, field) for field in layer.__slots__}
+        fields = {field: getattr(part, field) for part in (layer, layer.mlp) for field in part.__slots__}
         named |= {f"{index}.{field}": tensor for field, tensor in fields.items() if isinstance(tensor, torch.Tensor)}
     return named
 
@@ -293,13 +294,13 @@ def test_a_wrong_shape_is_named_with_both_shapes(copy: Path) -> None:
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever takes memory for weights fails the test."""
-    allocate = checkpoint._allocate
+    allocate = checkpoint.allocate
 
     def refuse(config: Any, dtype: torch.dtype, device: torch.device, *how: Any) -> Any:
         assert device.type == "meta", f"weights on {device}"
         return allocate(config, dtype, device, *how)
 
-    monkeypatch.setattr(checkpoint, "_allocate", refuse)
+    monkeypatch.setattr(checkpoint, "allocate", refuse)
 
 
 def configure(directory: Path, **fields: Any) -> None:

@@ -1,0 +1,80 @@
+"""The families of models with a forward pass of ours: the facts in which they differ, by the class that a checkpoint names.
+
+A family that differs in these alone is a line here, and nothing else. What depends on the numbers of one model is read from its
+``config.json`` (:mod:`kvrelay.engine.config.model`).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvrelay.engine.config.experts import Scoring
+
+
+class Windows(enum.Enum):
+    """Which layers attend within ``sliding_window``, if there is one."""
+
+    NONE = enum.auto()
+    ALL = enum.auto()
+    BY_LAYER = enum.auto()  # as ``layer_types`` says; without it, those from ``max_window_layers`` on
+
+
+class DenseLayers(enum.Enum):
+    """Which layers of a model with experts have none."""
+
+    NONE = enum.auto()
+    SPARSE_STEP = enum.auto()  # those that ``decoder_sparse_step`` leaves out, and ``mlp_only_layers``
+    FIRST = enum.auto()  # ``first_k_dense_replace``
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFacts:
+    """How a family names its experts, and how it routes. Names of tensors are without their layer."""
+
+    intermediate_size: str = "moe_intermediate_size"  # in config.json
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    dense_layers: DenseLayers = DenseLayers.NONE
+    scoring: Scoring = Scoring.SOFTMAX
+    is_normalised: bool | None = None  # None: as ``norm_topk_prob`` says
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Without arguments: Llama's."""
+
+    windows: Windows = Windows.NONE
+    has_window_switch: bool = False  # ``use_sliding_window``, which is off if it is not there
+    has_qkv_bias: bool | None = None  # and none on the way out; None: ``attention_bias`` is about both
+    has_qk_norm: bool = False
+    experts: ExpertFacts | None = None
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(windows=Windows.ALL),
+    "MixtralForCausalLM": Family(
+        windows=Windows.ALL,
+        experts=ExpertFacts(
+            intermediate_size="intermediate_size",
+            router="block_sparse_moe.gate",
+            experts="block_sparse_moe.experts",
+            gate="w1",
+            up="w3",
+            down="w2",
+            is_normalised=True,
+        ),
+    ),
+    "Qwen2ForCausalLM": Family(windows=Windows.BY_LAYER, has_window_switch=True, has_qkv_bias=True),
+    "Qwen3ForCausalLM": Family(windows=Windows.BY_LAYER, has_window_switch=True, has_qk_norm=True),
+    "Qwen3MoeForCausalLM": Family(
+        windows=Windows.ALL,
+        has_window_switch=True,
+        has_qk_norm=True,
+        experts=ExpertFacts(dense_layers=DenseLayers.SPARSE_STEP),
+    ),
+}
