@@ -33,8 +33,8 @@ from kvrelay.executor.outputs import Logprob, Piece, TokenLogprobs
 from kvrelay.executor.progress import Progress
 from kvrelay.executor.request import Chat, Request, encode_body
 from kvrelay.gateway.apis.answering import choose
-from kvrelay.gateway.apis.openai.answer_parts import finite
 from kvrelay.gateway.apis.openai.bodies import ChatBody, CompletionBody
+from kvrelay.gateway.apis.openai.completion_answer import finite
 from kvrelay.gateway.http.request import parse_body
 from kvrelay.gateway.metrics import GatewayMetrics
 from kvrelay.gateway.model import Model, ModelFiles

@@ -10,10 +10,12 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Self, TypeVar, get_type_hints
+from functools import cache
+from typing import Any, ClassVar, Self, TypeVar, get_type_hints
 
+import msgspec
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,6 +29,9 @@ SECONDS = r"[0-9]{1,9}(\.[0-9]{0,9})?"
 
 _SECONDS = re.compile(SECONDS)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+_MAX_COLONS = 100_000  # in a body whose fields are all named: each takes part of a microsecond
+_ALL_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 Body = TypeVar("Body", bound="RequestBody")
 
@@ -104,6 +109,48 @@ class RequestBody(BaseModel):
     def of_json(cls, data: bytes) -> Self:
         """Raises ValidationError, or InvalidRequestError."""
         return cls.model_validate_json(data)
+
+
+class OpenBody(RequestBody):
+    """A body whose fields that nobody knows are named in the answer, and of which some are known without being declared."""
+
+    known_extras: ClassVar[frozenset[str]]  # fields beside those declared that are not told as ignored
+    _extras: dict[str, Any] = PrivateAttr(default_factory=dict)  # those of them that are there
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    @classmethod
+    def of_json(cls, data: bytes) -> Self:
+        """Raises ValidationError, or InvalidRequestError.
+
+        What nobody knows is skipped, and becomes no object: of a few megabytes of it that would take most of a second.
+        """
+        declared, decoder = _fields_of(cls)
+        try:
+            if data.count(b":") <= _MAX_COLONS:
+                fields = _ALL_FIELDS.decode(data)
+            else:
+                known = msgspec.structs.asdict(decoder.decode(data))
+                fields = {name: raw for name, raw in known.items() if raw is not None}
+        except (msgspec.MsgspecError, RecursionError) as error:
+            cls.model_validate_json(data)  # its complaint says where
+            raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+        given = [b'"%b":%b' % (name.encode(), raw) for name, raw in fields.items() if name in declared]
+        body = super().of_json(b"{%b}" % b",".join(given))
+        body._extras = {name: msgspec.json.decode(fields[name]) for name in cls.known_extras & fields.keys()}
+        body._ignored = [name for name in fields if name not in declared and name not in cls.known_extras]
+        return body
+
+    def ignored(self) -> list[str]:
+        """The fields that nobody knows; of a body with more than 100,000 colons, none."""
+        return self._ignored
+
+
+@cache
+def _fields_of(model: type[OpenBody]) -> tuple[frozenset[str], msgspec.json.Decoder[msgspec.Struct]]:
+    """What ``model`` declares; and what reads its fields, and those of its ``known_extras``, as JSON text, and skips all others."""
+    declared = frozenset(model.model_fields)
+    fields = [(name, msgspec.Raw, None) for name in declared | model.known_extras]
+    return declared, msgspec.json.Decoder(msgspec.defstruct("Fields", fields))
 
 
 def parse_body(model: type[Body], content_type: str | None, body: bytes) -> Body:

@@ -71,12 +71,7 @@ class RequestTimings:
 
     def on_parts(self, timings: Timings) -> dict[str, float]:
         """What a worker reports; returned are the parts that are new."""
-        reported = {
-            "queue": timings.queue_s,
-            "prefill": timings.prefill_s,
-            "transfer": timings.transfer_s,
-            "first_step": timings.first_step_s,
-        }
+        reported = {name.removesuffix("_s"): value for name, value in msgspec.structs.asdict(timings).items()}
         new = {name: value for name, value in reported.items() if value is not None and name not in self.parts}
         self.parts |= new
         return new

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.apis.answering import Choice
-from kvrelay.gateway.apis.openai.answer_parts import OpenAIFormat, Shown, chat_logprobs, prompt_logprobs
+from kvrelay.gateway.apis.openai.completion_answer import OpenAIFormat, Shown, chat_logprobs, prompt_logprobs
 from kvrelay.gateway.chat.tools.calls import ToolCallDelta
 from kvrelay.gateway.chat.tools.parser import CallParser
 from kvrelay.gateway.text.output import TextDelta, Usage

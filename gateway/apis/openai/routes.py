@@ -19,10 +19,9 @@ from kvrelay.gateway.apis.answer_docs import (
     answers,
 )
 from kvrelay.gateway.apis.answering import respond, sequences_of, served_models
-from kvrelay.gateway.apis.openai.answer_parts import Shown
 from kvrelay.gateway.apis.openai.bodies import ChatBody, CompletionBody
 from kvrelay.gateway.apis.openai.chat_answer import ChatFormat
-from kvrelay.gateway.apis.openai.completion_answer import CompletionFormat
+from kvrelay.gateway.apis.openai.completion_answer import CompletionFormat, Shown
 from kvrelay.gateway.apis.openai.sampling import SamplingBody
 from kvrelay.gateway.chat.dialect import Chat
 from kvrelay.gateway.errors import InvalidRequestError

@@ -8,18 +8,16 @@ not serve are refused by name as soon as they ask for something: silence would c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from kvrelay.common.block_hash import MAX_CACHE_SALT
 from kvrelay.common.retention import MAX_PRIORITY, MIN_PRIORITY, Retention
 from kvrelay.common.sampling import BeamSearch
 from kvrelay.gateway.apis.openai.output_format import GUIDED_FIELDS, requested_guide
 from kvrelay.gateway.errors import InvalidRequestError
-from kvrelay.gateway.http.request import RequestBody
+from kvrelay.gateway.http.request import OpenBody, RequestBody
 from kvrelay.gateway.relay.request import GenerationSpec
 
 MAX_STOPS = 16
@@ -68,9 +66,6 @@ _WISHES = {
     "min_tokens", "ignore_eos", "cache_salt",
 }  # fmt: skip
 
-_MAX_COLONS = 100_000  # in a body whose fields are all named: each takes part of a microsecond
-_ALL_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
 
 class StreamOptions(RequestBody):
     """What a stream carries beside tokens."""
@@ -79,12 +74,8 @@ class StreamOptions(RequestBody):
     """Whether the last chunk tells the usage."""
 
 
-class OpenAIBody(RequestBody):
+class OpenAIBody(OpenBody):
     """What the bodies of all OpenAI's routes share."""
-
-    known_extras: ClassVar[frozenset[str]]  # fields beside those declared that are not told as ignored
-    _extras: dict[str, Any] = PrivateAttr(default_factory=dict)  # those of them that are there
-    _ignored: list[str] = PrivateAttr(default_factory=list)
 
     model: str | None = None
     """The served model; left out, it is that one."""
@@ -98,32 +89,6 @@ class OpenAIBody(RequestBody):
     """Equal requests with the same seed get the same answer; left out, one is drawn."""
     cache_salt: CacheSalt | None = None
     """Cached prefixes are shared only among requests with the same salt."""
-
-    @classmethod
-    def of_json(cls, data: bytes) -> Self:
-        """Raises ValidationError, or InvalidRequestError.
-
-        What nobody knows is skipped, and becomes no object: of a few megabytes of it that would take most of a second.
-        """
-        declared, decoder = _fields_of(cls)
-        try:
-            if data.count(b":") <= _MAX_COLONS:
-                fields = _ALL_FIELDS.decode(data)
-            else:
-                known = msgspec.structs.asdict(decoder.decode(data))
-                fields = {name: raw for name, raw in known.items() if raw is not None}
-        except (msgspec.MsgspecError, RecursionError) as error:
-            cls.model_validate_json(data)  # its complaint says where
-            raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
-        given = [b'"%b":%b' % (name.encode(), raw) for name, raw in fields.items() if name in declared]
-        body = super().of_json(b"{%b}" % b",".join(given))
-        body._extras = {name: msgspec.json.decode(fields[name]) for name in cls.known_extras & fields.keys()}
-        body._ignored = [name for name in fields if name not in declared and name not in cls.known_extras]
-        return body
-
-    def ignored(self) -> list[str]:
-        """The fields that nobody knows; of a body with more than 100,000 colons, none."""
-        return self._ignored
 
 
 class SamplingBody(OpenAIBody):
@@ -281,14 +246,6 @@ class SamplingBody(OpenAIBody):
             raise InvalidRequestError(
                 f"bad_words have {num_chars} characters in all; at most {_MAX_BAD_CHARS} are allowed", param="bad_words"
             )
-
-
-@cache
-def _fields_of(model: type[OpenAIBody]) -> tuple[frozenset[str], msgspec.json.Decoder[msgspec.Struct]]:
-    """What ``model`` declares; and what reads its fields, and those of its ``known_extras``, as JSON text, and skips all others."""
-    declared = frozenset(model.model_fields)
-    fields = [(name, msgspec.Raw, None) for name in declared | model.known_extras]
-    return declared, msgspec.json.Decoder(msgspec.defstruct("Fields", fields))
 
 
 def _bias_entries(logit_bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:

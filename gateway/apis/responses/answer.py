@@ -13,7 +13,7 @@ from typing import Any
 
 from kvrelay.common.sampling import FinishReason
 from kvrelay.gateway.apis.answering import Choice, Format
-from kvrelay.gateway.apis.openai.answer_parts import chat_logprobs
+from kvrelay.gateway.apis.openai.completion_answer import chat_logprobs
 from kvrelay.gateway.chat.tools.calls import ParsedDelta, Said, Thought, ToolCallDelta
 from kvrelay.gateway.chat.tools.parser import CallParser
 from kvrelay.gateway.errors import ApiError

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvrelay.common.sampling import FinishReason, SampledToken
 from kvrelay.gateway.apis.answering import Choice, Format
-from kvrelay.gateway.apis.openai.answer_parts import finite
+from kvrelay.gateway.apis.openai.completion_answer import finite
 from kvrelay.gateway.errors import ApiError, tgi_error
 from kvrelay.gateway.http.sse import sse
 from kvrelay.gateway.relay.request import GenerationRequest

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from kvrelay.common.errors import ModelError
 from kvrelay.gateway.chat.template import ChatTemplate
 from kvrelay.gateway.errors import InvalidRequestError
-from kvrelay.gateway.text.detokenizer import Detokenizer
 from kvrelay.gateway.text.output import StopMatcher
-from kvrelay.gateway.text.tokenizer import Tokenizer
+from kvrelay.gateway.text.tokenizer import Detokenizer, Tokenizer
 
 
 def byte_tokenizer() -> Tokenizer:

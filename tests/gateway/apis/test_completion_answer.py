@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from kvrelay.common.sampling import SampledToken
-from kvrelay.gateway.apis.openai.answer_parts import chat_logprobs, text_logprobs
+from kvrelay.gateway.apis.openai.completion_answer import chat_logprobs, text_logprobs
 from kvrelay.gateway.text.tokenizer import Tokenizer
 
 
