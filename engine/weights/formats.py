@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-_MAX_ELEMENTS = 2**24  # in fp32 at once
+_MAX_ELEMENTS = 2**20  # in fp32 at once: what a processor's caches hold
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of 8 each output is
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _SIGN = 0x80  # between a byte that is stored with 128 added, and an int8
@@ -72,15 +72,19 @@ class StoredWeight:
         """``[out, in]``, computed in fp32 and rounded to ``dtype`` once."""
         num_outs, num_ins = self.shape
         result = torch.empty(self.shape, dtype=self.dtype, device=self.values.device)
-        groups = torch.arange(num_ins, device=result.device) // self.group_size
+        num_groups = self.scale.shape[1]
         num_rows = max(1, _MAX_ELEMENTS // num_ins)
         for start in range(0, num_outs, num_rows):
             rows = slice(start, start + num_rows)
             values = self.values[rows]
-            wide = (_halves(values) if values.dtype == torch.uint8 else values).float()
+            # The last group may be short.
+            padded = torch.zeros((len(values), num_groups * self.group_size), device=result.device)
+            wide = padded[:, :num_ins]
+            wide.copy_(_halves(values) if values.dtype == torch.uint8 else values)
+            by_groups = padded.view(len(values), num_groups, self.group_size)
             if self.zero is not None:
-                wide -= self.zero[rows].float()[:, groups]
-            wide *= self.scale[rows].float()[:, groups]
+                by_groups -= self.zero[rows].float()[:, :, None]
+            by_groups *= self.scale[rows].float()[:, :, None]
             if self.order is None:
                 result[rows] = wide
             else:
