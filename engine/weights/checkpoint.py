@@ -49,9 +49,9 @@ def load_weights(
     ``rounding``: of the layers' projections, None for none; each tensor is rounded as it comes, so they are never there in full.
     ``keeps``: which projections of a quantised checkpoint stay as they are stored, where a rank has the whole model and does not
     round; the others become full.
-    At most the parameters, the checkpoint's largest tensor, in the file's dtype (a quantised one in full, too), and what rounding 2**24 elements takes in fp32
-    (some 130 MiB) are on the device at a time; what torch keeps of that for later tensors is its own. Raises ModelError as
-    :func:`check_checkpoint` does, before any memory is taken, and on a GPU too small for the model.
+    At most the parameters, the checkpoint's largest tensor, in the file's dtype (a quantised one in full, too), and what rounding
+    2**24 elements takes in fp32 (some 130 MiB) are on the device at a time; what torch keeps of that for later tensors is its own.
+    Raises ModelError as :func:`check_checkpoint` does, before any memory is taken, and on a GPU too small for the model.
     """
     try:
         return _load(directory, config, dtype, device, progress, rounding, cut, keeps)
