@@ -107,10 +107,6 @@ def command_line(cls: type, values: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def _has_no_default(info: SettingInfo) -> bool:
-    return info.default is dataclasses.MISSING
-
-
 def _negation(info: SettingInfo) -> str:
     return "--no-" + info.flag.removeprefix("--")
 
@@ -127,7 +123,7 @@ def _option(info: SettingInfo) -> click.Option:
 
 def _help(info: SettingInfo) -> str:
     notes = [f"env: {info.variable}"]
-    if _has_no_default(info):
+    if info.default is dataclasses.MISSING:
         notes.append("needed")
     elif info.default is not None and info.default != ():
         default = ",".join(map(str, info.default)) if isinstance(info.default, tuple) else info.default

@@ -49,9 +49,7 @@ class LocalSettings:
 
     deployment: DeploymentSettings
     gateway: GatewaySettings
-    components: Mapping[
-        str, Any
-    ]  # what was given of the components' options; the others have each component's own default
+    components: Mapping[str, Any]  # what was given of the components' options; others have each one's own default
 
     @classmethod
     def of(cls, **values: Any) -> LocalSettings:

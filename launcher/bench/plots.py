@@ -55,7 +55,14 @@ def _panel(axes: Axes, result: RunResult, what: str, color: str, points_of: Call
         records = (one for one in result.requests if not one.is_warmup and (one.stream == BURST) == is_burst)
         points = [point for record in records for point in points_of(record)]
         values = sorted(y for _, y in points)
-        axes.scatter(*_columns(points), s=5, color=_GREY if is_burst else color, linewidths=0, alpha=0.6)
+        axes.scatter(
+            [x for x, _ in points],
+            [y for _, y in points],
+            s=5,
+            color=_GREY if is_burst else color,
+            linewidths=0,
+            alpha=0.6,
+        )
     name = result.name.replace("$", r"\$")  # nothing in it is a formula
     title = f"{name}\n{what}"
     if values:
@@ -78,10 +85,6 @@ def _first_token(record: RequestRecord) -> Points:
 def _gap_points(record: RequestRecord) -> Points:
     """When the later token came, or the answer broke off, and how long it took."""
     return list(zip(gap_ends(record), gaps(record), strict=True))
-
-
-def _columns(points: Points) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def _divide(column: Sequence[Axes]) -> None:

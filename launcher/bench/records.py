@@ -42,12 +42,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     planned_output_tokens: int
     output_tokens: int  # as the server counted them, else the number of chunks
     has_usage: bool = True  # whether the server counted them
-    chunk_s: list[
-        float
-    ] = []  # arrival of every chunk with content; the first is TTFT, differences are inter-token latencies
-    error: str | None = (
-        None  # kind, one word or two: "http 503", "timeout", "connection", "broken stream", "short answer"
-    )
+    # Arrival of every chunk with content; the first is TTFT, differences are inter-token latencies.
+    chunk_s: list[float] = []
+    error: str | None = None  # "http 503", "timeout", "connection", "broken stream" or "short answer"
     error_text: str | None = None  # first 200 characters of what was said
     parts: TtftParts | None = None
 

@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvrelay.launcher.bench.records import SHORT_ANSWER, RequestRecord, RunResult
 
 ALL = "all"
@@ -45,7 +47,7 @@ class Distribution:
         ordered = sorted(values)
         if not ordered:
             return None
-        p50, p90, p99 = (percentile(ordered, q) for q in (0.5, 0.9, 0.99))
+        p50, p90, p99 = map(float, np.quantile(ordered, (0.5, 0.9, 0.99)))
         # Summing may round the mean of equal values past them.
         mean = min(max(sum(ordered) / len(ordered), ordered[0]), ordered[-1])
         return cls(count=len(ordered), mean=mean, p50=p50, p90=p90, p99=p99, max=ordered[-1])
@@ -130,13 +132,9 @@ def rate_window(counted: Sequence[RequestRecord], end_s: float | None = None) ->
     return min(record.due_s for record in counted), max(*ends, end_s or 0.0)
 
 
-def percentile(ordered: Sequence[float], q: float) -> float:
-    """The ``q``-quantile of sorted values, interpolated linearly between the two nearest (numpy's default)."""
-    place = q * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    between = ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-    return min(between, ordered[high])  # the sum may round past it
+def percentile(values: Sequence[float], q: float) -> float:
+    """The ``q``-quantile, interpolated linearly between the two nearest."""
+    return float(np.quantile(values, q))
 
 
 def gaps(record: RequestRecord) -> list[float]:
@@ -167,10 +165,10 @@ def meets(record: RequestRecord, slo: dict[str, float]) -> bool:
     first = ttft(record)
     if record.error is not None or first is None:
         return False
-    ordered = sorted(gaps(record))
+    own_gaps = gaps(record)
     taken = {
         "ttft": first,
-        "itl": percentile(ordered, _SLO_QUANTILE) if ordered else 0.0,
+        "itl": percentile(own_gaps, _SLO_QUANTILE) if own_gaps else 0.0,
         "e2e": record.finished_s - record.due_s,
     }
     return all(taken[name] <= limit for name, limit in slo.items())
@@ -205,49 +203,47 @@ def _stream(name: str, records: Sequence[RequestRecord], window_s: float, slo: d
 
 
 def _parts(records: Sequence[RequestRecord]) -> PartsSummary | None:
-    """Differences on each side's own clock; what one side cannot see is the difference between two of them."""
-    first: dict[str, list[float]] = {name: [] for name in ("accept", "queue", "prefill", "rest", _OUTSIDE)}
-    second: dict[str, list[float]] = {name: [] for name in ("transfer wait", "first decode step", "rest", _OUTSIDE)}
-    first_whole: list[float] = []
-    second_whole: list[float] = []
-    for record in records:
-        part, seen_s = record.parts, ttft(record)
-        if part is None or seen_s is None:
-            continue
-        if part.ttft_s is None or part.accept_s is None or part.queue_s is None or part.prefill_s is None:
-            continue
-        first["accept"].append(part.accept_s)
-        first["queue"].append(part.queue_s)
-        first["prefill"].append(part.prefill_s)
-        first["rest"].append(part.ttft_s - part.accept_s - part.queue_s - part.prefill_s)
-        first[_OUTSIDE].append(seen_s - part.ttft_s)
-        first_whole.append(seen_s)
-        if (
-            part.second_token_s is None
-            or part.transfer_s is None
-            or part.first_step_s is None
-            or len(record.chunk_s) < 2
-        ):
-            continue  # prefilled locally, or an answer of one token
-        gap_s = part.second_token_s - part.ttft_s
-        seen_gap_s = record.chunk_s[1] - record.chunk_s[0]
-        second["transfer wait"].append(part.transfer_s)
-        second["first decode step"].append(part.first_step_s)
-        second["rest"].append(gap_s - part.transfer_s - part.first_step_s)
-        second[_OUTSIDE].append(seen_gap_s - gap_s)
-        second_whole.append(seen_gap_s)
-    whole = Distribution.of(first_whole)
-    if whole is None:
+    first = [
+        (parts, seen_s) for one in records if (seen_s := ttft(one)) is not None and (parts := _to_first(one, seen_s))
+    ]
+    second = [(parts, one.chunk_s[1] - one.chunk_s[0]) for one in records if (parts := _to_second(one))]
+    if (whole := Distribution.of(seen_s for _, seen_s in first)) is None:
         return None
     return PartsSummary(
         num_requests=whole.count,
-        first_token=_distributions(first),
+        first_token=_distributions([parts for parts, _ in first]),
         first_token_whole=whole,
-        second_token=_distributions(second),
-        second_token_whole=Distribution.of(second_whole),
+        second_token=_distributions([parts for parts, _ in second]),
+        second_token_whole=Distribution.of(seen_s for _, seen_s in second),
     )
 
 
-def _distributions(values: dict[str, list[float]]) -> dict[str, Distribution]:
-    found = {name: Distribution.of(items) for name, items in values.items()}
+# Differences on each side's own clock; what one side cannot see is the difference between two of them.
+
+
+def _to_first(record: RequestRecord, seen_s: float) -> dict[str, float] | None:
+    """Where the time to the first token went; None if the server does not say."""
+    its = record.parts
+    if its is None or its.ttft_s is None or its.accept_s is None or its.queue_s is None or its.prefill_s is None:
+        return None
+    parts = {"accept": its.accept_s, "queue": its.queue_s, "prefill": its.prefill_s}
+    return parts | {"rest": its.ttft_s - sum(parts.values()), _OUTSIDE: seen_s - its.ttft_s}
+
+
+def _to_second(record: RequestRecord) -> dict[str, float] | None:
+    """The same of the second one; None also if it was prefilled locally, or has no second token."""
+    its = record.parts
+    if len(record.chunk_s) < 2 or its is None or its.ttft_s is None or its.second_token_s is None:
+        return None
+    if its.transfer_s is None or its.first_step_s is None:
+        return None
+    parts = {"transfer wait": its.transfer_s, "first decode step": its.first_step_s}
+    gap_s = its.second_token_s - its.ttft_s
+    seen_s = record.chunk_s[1] - record.chunk_s[0]
+    return parts | {"rest": gap_s - sum(parts.values()), _OUTSIDE: seen_s - gap_s}
+
+
+def _distributions(parts: Sequence[dict[str, float]]) -> dict[str, Distribution]:
+    names = parts[0] if parts else ()
+    found = {name: Distribution.of(one[name] for one in parts) for name in names}
     return {name: item for name, item in found.items() if item is not None}

@@ -31,9 +31,8 @@ class ComponentSpec:
     ready_url: str  # answers 200 when the component takes traffic
     stop_rank: int = 0  # lower ranks are stopped first
     grace_s: float = 10.0  # between SIGTERM and SIGKILL
-    environment: Mapping[str, str] = field(
-        default_factory=dict
-    )  # added to the launcher's, without its KVRELAY_ variables
+    # Added to the launcher's, without its KVRELAY_ variables.
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Child:

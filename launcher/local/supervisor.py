@@ -108,7 +108,7 @@ class Supervisor:
         tick_s: float = 0.1,
     ) -> None:
         self._components = [_Component(spec) for spec in specs]
-        self._observer: Observer | None = None
+        self._observer: Observer  # from the start on
         self._policy = policy or RestartPolicy()
         self._tick_s = tick_s
         self._changed = threading.Condition()
@@ -165,18 +165,13 @@ class Supervisor:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    @property
-    def _told(self) -> Observer:
-        assert self._observer is not None, "start() comes first"
-        return self._observer
-
     # -- the supervisor's thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             for component in self._components:
                 self._launch(component)
-                self._told.on_state(self._status(component))
+                self._observer.on_state(self._status(component))
             while not self._is_stopping and self._failure is None:
                 for component in self._components:
                     self._look_after(component)
@@ -190,7 +185,7 @@ class Supervisor:
                 self._changed.notify_all()
 
     def _launch(self, component: _Component) -> None:
-        component.child = Child(component.spec, self._told.on_line)
+        component.child = Child(component.spec, self._observer.on_line)
         component.since_s = component.child.started_s
         component.load_s = None
         component.probe_at_s = 0.0
@@ -263,7 +258,7 @@ class Supervisor:
             assert state in _TRANSITIONS[component.state], f"{component.spec.name}: {component.state} -> {state}"
             component.state = state
             component.since_s = time.monotonic()
-        self._told.on_state(self._status(component))  # before those who wait act on it: the log keeps its order
+        self._observer.on_state(self._status(component))  # before those who wait act on it: the log keeps its order
         with self._changed:
             self._changed.notify_all()
 
@@ -284,7 +279,7 @@ class Supervisor:
         )
 
     def _all_ready(self) -> bool:
-        return all(_is_ready(component) for component in self._components)
+        return all(component.state is State.READY for component in self._components)
 
 
 def own_answer(url: str) -> str | None:
@@ -292,10 +287,6 @@ def own_answer(url: str) -> str | None:
     with contextlib.suppress(OSError, ValueError), _OPENER.open(url, timeout=2.0) as answer:
         return str(answer.read(), "utf-8") if answer.status == 200 else None
     return None
-
-
-def _is_ready(component: _Component) -> bool:
-    return component.state is State.READY
 
 
 def _died(name: str, what: str, tail: list[str]) -> ComponentDiedError:

@@ -19,6 +19,7 @@ from kvrelay.launcher.local.supervisor import State, Status
 from kvrelay.launcher.local.traffic import Traffic
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
+_COLUMNS = ("component", "state", "for", "requests", "prompt tokens/s", "output tokens/s", "memory", "restarts")
 _STATE_STYLES = {
     State.LOADING: "yellow",
     State.READY: "bold green",
@@ -91,16 +92,7 @@ class View:
 
     def _table(self) -> Table:
         table = Table(box=None, padding=(0, 2), header_style="dim")
-        for title in (
-            "component",
-            "state",
-            "for",
-            "requests",
-            "prompt tokens/s",
-            "output tokens/s",
-            "memory",
-            "restarts",
-        ):
+        for title in _COLUMNS:
             table.add_column(title)
         for status in self._statuses():
             memory = "" if status.rss_bytes is None else f"{status.rss_bytes / 2**20:.0f} MiB"
