@@ -90,7 +90,7 @@ def load_part(settings: LoadSettings, part: RankPart | None, progress: Callable[
     if needs_transformers(model.backend, directory):
         from kvrelay.engine.transformers_engine import load_transformers_engine  # noqa: PLC0415 - transformers, too
 
-        return load_transformers_engine(options, progress)
+        return load_transformers_engine(options, progress, part)
     from kvrelay.engine.torch_engine import TorchEngine  # noqa: PLC0415
 
     return TorchEngine.load(options, progress, part)
@@ -103,13 +103,12 @@ def _require_ranks(model: ModelSettings, directory: Path) -> None:
     from kvrelay.engine.config.model import load_config, needs_transformers  # noqa: PLC0415
 
     asked = f"--tensor-parallel is {model.tensor_parallel}"
-    if needs_transformers(model.backend, directory):
-        raise ModelError(f"{asked}, which needs a model with a path of its own; take 1")
     if device_of(model.device).type != "cpu":
         raise ModelError(f"{asked}; ranks on GPUs are not served yet: take 1, or --device cpu")
     if model.weight_format != "full":
         raise ModelError(f"{asked} and --weight-format {model.weight_format}, which rounds whole rows; take 1, or full")
-    require_fit(load_config(directory), model.tensor_parallel)
+    if not needs_transformers(model.backend, directory):  # else that is found out by the loaded model
+        require_fit(load_config(directory), model.tensor_parallel)
 
 
 def load_guides(model: ModelSettings, fake: FakeSettings, vocab_size: int) -> GuideCompiler:

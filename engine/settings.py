@@ -46,8 +46,8 @@ class ModelSettings:
     )
     tensor_parallel: int = setting(
         1,
-        "ranks that compute each step together, each a part of the heads, the MLP and the vocabulary; processes on this host; not "
-        "for GPUs yet",
+        "ranks that compute each step together, each with a part of the heads and of the MLP: processes on this host, which share "
+        "--threads; not for GPUs yet",
         minimum=1,
         maximum=64,
     )

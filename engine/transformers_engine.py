@@ -18,15 +18,21 @@ from kvrelay.engine.backends.options import EngineOptions, device_of, dtype_of, 
 from kvrelay.engine.config.model import SUPPORTED_DTYPES
 from kvrelay.engine.kv.geometry import geometry_of
 from kvrelay.engine.kv.pool import KvPool
+from kvrelay.engine.models.ranks import RankPart
 from kvrelay.engine.models.transformers_check import MakeOps, check_model, plain_logits
+from kvrelay.engine.models.transformers_cut import cut_model, sum_outputs
 from kvrelay.engine.models.transformers_model import load_model
 from kvrelay.engine.torch_engine import TorchEngine, card_of, make_pool, max_model_len_of
 from kvrelay.engine.weights.checkpoint import weights_digest
 from kvrelay.engine.weights.headers import checkpoint_files
 
 
-def load_transformers_engine(options: EngineOptions, progress: Callable[[int, int], None]) -> TorchEngine:
+def load_transformers_engine(
+    options: EngineOptions, progress: Callable[[int, int], None], part: RankPart | None = None
+) -> TorchEngine:
     """Load the model, check it against transformers' own computation, allocate the pool.
+
+    A rank loads the whole model and keeps its ``part`` of it; the card is of the whole.
 
     Raises ModelError naming what is not served, or does not fit, and the way out.
     """
@@ -47,11 +53,18 @@ def load_transformers_engine(options: EngineOptions, progress: Callable[[int, in
     progress(0, num_bytes)
     model = load_model(options.model_dir, dtype, device)
     progress(num_bytes, num_bytes)
-    shape, memory = model.shape, None
-    geometry = geometry_of(shape, options.block_size, dtype)
+    whole, memory = model.shape, None
+    whole_geometry = geometry_of(whole, options.block_size, dtype)
     make_ops = _ops_on(device, options)
     plain = plain_logits(model)
+    summed: list[str] = []
+    if part is not None:
+        model, summed = cut_model(model, part.cut)
+    shape = model.shape
+    geometry = geometry_of(shape, options.block_size, dtype)
     model.bind(make_ops(shape, KvPool(geometry, 1, device).tensor, options.block_size, 1), dtype)
+    if part is not None:
+        sum_outputs(model.model, summed, part.collectives)
     check_model(model, plain, make_ops, dtype)
     if device.type == "cuda":
         from kvrelay.engine.backends.cuda.build import measure_memory  # noqa: PLC0415 - a CPU worker may lack Triton
@@ -59,8 +72,8 @@ def load_transformers_engine(options: EngineOptions, progress: Callable[[int, in
         memory = measure_memory(
             shape, lambda pool, *sizes: (model, make_ops(shape, pool.tensor, *sizes)), dtype, device, options
         )
-    num_blocks = num_blocks_of(options, geometry.block_nbytes, memory)
-    pool = make_pool(options, geometry, num_blocks, device)
+    num_blocks = num_blocks_of(options, whole_geometry.block_nbytes, memory)
+    pool = make_pool(options, geometry, num_blocks, device, None if part is None else part.pool_memory)
     ops = make_ops(shape, pool.tensor, max_model_len_of(options, shape, num_blocks), options.max_num_seqs)
     if device.type == "cuda":
         from kvrelay.engine.backends.cuda.build import compile_sampling, compile_steps  # noqa: PLC0415
@@ -69,8 +82,8 @@ def load_transformers_engine(options: EngineOptions, progress: Callable[[int, in
         compile_sampling(torch.zeros(1, shape.vocab_size, dtype=dtype, device=device), ops)
     card = card_of(
         options,
-        shape,
-        geometry,
+        whole,
+        whole_geometry,
         num_blocks,
         device,
         weights_digest(options.model_dir),

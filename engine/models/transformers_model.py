@@ -65,6 +65,7 @@ class TransformersModel:
 
     def __init__(self, model: PreTrainedModel, layers: list[AttentionLayer], shape: ModelShape) -> None:
         self.model = model
+        self.layers = layers
         self.shape = shape
         self._running = _Running()
         self._decoder: nn.Module = getattr(model, model.base_model_prefix)

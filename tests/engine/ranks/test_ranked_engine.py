@@ -172,8 +172,6 @@ def test_what_ranks_do_not_serve_is_refused_before_any_starts(model: Path, monke
         load_ranks(model, 3)
     with pytest.raises(ModelError, match="--weight-format int8, which rounds whole rows"):
         load_ranks(model, 2, weight_format="int8")
-    with pytest.raises(ModelError, match="--tensor-parallel is 2, which needs a model with a path of its own"):
-        load_ranks(model, 2, backend="transformers")
 
 
 LEADER = """

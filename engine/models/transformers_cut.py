@@ -1,0 +1,109 @@
+"""A model of transformers cut among ranks, by the plan that transformers has for its type (``base_model_tp_plan``).
+
+The plan names layers whose outputs are cut (``colwise``) and layers whose inputs are (``rowwise``), behind which ranks add up.
+Embeddings, norms and the head stay whole. A plan is believed as little as a model is: what is not known is refused, attention
+must come out with its part of the heads, and the check at load compares the ranks' logits with those of the whole model.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.models.ranks import Collectives
+from kvrelay.engine.models.transformers_gate import probe_layers
+from kvrelay.engine.models.transformers_model import TransformersModel
+
+_BY_OUTPUTS, _BY_INPUTS = "colwise", "rowwise"
+_WHOLE = {"replicated_with_grad_allreduce"}  # about training
+
+
+def cut_model(whole: TransformersModel, cut: Cut) -> tuple[TransformersModel, list[str]]:
+    """The rank's part, and the layers, by name, whose outputs are to be summed over ranks. Takes ``whole`` over.
+
+    Raises ModelError if the type has no plan, one that we do not follow, or heads that the ranks do not divide.
+    """
+    model, asked = whole.model, f"--tensor-parallel is {cut.num_ranks}"
+    name = type(model).__name__
+    plan: dict[str, str] | None = model.config.get_text_config().base_model_tp_plan
+    if not plan:
+        raise ModelError(f"{asked}, but transformers has no plan to cut {name}: take 1")
+    _require_heads(whole, cut.num_ranks)
+    layers, summed = dict(model.named_modules()), []
+    # Experts are parameters of their module.
+    for layer_name in dict.fromkeys([*layers, *(name for name, _ in model.named_parameters())]):
+        kind = _kind_of(plan, layer_name.removeprefix(f"{model.base_model_prefix}."))
+        if kind is None or kind in _WHOLE:
+            continue
+        layer = layers.get(layer_name)
+        if kind not in (_BY_OUTPUTS, _BY_INPUTS) or type(layer) is not nn.Linear:
+            raise ModelError(f"{asked}, but {layer_name} of {name} is cut by {kind}, which is not served yet: take 1")
+        _cut_layer(layer, cut, by_outputs=kind == _BY_OUTPUTS)
+        if kind == _BY_INPUTS:
+            summed.append(layer_name)
+    try:
+        attention = probe_layers(model)
+    except ModelError as error:
+        raise ModelError(f"{asked}, but a part of {name} does not run alone: {error}") from error
+    if any(layer.num_q_heads * cut.num_ranks != whole.shape.num_q_heads for layer in attention):
+        raise ModelError(f"{asked}, but the plan of transformers leaves the attention of {name} whole: take 1")
+    shape = replace(
+        whole.shape,
+        num_q_heads=attention[0].num_q_heads,
+        num_kv_heads=max(layer.num_kv_heads for layer in attention),
+    )
+    part = TransformersModel(model, attention, shape)
+    part.use_our_attention()
+    return part, summed
+
+
+def sum_outputs(model: PreTrainedModel, layer_names: list[str], collectives: Collectives) -> None:
+    """From now on these layers' outputs are sums over ranks. A layer that has gone into a larger part is that part's last."""
+
+    def add_up(_layer: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return collectives.sum(output)
+
+    modules = dict(model.named_modules())
+    for name in layer_names:
+        layer = modules.get(name) or modules[name.rpartition(".")[0]]
+        layer.register_forward_hook(add_up)
+
+
+def _kind_of(plan: dict[str, str], layer_name: str) -> str | None:
+    for pattern, kind in plan.items():
+        if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), layer_name):
+            return kind
+    return None
+
+
+def _cut_layer(layer: Any, cut: Cut, *, by_outputs: bool) -> None:
+    """Keep the rank's part of a linear layer's outputs, or inputs."""
+    size = layer.out_features if by_outputs else layer.in_features
+    first, end = (rank * size // cut.num_ranks for rank in (cut.rank, cut.rank + 1))
+    weight, bias = layer.weight.detach(), layer.bias
+    if by_outputs:
+        layer.out_features, weight = end - first, weight[first:end]
+        bias = None if bias is None else bias.detach()[first:end]
+    else:
+        layer.in_features, weight = end - first, weight[:, first:end]
+        bias = bias if cut.rank == 0 else None  # it is added once
+    layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    layer.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+
+
+def _require_heads(whole: TransformersModel, num_ranks: int) -> None:
+    heads = {whole.shape.num_q_heads, *(layer.num_kv_heads for layer in whole.layers)}
+    if any(count % num_ranks for count in heads):
+        fitting = [count for count in range(1, min(heads) + 1) if not any(one % count for one in heads)]
+        counts, ranks = (", ".join(map(str, numbers)) for numbers in (sorted(heads), fitting))
+        raise ModelError(
+            f"--tensor-parallel is {num_ranks}; {whole.shape.architecture} has {counts} heads in its layers, which fit {ranks} "
+            "ranks: take one of these"
+        )

@@ -1,0 +1,70 @@
+"""Models of transformers on several ranks: the same tokens as on one, or a refusal by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.cut import Cut
+from kvrelay.engine.models.transformers_cut import cut_model
+from kvrelay.engine.models.transformers_model import load_model
+from tests.engine.conftest import assert_same_tokens
+from tests.engine.ranks.conftest import load_ranks
+
+from .test_types import BLOCK_SIZE, NUM_BLOCKS, Run, engine_of, relayed, saved
+
+# Softcaps, biases, an MLP of two products, parallel layers, and queries, keys and values in one product.
+SERVED = ("llama", "gemma2", "starcoder2", "cohere2", "gpt_neox", "exaone4")
+MORE = (
+    "gemma3_text",
+    "gemma4_text",
+    "phi",
+    "granite",
+    "nemotron",
+    "ernie4_5",
+    "smollm3",
+    "seed_oss",
+    "cohere",
+    "helium",
+)
+
+
+@pytest.mark.parametrize("model_type", [*SERVED, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+def test_two_ranks_give_the_tokens_of_one(model_type: str, tmp_path: Path) -> None:
+    saved(model_type, tmp_path)
+    one = engine_of(tmp_path)
+    two: Any = load_ranks(
+        tmp_path, 2, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, backend="transformers", dtype="float32"
+    )
+    try:
+        assert two.card.layout.geometry == one.card.layout.geometry
+        expected = list(relayed(Run(one), Run(engine_of(tmp_path))))
+        for prefill, decode in ((two, one), (one, two), (two, two)):  # blocks are handed over in between
+            for given, tokens in zip(relayed(Run(prefill), Run(decode)), expected, strict=True):
+                assert_same_tokens(given, tokens)
+    finally:
+        two.close()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_ranks", "reason"),
+    [
+        ("gpt_oss", 2, "--tensor-parallel is 2, but transformers has no plan to cut GptOssForCausalLM: take 1"),
+        (
+            "phi3",
+            2,
+            r"self_attn\.o_proj of Phi3ForCausalLM is cut by rowwise_split_input, which is not served yet",
+        ),
+        ("qwen3_moe", 2, r"model\.layers\.\d\.mlp\.experts of Qwen3MoeForCausalLM is cut by moe_tp_experts"),
+        ("llama", 4, "has 2, 4 heads in its layers, which fit 1, 2 ranks"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(model_type: str, num_ranks: int, reason: str, tmp_path: Path) -> None:
+    saved(model_type, tmp_path)
+    whole = load_model(tmp_path, torch.float32, torch.device("cpu"))
+    with pytest.raises(ModelError, match=reason):
+        cut_model(whole, Cut(0, num_ranks))
