@@ -12,11 +12,16 @@ import transformers
 
 from kvrelay.engine.backends.cuda import linear as module
 from kvrelay.engine.backends.cuda.linear import StoredLinear, can_multiply
-from kvrelay.engine.config.model import load_config
+from kvrelay.engine.backends.cuda.ops import CudaOps
+from kvrelay.engine.config.model import ModelConfig, load_config
+from kvrelay.engine.models.decoder import DecoderModel
+from kvrelay.engine.step.interface import StepRow
 from kvrelay.engine.weights.checkpoint import load_weights
 from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.parameters import ModelWeights
-from tests.engine.conftest import SIZES, save_model
+from kvrelay.engine.weights.rounding import RoundedWeight, Rounding, rounded
+from tests.engine.conftest import SIZES, save_model, sequence, tokens
+from tests.engine.led import batch_of
 from tests.engine.weights.storing import Tensors, awq, gptq, integers, store
 
 HALF = torch.float16  # Triton's interpreter multiplies bf16's raw bits
@@ -124,3 +129,36 @@ def test_parts_in_another_order_of_inputs_become_full(qwen: Path, tmp_path: Path
     kept, full = load(tmp_path, keeps=True), load(tmp_path, keeps=False)
     assert torch.equal(kept.layers[0].qkv, full.layers[0].qkv)
     assert isinstance(kept.layers[0].mlp.gate_up, StoredWeight)
+
+
+@torch.inference_mode()
+def logits(config: ModelConfig, weights: ModelWeights) -> torch.Tensor:
+    """Of a prompt, by the GPU's operations."""
+    pool = torch.zeros((24, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim), dtype=HALF)
+    ops = CudaOps(config, pool, 384, 4)
+    model = DecoderModel(config, weights, ops)
+    batch = batch_of([StepRow(sequence(tokens(1, 9), [0]), 9)], 16)
+    hidden = model.forward(ops.upload((batch.token_ids,))[0], ops.begin_step(batch))
+    return model.logits(hidden).float()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(torch.cuda.is_available(), reason="weights on a CPU, and kernels in the interpreter")
+@pytest.mark.parametrize("name", ["gptq-act-order", "fp8-blocks"])
+def test_a_model_of_stored_weights_gives_the_logits_of_full_ones(name: str, qwen: Path, tmp_path: Path) -> None:
+    stored(qwen, tmp_path, name)
+    config = load_config(tmp_path)
+    ours, wanted = (logits(config, load(tmp_path, keeps=keeps)) for keeps in (True, False))
+    assert (ours - wanted).norm() < 4e-3 * wanted.norm()  # what fp16 makes of each layer
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8-blocks"])
+def test_weights_may_be_rounded_again(name: str, qwen: Path, tmp_path: Path) -> None:
+    stored(qwen, tmp_path, name)
+    full, config = load(tmp_path, keeps=False), load_config(tmp_path)
+    keep = partial(can_multiply, has_e4m3=True)
+    weights = load_weights(tmp_path, config, HALF, torch.device("cpu"), lambda *_: None, Rounding.INT8, keeps=keep)
+    for ours, wanted in zip(weights.layers, full.layers, strict=True):
+        assert isinstance(ours.qkv, RoundedWeight)
+        assert isinstance(wanted.qkv, torch.Tensor)
+        assert torch.equal(ours.qkv.values, rounded(wanted.qkv, Rounding.INT8).values)
