@@ -1,7 +1,12 @@
-"""What operators ask a gateway for: ``/debug/live``, ``/debug/requests``, and one of them by its id."""
+"""What operators ask a gateway for: ``/console`` and what it is fed by, ``/debug/live`` and ``/debug/requests``.
+
+The page's files tell nothing of anybody, so they need no key; what they ask for does. Nothing is fetched from elsewhere. Their
+links are relative: a proxy may add a prefix.
+"""
 
 from __future__ import annotations
 
+from importlib import resources
 from typing import Annotated
 
 import msgspec
@@ -13,9 +18,18 @@ from kvrelay.gateway.apis.answer_docs import ErrorBody, errors_as
 from kvrelay.gateway.desk.feed import Feed
 from kvrelay.gateway.desk.records import NUM_KEPT, Records
 from kvrelay.gateway.errors import InvalidRequestError, NotFoundError
+from kvrelay.gateway.http.edge import CONSOLE
 from kvrelay.gateway.http.sse import EventStream, sse
 
 _REFUSED = errors_as(ErrorBody, {"4XX": "With the reason"})
+_MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "txt": "text/plain"}
+_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
 
 
 def add_desk(app: FastAPI, records: Records, feed: Feed) -> None:
@@ -43,6 +57,16 @@ def add_desk(app: FastAPI, records: Records, feed: Feed) -> None:
         if not found:
             raise NotFoundError(f"no request {request_id[:128]!r} is known; this gateway remembers the last {NUM_KEPT}")
         return _json({"requests": found})
+
+    for file in resources.files("kvrelay.gateway.desk").joinpath("page").iterdir():
+        path = CONSOLE if file.name == "index.html" else f"{CONSOLE}/{file.name}"
+        _add_file(app, path, file.read_bytes(), _MEDIA_TYPES[file.name.rpartition(".")[2]])
+
+
+def _add_file(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
+    @app.get(path, include_in_schema=False)
+    async def file() -> Response:
+        return Response(content, media_type=media_type, headers=_HEADERS)
 
 
 def _json(body: object) -> Response:

@@ -30,12 +30,13 @@ from kvrelay.gateway.metrics import GatewayMetrics, Reason
 logger = logging.getLogger(__name__)
 
 OPERATORS_PATHS = "/debug/"  # what begins so tells of workers and of others' requests
+CONSOLE = "/console"  # a page, and its files below it, that tell nothing by themselves
 
 # What probes and Prometheus ask for, and what only describes the API.
 _OPEN_PATHS = frozenset(
-    {"/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics", "/openapi.json", "/docs"}
+    {"/health", "/health/live", "/health/ready", "/ping", "/version", "/metrics", "/openapi.json", "/docs", CONSOLE}
 )
-_OPEN_FOLDER = "/docs/"
+_OPEN_FOLDERS = ("/docs/", f"{CONSOLE}/")
 # Whatever goes wrong with a request to one of these is told in TGI's shape.
 TGI_PATHS = frozenset(
     {"/", "/generate", "/generate_stream", "/info", "/health", "/ping", "/tokenize", "/chat_tokenize"}
@@ -128,7 +129,7 @@ class Edge:
     def _let_in(self, request: ApiRequest, path: str) -> KeyUse | None:
         """The use of its API key, to be left, if it needs one. Raises UnauthorizedError, ForbiddenError, TooManyRequestsError."""
         use: KeyUse | None = None
-        if self._api_keys is not None and path not in _OPEN_PATHS and not path.startswith(_OPEN_FOLDER):
+        if self._api_keys is not None and path not in _OPEN_PATHS and not path.startswith(_OPEN_FOLDERS):
             use = self._api_keys.enter(request.headers.get("authorization"))
             request.min_priority = use.min_priority
             if path.startswith(OPERATORS_PATHS) and not use.is_operator:

@@ -58,6 +58,7 @@ class Player:
         script: Script,
         network: Network,
         card: ModelCard | None = None,
+        links: LinkSettings = LINKS,
     ) -> None:
         self.role = role
         self.card = card or fake_card()
@@ -70,7 +71,7 @@ class Player:
         self.state = WorkerState.READY
         self.gateway_id = ""
         metrics = WireMetrics(CollectorRegistry())
-        self.server = ControlServer("tcp://127.0.0.1:*", self, LINKS, metrics=metrics, network=network)
+        self.server = ControlServer("tcp://127.0.0.1:*", self, links, metrics=metrics, network=network)
         self.address = ""
 
     def welcome(self, hello: Hello) -> Welcome | HelloRefused:

@@ -1,0 +1,66 @@
+// What all modules use: elements, numbers as text, and asking the gateway with the operator's key.
+
+const SVG = "http://www.w3.org/2000/svg";
+const KEY = "kvrelay-operators-key"; // for this tab only
+
+export const $ = (id) => document.getElementById(id);
+
+// An element. Text is only ever set as text: names and problems come from elsewhere.
+export function el(name, attributes = {}, ...children) {
+  return filled(document.createElement(name), attributes, children);
+}
+
+export function svg(name, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, name), attributes, children);
+}
+
+function filled(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "onclick") element.addEventListener("click", value);
+    else if (value !== null) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+export const ms = (s) => (s === null || s === undefined ? "-" : s < 1 ? `${+(s * 1000).toPrecision(3)} ms` : `${+s.toPrecision(3)} s`);
+export const count = (n) => (n < 10 ? +n.toFixed(1) : Math.round(n)).toLocaleString("en");
+export const percent = (part) => (part === null ? "-" : `${Math.round(part * 100)} %`);
+export const clockTime = (at) => new Date(at * 1000).toLocaleTimeString();
+
+// Workers by address, by the names that they gave themselves.
+const names = new Map();
+export const learnNames = (workers) => workers.forEach((worker) => worker.name && names.set(worker.address, worker.name));
+export const nameOf = (address) => names.get(address) ?? address;
+
+export const setKey = (key) => sessionStorage.setItem(KEY, key);
+
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+// The answer, if it is a good one. Throws Refused with what the gateway says, or TypeError if there is no gateway.
+export async function ask(path, options = {}) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
+  const answer = await fetch(path, { ...options, headers });
+  if (answer.ok) return answer;
+  const body = await answer.json().catch(() => ({}));
+  throw new Refused(answer.status, body.error?.message ?? body.error ?? `status ${answer.status}`);
+}
+
+// Server-sent events of an answer, as [name, text], as they come.
+export async function* events(answer) {
+  let rest = "";
+  for await (const text of answer.body.pipeThrough(new TextDecoderStream())) {
+    const blocks = (rest + text).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const fields = Object.fromEntries(block.split("\n").map((line) => line.split(/: (.*)/s, 2)));
+      yield [fields.event ?? "message", fields.data ?? ""];
+    }
+  }
+}
