@@ -55,7 +55,7 @@ def integers(weight: torch.Tensor, bits: int, group_size: int, *, symmetric: boo
     return Integers(values, zero, scale.half(), groups)
 
 
-def _words(numbers: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+def words(numbers: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
     """``[n, m]`` integers in ``[n, m * bits / 32]`` words; ``order``: which of a word's numbers comes first, second, ..."""
     each = 32 // bits
     parts = numbers.numpy().astype(np.uint32).reshape(len(numbers), -1, each)
@@ -68,8 +68,8 @@ def _words(numbers: torch.Tensor, bits: int, order: tuple[int, ...] | None = Non
 def gptq(weight: Integers, bits: int, *, zero_offset: int = 1) -> Tensors:
     """As AutoGPTQ stores it."""
     return {
-        "qweight": _words(weight.values, bits).T.contiguous(),
-        "qzeros": _words((weight.zero.T - zero_offset) % 2**bits, bits),
+        "qweight": words(weight.values, bits).T.contiguous(),
+        "qzeros": words((weight.zero.T - zero_offset) % 2**bits, bits),
         "scales": weight.scale.T.contiguous(),
         "g_idx": weight.groups.int(),
     }
@@ -79,8 +79,8 @@ def awq(weight: Integers) -> Tensors:
     """As AutoAWQ's ``gemm`` stores it."""
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     return {
-        "qweight": _words(weight.values.T, 4, order),
-        "qzeros": _words(weight.zero.T, 4, order),
+        "qweight": words(weight.values.T, 4, order),
+        "qzeros": words(weight.zero.T, 4, order),
         "scales": weight.scale.T.contiguous(),
     }
 

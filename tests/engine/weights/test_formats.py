@@ -22,7 +22,7 @@ from kvrelay.engine.weights import formats as module
 from kvrelay.engine.weights.formats import mxfp4_weight
 from kvrelay.engine.weights.headers import TensorHeader, read_headers
 from kvrelay.engine.weights.reader import CheckpointReader
-from tests.engine.weights.storing import Tensors, awq, gptq, integers
+from tests.engine.weights.storing import Tensors, awq, gptq, integers, words
 
 _GENERATOR = torch.Generator().manual_seed(4)
 
@@ -119,6 +119,19 @@ def test_zeros_of_4_bits_that_are_not_packed(tmp_path: Path) -> None:
     )
     packed = Read(tmp_path, stored, COMPRESSED).full()
     assert torch.equal(Read(tmp_path, {**stored, "weight_zero_point": zero}, COMPRESSED).full(), packed)
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_compressed_tensors_in_the_order_of_activations(shuffled: bool, tmp_path: Path) -> None:
+    """As its library wrote them until 2026; -1 where there was no order."""
+    weight = integers(matrix(), 4, 32, symmetric=True, shuffled=shuffled)
+    stored = {
+        "weight_packed": words(weight.values, 4),
+        "weight_scale": weight.scale,
+        "weight_shape": torch.tensor(weight.values.shape),
+        "weight_g_idx": weight.groups.int() if shuffled else torch.full((160,), -1, dtype=torch.int32),
+    }
+    assert torch.equal(Read(tmp_path, stored, COMPRESSED).full(), weight.full())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
