@@ -30,6 +30,12 @@ FAMILIES: dict[str, tuple[Any, int]] = {  # and how many ranks
     ),
     "mistral-window-3": (transformers.MistralConfig(**{**HEADS, "num_key_value_heads": 3}, sliding_window=19), 3),
     "qwen2-2": (transformers.Qwen2Config(**{**HEADS, "num_key_value_heads": 2}), 2),
+    "mixtral-2": (
+        transformers.MixtralConfig(
+            **{**HEADS, "num_key_value_heads": 4}, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+        ),
+        2,
+    ),
     "qwen3-2": (transformers.Qwen3Config(**{**HEADS, "num_key_value_heads": 6, "head_dim": 32}), 2),
 }  # fmt: skip
 
