@@ -32,7 +32,9 @@ def run(url: str, api_key: str | None, console: Console) -> int:
     """Show it. Raises SettingsError on a URL that is none, AnswerError if nothing is there, or it refuses."""
     request = _request(url, api_key)
     if not console.is_terminal:
-        console.print(next(_pictures(request)))
+        pictures = _pictures(request)
+        next(pictures)  # the first one may have no rates yet
+        console.print(next(pictures))
         return 0
     picture: RenderableType = Text(f"{url} …")
     with Live(picture, console=console, screen=True, auto_refresh=False) as live:

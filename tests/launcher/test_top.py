@@ -78,6 +78,9 @@ def gateway(*events: bytes, certificate: tuple[Path, Path] | None = None) -> Ite
             thread.join()
 
 
+SAID = (sse(ROSTER, "roster"), sse(STATE, "state"), sse(STATE, "state"))
+
+
 def shown(url: str, key: str | None = "k") -> str:
     console = Console(file=io.StringIO(), width=160)
     assert top.run(url, key, console) == 0
@@ -86,7 +89,7 @@ def shown(url: str, key: str | None = "k") -> str:
 
 
 def test_one_picture_where_there_is_no_terminal() -> None:
-    with gateway(sse(ROSTER, "roster"), sse(STATE, "state")) as url:
+    with gateway(*SAID) as url:
         text = shown(url)
     assert "3 running   2 queued   1200 prompt and 34 output tokens/s   25% cached" in text
     assert "first token 200 ms, 95 %: 1500 (queue 30 + prefill 150)   between tokens 12.3 ms, 99 %: -" in text
@@ -99,7 +102,7 @@ def test_one_picture_where_there_is_no_terminal() -> None:
 
 def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cert, key = write_pair(tmp_path, "gateway")
-    with gateway(sse(ROSTER, "roster"), sse(STATE, "state"), certificate=(cert, key)) as url:
+    with gateway(*SAID, certificate=(cert, key)) as url:
         with pytest.raises(AnswerError, match=r"does not answer .*certificate"):
             shown(url)
         monkeypatch.setenv("SSL_CERT_FILE", str(cert))
@@ -127,7 +130,7 @@ def test_on_a_terminal_it_goes_on_while_the_gateway_is_away(monkeypatch: pytest.
 
     monkeypatch.setattr("kvrelay.launcher.top.time.sleep", sleep)
     console = Console(file=io.StringIO(), width=160, force_terminal=True)
-    with gateway(sse(ROSTER, "roster"), sse(STATE, "state")) as url, pytest.raises(KeyboardInterrupt):
+    with gateway(*SAID) as url, pytest.raises(KeyboardInterrupt):
         top.run(url, "k", console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
