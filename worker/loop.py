@@ -21,9 +21,8 @@ from kvrelay.worker.model_worker import Command, ModelWorker
 logger = logging.getLogger(__name__)
 
 _IDLE_TICK_S = 1.0  # how long an idle loop waits before it shows that it is alive
-_MAX_FAILED_STEPS = (
-    10  # in a row. A device that answers every step with an error would draw all traffic and fail it fast
-)
+# In a row. A device that answers every step with an error would draw all traffic and fail it fast.
+_MAX_FAILED_STEPS = 10
 
 
 class ModelLoop:

@@ -28,9 +28,8 @@ _NUM_MIXED = 8  # steps with prompts that count: the later tokens of a prompt co
 # Smaller chunks pay for launches, weights and half-empty tiles alone: the fewer tokens, the dearer each, the fewer.
 _LEAST_TOKENS = {"cpu": 8, "cuda": 64}
 _UNKNOWN_TOKENS = 32  # of the first steps with prompts; a CPU core computes the demo model's in 10 ms
-_GROWTH = (
-    1.25  # from what was measured to what is tried: what a few tokens add is hardly more than what steps differ by
-)
+# From what was measured to what is tried: what a few tokens add is hardly more than what steps differ by.
+_GROWTH = 1.25
 
 
 @dataclass(frozen=True, slots=True)
