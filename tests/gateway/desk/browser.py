@@ -120,7 +120,7 @@ def page(origin: str, directory: Path) -> Iterator[Page]:
             with closing(websocket.create_connection(address, timeout=_PATIENCE_S, suppress_origin=True)) as connection:
                 yield Page(connection, origin)
                 connection.send(json.dumps({"id": 0, "method": "Browser.close"}))
-                process.wait(20)
+                process.wait(_PATIENCE_S)
         finally:
             process.kill()
 
