@@ -10,15 +10,10 @@ turns, the others paused; the comparison is the median of the ratios within each
 
 from __future__ import annotations
 
-import signal
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import util
 from pathlib import Path
-from types import FrameType
 
 import click
 from peers.figures import FIGURES, LOADED, Figure, Results
@@ -26,17 +21,15 @@ from peers.plots import quietest_round, stutter_plot
 from peers.report import markdown
 from peers.rounds import Sample, Stage, run_figure
 from peers.servers import Places, ServerSide, kvrelay, kvrelay_local, kvrelay_split, llama_cpp, vllm, vllm_nixl
+from peers.session import begin, dtype_option, plots_option, run, work_dir_option
 
-from kvrelay.common.errors import KvrelayError
 from kvrelay.launcher.bench.records import RunResult
 from kvrelay.launcher.models import resolve_model
 
 Maker = Callable[[str, Places], ServerSide]
 
-_HANDS_OVER = (
-    "--local-prefill",
-    "fallback",
-)  # else prompts that are sooner done on the decode worker were not disaggregated
+# Else prompts that are sooner done on the decode worker were not disaggregated.
+_HANDS_OVER = ("--local-prefill", "fallback")
 
 SIDES: dict[str, tuple[str, Maker]] = {
     "kvrelay-disaggregated": (
@@ -85,23 +78,9 @@ STUTTER = "burst"
     help="Only this peer beside kvrelay; may be repeated.",
 )
 @click.option("--rounds", type=click.IntRange(1), help="Rounds; default: as each figure has them (5).")
-@click.option(
-    "--dtype",
-    type=click.Choice(["bfloat16", "float32"]),
-    default="bfloat16",
-    show_default=True,
-    help="What kvrelay and vllm compute in. Most peers are slow in bf16 on a CPU that has none.",
-)
-@click.option(
-    "--plots",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Draw the time between tokens in the figure burst into this folder.",
-)
-@click.option(
-    "--work-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Logs and every request of the last samples; default: a new temporary directory.",
-)
+@dtype_option("What kvrelay and vllm compute in. Most peers are slow in bf16 on a CPU that has none.")
+@plots_option("Draw the time between tokens in the figure burst into this folder.")
+@work_dir_option
 def main(
     peers_dir: Path | None,
     figure_names: tuple[str, ...],
@@ -112,24 +91,16 @@ def main(
     work_dir: Path | None,
 ) -> None:
     """Measure kvrelay beside other engines on this machine."""
-    work = work_dir or Path(tempfile.mkdtemp(prefix="kvrelay-peers-"))
-    work.mkdir(parents=True, exist_ok=True)
+    work, say = begin(work_dir, "peers")
     figures = [figure for figure in FIGURES if not figure_names or figure.name in figure_names]
     places = Places(
         resolve_model("demo"),
         _packaged_gguf(),
         (peers_dir or work).resolve(),
-        work.resolve(),
+        work,
         dtype,
     )
     makers = {name: partial(maker, name, places) for name, (_, maker) in SIDES.items()}
-    started_s = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - started_s:5.0f} s] {text}", flush=True)
-
-    say(f"logs in {work}")
-    _stop_in_order()
     samples: list[Sample] = []
     loaded: dict[tuple[int, str], RunResult] = {}  # of the figure that is drawn, by round and side
     plan = [(figure, _sides(figure, peers, has_peers=peers_dir is not None)) for figure in figures]
@@ -147,16 +118,6 @@ def main(
     if plots is not None and loaded:
         say(_draw([sample for sample in samples if sample.figure == STUTTER], loaded, plots))
     say("done")
-
-
-def _stop_in_order() -> None:
-    """SIGTERM and SIGHUP do what Ctrl-C does: everything that was started is stopped on the way out."""
-
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, handle)
 
 
 def _about(dtype: str) -> dict[str, str]:
@@ -191,7 +152,4 @@ def _packaged_gguf() -> Path | None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KvrelayError as error:
-        sys.exit(f"error: {error}")
+    run(main)

@@ -10,22 +10,17 @@ the default, "none" no bound.
 
 from __future__ import annotations
 
-import signal
-import sys
-import tempfile
-import time
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import click
 from peers.figures import LOADED, Results
 from peers.plots import curves_plot
 from peers.rounds import Sample, Stage, run_figure
 from peers.servers import Places, kvrelay_local, kvrelay_split
+from peers.session import begin, dtype_option, plots_option, run, work_dir_option
 from peers.ways import COLOCATED, LOOPS, POOLS, WAYS, Case, Point, table
 
-from kvrelay.common.errors import KvrelayError
 from kvrelay.launcher.models import resolve_model
 
 
@@ -66,23 +61,9 @@ def options_of(budget: str) -> tuple[str, ...]:
     show_default=True,
     help="Budgets for the time between tokens: auto, none, or milliseconds.",
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(["bfloat16", "float32"]),
-    default="bfloat16",
-    show_default=True,
-    help="What workers compute in.",
-)
-@click.option(
-    "--plots",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Draw TTFT over the p99 gap, a point for each budget, into this folder.",
-)
-@click.option(
-    "--work-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Logs and every request of the last samples; default: a new temporary directory.",
-)
+@dtype_option("What workers compute in.")
+@plots_option("Draw TTFT over the p99 gap, a point for each budget, into this folder.")
+@work_dir_option
 def main(
     names: tuple[str, ...],
     rounds: int,
@@ -93,17 +74,9 @@ def main(
     work_dir: Path | None,
 ) -> None:
     """Measure two pools of workers beside one on this machine."""
-    work = work_dir or Path(tempfile.mkdtemp(prefix="kvrelay-split-"))
-    work.mkdir(parents=True, exist_ok=True)
-    places = Places(resolve_model("demo"), None, work.resolve(), work.resolve(), dtype)
+    work, say = begin(work_dir, "split")
+    places = Places(resolve_model("demo"), None, work, work, dtype)
     loops = [loop for loop in LOOPS if not names or loop.name in names]
-    started_s = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - started_s:5.0f} s] {text}", flush=True)
-
-    say(f"logs in {work}")
-    signal.signal(signal.SIGTERM, _interrupt)  # everything that was started is stopped on the way out
     cases = [Case(loop.name, budget, way) for loop in loops for budget in budgets for way in WAYS]
     points: dict[Case, list[Point | None]] = {case: [] for case in cases}
     for budget in budgets:
@@ -127,12 +100,5 @@ def main(
     say("done")
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except KvrelayError as error:
-        sys.exit(f"error: {error}")
+    run(main)
