@@ -20,12 +20,12 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from kvrelay import __version__
+from kvrelay.gateway.apis import tokenize
 from kvrelay.gateway.apis.answer_docs import HEALTHY, READY, VERSION
 from kvrelay.gateway.apis.answering import IGNORED_HEADER, IgnoredFields
 from kvrelay.gateway.apis.openai import routes as openai
 from kvrelay.gateway.apis.responses import routes as responses
 from kvrelay.gateway.apis.tgi import routes as tgi
-from kvrelay.gateway.apis.tokenize import routes as tokenize
 from kvrelay.gateway.desk.feed import Feed
 from kvrelay.gateway.desk.records import Records
 from kvrelay.gateway.desk.report import Activity, known_workers

@@ -51,6 +51,14 @@ class Usage:
         }
 
 
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of ``text`` that begins ``marker`` and is not all of it."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
+
+
 class StopMatcher:
     """Watches one sequence's text for stop strings. What may be the beginning of one is held back.
 
@@ -77,7 +85,7 @@ class StopMatcher:
             end, place, self.matched = min(found)
             safe, self._held = self._held[: end if self._includes_stop else place], ""
             return safe
-        keep = max(self._overlap(stop) for stop in self._stops)
+        keep = max(overlap(self._held, stop) for stop in self._stops)
         safe = self._held[: len(self._held) - keep]
         self._held = self._held[len(safe) :]
         return safe
@@ -86,13 +94,6 @@ class StopMatcher:
         """The text is over: what was held back is no stop string."""
         held, self._held = self._held, ""
         return held
-
-    def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that begins ``stop``."""
-        for length in range(min(len(stop) - 1, len(self._held)), 0, -1):
-            if self._held.endswith(stop[:length]):
-                return length
-        return 0
 
 
 class OutputText:

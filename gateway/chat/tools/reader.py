@@ -18,6 +18,8 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
+from kvrelay.gateway.text.output import overlap
+
 _SPACES = re.compile(r"[ \t\r\n]*")
 _IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*+')
 _HALF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
@@ -171,7 +173,7 @@ class Reader:
             if self.is_finished:
                 self._pass_on(len(rest), on_text)
                 return None
-            held = max((_overlap(rest, marker) for marker in markers), default=0)
+            held = max((overlap(rest, marker) for marker in markers), default=0)
             self._pass_on(len(rest[: len(rest) - held].rstrip() if markers else rest), on_text)
             yield
 
@@ -255,11 +257,3 @@ class Reader:
         pieces: list[str] = []
         is_whole = yield from self.json_value(pieces.append)
         return str(json.loads("".join(pieces))) if is_whole else None
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of ``text`` that begins ``marker`` and is not all of it."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0

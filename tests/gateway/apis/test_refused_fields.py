@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from kvrelay.gateway.apis.openai.bodies import ChatBody, CompletionBody
 from kvrelay.gateway.apis.responses.routes import ResponseBody
 from kvrelay.gateway.apis.tgi.routes import GenerateBody
-from kvrelay.gateway.apis.tokenize.routes import DetokenizeBody
+from kvrelay.gateway.apis.tokenize import DetokenizeBody
 
 from ..http_app import CHAT, TEXT, app_for
 from ..players import good
