@@ -71,3 +71,17 @@ async def test_bad_words_have_a_bound_in_all(app: App) -> None:
     assert error["param"] == "bad_words"
     assert "819200 characters in all; at most 8192" in error["message"]
     await app.post(TEXT, prompt="x", bad_words=["x" * 4096] * 2)
+
+
+async def test_what_is_not_served_is_refused_beside_whatever_nobody_knows(app: App) -> None:
+    unheard = {f"f{number}": 1 for number in range(100_001)}
+    error = (await app.post(TEXT, 400, prompt="x", suffix="y", **unheard))["error"]
+    assert (error["param"], "is not supported" in error["message"]) == ("suffix", True)
+    answer = await app.client.post(TEXT, json={"prompt": "x", **unheard})
+    assert (answer.status_code, "x-ignored-fields" in answer.headers) == (200, False)
+
+
+async def test_a_number_that_is_none_is_no_json_also_where_nobody_reads_it(app: App) -> None:
+    headers = {"content-type": "application/json"}
+    answer = await app.client.post(TEXT, content=b'{"prompt": "x", "unheard": NaN}', headers=headers)
+    assert (answer.status_code, "not valid JSON" in answer.text) == (400, True)
