@@ -1,4 +1,4 @@
-"""SwiGLU's elementwise half: `silu(gate) * up` over a fused gate/up projection."""
+"""SwiGLU's elementwise half over a fused gate/up projection: `silu(gate) * up`, and gpt-oss's with limits."""
 
 from __future__ import annotations
 
@@ -20,18 +20,39 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def clamped_swiglu_reference(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """`(up + 1) * gate * sigmoid(alpha * gate)` of gates up to `limit` and ups within it, rounded once."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
+
+
 @triton.jit
 @no_type_check
-def _silu_mul_kernel(gate_up_ptr, out_ptr, intermediate, gate_up_stride_token, out_stride_token, BLOCK: tl.constexpr):
+def _swiglu_kernel(
+    gate_up_ptr,
+    out_ptr,
+    intermediate,
+    gate_up_stride_token,
+    out_stride_token,
+    alpha,
+    limit,
+    CLAMPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = dims < intermediate
     row_ptr = gate_up_ptr + token * gate_up_stride_token
     gate = tl.load(row_ptr + dims, mask=mask, other=0.0)
-    up = tl.load(row_ptr + intermediate + dims, mask=mask, other=0.0)
+    up = tl.load(row_ptr + intermediate + dims, mask=mask, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
-    silu = (wide * tl.sigmoid(wide)).to(gate.dtype)
-    out = silu.to(tl.float32) * up.to(tl.float32)
+    if CLAMPED:
+        wide = tl.where(wide > limit, limit, wide)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        out = (up + 1) * wide * tl.sigmoid(wide * alpha)
+    else:
+        out = (wide * tl.sigmoid(wide)).to(gate.dtype).to(tl.float32) * up
     tl.store(out_ptr + token * out_stride_token + dims, out.to(gate.dtype), mask=mask)
 
 
@@ -47,6 +68,18 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: wrong rank, odd width, wrong dtype or stride.
     """
+    return _swiglu(gate_up)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """`(up + 1) * gate * sigmoid(alpha * gate)` of gates up to `limit` and ups within it.
+
+    Arguments, result and errors as `silu_mul`.
+    """
+    return _swiglu(gate_up, alpha, limit, is_clamped=True)
+
+
+def _swiglu(gate_up: torch.Tensor, alpha: float = 1.0, limit: float = 0.0, *, is_clamped: bool = False) -> torch.Tensor:
     require_shape("gate_up", gate_up, ("num_tokens", "2 * intermediate"))
     require_dtype("gate_up", gate_up, *FLOAT_DTYPES)
     require_unit_stride("gate_up", gate_up)
@@ -55,7 +88,16 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"gate_up has width {width}, expected an even number")
     intermediate = width // 2
     out = torch.empty((num_tokens, intermediate), dtype=gate_up.dtype, device=gate_up.device)
-    _silu_mul_kernel[(num_tokens, triton.cdiv(intermediate, _BLOCK))](
-        gate_up, out, intermediate, gate_up.stride(0), out.stride(0), BLOCK=_BLOCK, num_warps=4
+    _swiglu_kernel[(num_tokens, triton.cdiv(intermediate, _BLOCK))](
+        gate_up,
+        out,
+        intermediate,
+        gate_up.stride(0),
+        out.stride(0),
+        alpha,
+        limit,
+        CLAMPED=is_clamped,
+        BLOCK=_BLOCK,
+        num_warps=4,
     )
     return out

@@ -56,7 +56,7 @@ from kvrelay.kernels.prefill_tiles import TileLoads, tile_loads
 _KERNELS = {
     kernel.__name__: kernel
     for kernel in (
-        activation._silu_mul_kernel,
+        activation._swiglu_kernel,
         decode_splits.decode_combine_kernel,
         decode_attention._decode_split_kernel,
         group_scaled_linear._dequantise_groups_kernel,
@@ -337,6 +337,7 @@ def _all_launches() -> list[Launch]:
         *_record("bf16 4096 add", lambda: norm.add_rms_norm(hidden, hidden, hidden[0], 1e-5)),
         *_record("bf16 32x128", lambda: norm.rms_norm(heads, heads[0, 0], 1e-5)),
         *_record("bf16 2x2048", lambda: activation.silu_mul(hidden)),
+        *_record("bf16 2x2048 clamped", lambda: activation.clamped_swiglu(hidden, 1.702, 7.0)),
         *_record("128256", lambda: sampling.sample(logits, rows, counts, rows, rows, rows)),
         *_record("128256", lambda: penalties.apply_penalties(logits, ids, ids, counts, rows, rows, rows)),
         *_record("128256 new", lambda: penalties.apply_penalties(logits, ids, ids, counts, rows, rows, rows, new)),

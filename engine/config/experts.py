@@ -26,6 +26,14 @@ class Router:
     scale: float = 1.0  # of all factors
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """``(up + 1) * gate * sigmoid(alpha * gate)`` of gates up to ``limit``, and ups no farther from 0."""
+
+    alpha: float
+    limit: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
     """A model's layers of experts."""

@@ -34,10 +34,14 @@ class ExpertFacts:
 
     intermediate_size: str = "moe_intermediate_size"  # in config.json
     router: str = "mlp.gate"
+    has_router_bias: bool = False
     experts: str = "mlp.experts"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    is_fused: bool = (
+        False  # all of a layer in ``gate_up_proj``, gate and up in turns, and ``down_proj``, with biases; transposed
+    )
     dense_layers: DenseLayers = DenseLayers.NONE
     scoring: Scoring = Scoring.SOFTMAX
     is_normalised: bool | None = None  # None: as ``norm_topk_prob`` says
@@ -51,6 +55,8 @@ class Family:
     has_window_switch: bool = False  # ``use_sliding_window``, which is off if it is not there
     has_qkv_bias: bool | None = None  # and none on the way out; None: ``attention_bias`` is about both
     has_qk_norm: bool = False
+    has_sinks: bool = False
+    has_clamped_swiglu: bool = False  # by ``swiglu_alpha`` and ``swiglu_limit``
     experts: ExpertFacts | None = None
 
 
@@ -76,5 +82,17 @@ FAMILIES: dict[str, Family] = {
         has_window_switch=True,
         has_qk_norm=True,
         experts=ExpertFacts(dense_layers=DenseLayers.SPARSE_STEP),
+    ),
+    "GptOssForCausalLM": Family(
+        windows=Windows.BY_LAYER,
+        has_sinks=True,
+        has_clamped_swiglu=True,
+        experts=ExpertFacts(
+            intermediate_size="intermediate_size",
+            router="mlp.router",
+            has_router_bias=True,
+            is_fused=True,
+            is_normalised=True,
+        ),
     ),
 }

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.common.errors import ModelError
-from kvrelay.engine.config.experts import ExpertsConfig, Router
+from kvrelay.engine.config.experts import ClampedSwiglu, ExpertsConfig, Router
 from kvrelay.engine.config.families import FAMILIES, DenseLayers, ExpertFacts, Family, Windows
 from kvrelay.engine.config.rope import RopeConfig
 
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
+_SWIGLU = {"alpha": 1.702, "limit": 7.0}
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # a model has one of them
 # No model is near them; numbers beyond are mistakes, and would overflow.
 _MOST = {"vocab_size": 2**28, "max_position_embeddings": 2**28}
@@ -36,7 +37,8 @@ class ModelShape:
     head_dim: int
     max_position_embeddings: int
     sliding_windows: tuple[int | None, ...]  # per layer; None attends to everything before it
-    has_plain_scores: bool = True  # attention has neither a softcap nor sinks
+    has_softcaps: bool = False  # of attention's scores, in some layer
+    has_sinks: bool = False
     dtype: str
     rope_text: str  # equal exactly for equal rotations
 
@@ -60,6 +62,7 @@ class ModelConfig(ModelShape):
     has_qk_norm: bool
     rope: RopeConfig
     experts: ExpertsConfig | None = None
+    clamped_swiglu: ClampedSwiglu | None = None  # None: ``silu(gate) * up``
 
     @property
     def q_size(self) -> int:
@@ -160,8 +163,10 @@ def parse_config(config: Mapping[str, Any], directory: str) -> ModelConfig:
         has_o_bias=attention_bias and family.has_qkv_bias is None,
         has_mlp_bias=bool(config.get("mlp_bias", False)),
         has_qk_norm=family.has_qk_norm,
+        has_sinks=family.has_sinks,
+        clamped_swiglu=_clamped_swiglu(config, directory) if family.has_clamped_swiglu else None,
         experts=None if family.experts is None else _experts(config, family.experts, num_layers, size, directory),
-        sliding_windows=_sliding_windows(config, family, num_layers),
+        sliding_windows=_sliding_windows(config, family, num_layers, directory),
         rope=rope,
         rope_text=rope.canonical,
         dtype=_dtype(config, directory),
@@ -182,7 +187,14 @@ def _dtype(config: Mapping[str, Any], directory: str) -> str:
     return dtype
 
 
-def _sliding_windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
+def _clamped_swiglu(config: Mapping[str, Any], directory: str) -> ClampedSwiglu:
+    alpha, limit = (_number(config, f"swiglu_{name}", given, directory) for name, given in _SWIGLU.items())
+    return ClampedSwiglu(alpha, limit)
+
+
+def _sliding_windows(
+    config: Mapping[str, Any], family: Family, num_layers: int, directory: str
+) -> tuple[int | None, ...]:
     window = config.get("sliding_window")
     is_on = config.get("use_sliding_window", False) or not family.has_window_switch
     if window is None or family.windows is Windows.NONE or not is_on:
@@ -190,6 +202,8 @@ def _sliding_windows(config: Mapping[str, Any], family: Family, num_layers: int)
     if family.windows is Windows.ALL:
         return (int(window),) * num_layers
     layer_types = config.get("layer_types")
+    if layer_types is None and not family.has_window_switch:
+        raise ModelError(f"{directory}: config.json has no 'layer_types', which tell where 'sliding_window' is meant")
     if layer_types is None:
         first = int(config.get("max_window_layers", 28))
         layer_types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]

@@ -11,7 +11,7 @@ import torch
 
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.models.mlp import make_mlp
-from kvrelay.engine.models.ops import Linear, Ops, StepContext
+from kvrelay.engine.models.ops import PLAIN, Linear, Ops, Scores, StepContext
 from kvrelay.engine.models.ranks import RankPart, embedding, gathered, summed
 from kvrelay.engine.weights.parameters import LayerWeights, ModelWeights
 
@@ -24,6 +24,7 @@ class _Layer:
     qkv: Linear
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None
+    scores: Scores
     o: Linear
     post_norm: torch.Tensor
     mlp: Linear
@@ -77,7 +78,7 @@ class DecoderModel:
             query = ops.rms_norm(query, layer.q_norm, config.rms_norm_eps)
             key = ops.rms_norm(key, layer.k_norm, config.rms_norm_eps)
         query = step.rotary_kv_write(query, key, value, index)
-        attended = step.attention(query, index)
+        attended = step.attention(query, index, layer.scores)
         return layer.o(attended.flatten(-2))
 
 
@@ -87,6 +88,7 @@ def _make_layer(config: ModelConfig, weights: LayerWeights, ops: Ops, part: Rank
         qkv=ops.make_linear(weights.qkv, weights.qkv_bias),
         q_norm=weights.q_norm,
         k_norm=weights.k_norm,
+        scores=PLAIN if weights.sinks is None else Scores(sinks=weights.sinks),
         o=summed(ops.make_linear(weights.o, weights.o_bias), part),
         post_norm=weights.post_norm,
         mlp=summed(make_mlp(config, weights.mlp, ops), part),

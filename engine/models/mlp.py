@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kvrelay.engine.config.experts import Router
@@ -13,10 +15,12 @@ from kvrelay.engine.weights.parameters import MlpWeights, SparseWeights
 
 def make_mlp(config: ModelConfig, weights: MlpWeights | SparseWeights, ops: Ops) -> Linear:
     """``[num_tokens, hidden]`` in the same shape."""
+    swiglu = config.clamped_swiglu
+    activation = ops.silu_mul if swiglu is None else partial(ops.clamped_swiglu, alpha=swiglu.alpha, limit=swiglu.limit)
     if isinstance(weights, MlpWeights):
-        return _Mlp(weights, ops.silu_mul, ops)
+        return _Mlp(weights, activation, ops)
     assert config.experts is not None, f"{config.architecture} has no experts"
-    return _Sparse(config.experts.router, weights, ops.silu_mul, ops)
+    return _Sparse(config.experts.router, weights, activation, ops)
 
 
 class _Mlp:
@@ -32,7 +36,7 @@ class _Mlp:
 class _Sparse:
     def __init__(self, router: Router, weights: SparseWeights, activation: Activation, ops: Ops) -> None:
         self._router = router
-        self._logits = ops.make_linear(weights.router, None)
+        self._logits = ops.make_linear(weights.router, weights.router_bias)
         self._experts = ops.make_experts(weights.experts, activation)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:

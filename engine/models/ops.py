@@ -116,3 +116,6 @@ class Ops(PagedOps, Protocol):
         self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """``residual += hidden`` in place, then its norm."""
+
+    def clamped_swiglu(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        """As :class:`kvrelay.engine.config.experts.ClampedSwiglu` says, of ``[num_tokens, 2 * intermediate]``."""

@@ -35,7 +35,8 @@ class AttentionLayer:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int  # the larger one of keys' and values'
-    has_plain_scores: bool
+    has_softcap: bool
+    has_sinks: bool
 
 
 class _Mark:
@@ -132,7 +133,8 @@ def _layer_of(
         num_q_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=max(key.shape[3], value.shape[3]),
-        has_plain_scores="softcap" not in given and "s_aux" not in given,
+        has_softcap="softcap" in given,
+        has_sinks="s_aux" in given,
     )
 
 

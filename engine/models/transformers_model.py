@@ -303,7 +303,8 @@ def shape_of(model: PreTrainedModel, layers: list[AttentionLayer], dtype: torch.
         head_dim=-(-max(layer.head_dim for layer in layers) // _HEAD_DIM_STEP) * _HEAD_DIM_STEP,
         max_position_embeddings=longest,
         sliding_windows=tuple(layer.window for layer in layers),
-        has_plain_scores=all(layer.has_plain_scores for layer in layers),
+        has_softcaps=any(layer.has_softcap for layer in layers),
+        has_sinks=any(layer.has_sinks for layer in layers),
         dtype=str(dtype).removeprefix("torch."),
         # Another version may rotate, or round, otherwise.
         rope_text=f"{type(model).__name__} of transformers {transformers.__version__}",

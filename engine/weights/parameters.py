@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.engine.config.cut import Cut
-from kvrelay.engine.config.families import FAMILIES
+from kvrelay.engine.config.families import FAMILIES, ExpertFacts
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.weights.formats import StoredWeight
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Rounding, Weight
@@ -46,6 +46,7 @@ class SparseWeights:
     """A layer's experts with their router."""
 
     router: torch.Tensor  # [num_experts, hidden]
+    router_bias: torch.Tensor | None
     experts: ExpertWeights
 
 
@@ -61,6 +62,7 @@ class LayerWeights:
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None
+    sinks: torch.Tensor | None  # [num_q_heads]
     o: AnyWeight  # [hidden, q_size]
     o_bias: torch.Tensor | None
     post_norm: torch.Tensor  # [hidden]
@@ -81,10 +83,26 @@ class ModelWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class _Fused:
+    """All experts' matrices, or biases, as one tensor of the checkpoint has them: the last dimension holds outputs."""
+
+    target: Weight  # [num_experts * num_parts * out, in], or biases without ``in``
+    num_parts: int  # of each expert, which the tensor has in turns: gate, up, gate, up …
+
+    def copy_(self, tensor: torch.Tensor) -> None:
+        """``[num_experts, in, out * num_parts]``, or without ``in``."""
+        size, start = tensor.shape[-1] // self.num_parts, 0
+        for expert in tensor:
+            for part in range(self.num_parts):
+                self.target[start : start + size].copy_(expert[..., part :: self.num_parts].movedim(0, -1))
+                start += size
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a tensor of the checkpoint belongs."""
 
-    target: AnyWeight
+    target: AnyWeight | _Fused
     shape: tuple[int, ...]  # of the tensor …
     part: tuple[range, ...]  # … and which of it the target holds, for each dimension
 
@@ -148,6 +166,7 @@ class _Allocator:
             qkv_bias=self._packed_bias(attention, qkv_parts) if config.has_qkv_bias else None,
             q_norm=self.parameter(f"{attention}q_norm.weight", size) if config.has_qk_norm else None,
             k_norm=self.parameter(f"{attention}k_norm.weight", size) if config.has_qk_norm else None,
+            sinks=self._sinks(f"{attention}sinks") if config.has_sinks else None,
             o=self._projection(attention, (("o_proj", hidden, range(hidden)),), config.q_size, q_rows),
             o_bias=self._summed_bias(f"{attention}o_proj.bias") if config.has_o_bias else None,
             post_norm=self.parameter(f"{layer}post_attention_layernorm.weight", hidden),
@@ -180,27 +199,61 @@ class _Allocator:
             down_bias=self._summed_bias(f"{prefix}down_proj.bias") if config.has_mlp_bias else None,
         )
 
+    def _sinks(self, name: str) -> torch.Tensor:
+        heads = self._cut.heads(self._config.num_q_heads)
+        tensor = torch.empty(len(heads), dtype=self._dtype, device=self._device)
+        self.places[name] = Place(tensor, (self._config.num_q_heads,), (heads,))
+        return tensor
+
     def _sparse(self, layer: str) -> SparseWeights:
         config, experts, facts = self._config, self._config.experts, FAMILIES[self._config.architecture].experts
         assert experts is not None, f"{layer} of {config.architecture} has no experts"
         assert facts is not None, f"{config.architecture} has no experts"
-        num_experts, hidden, mid = experts.router.num_experts, config.hidden_size, experts.intermediate_size
-        middle, all_hidden = self._cut.columns(mid), range(hidden)
-        gate_up = [
-            (f"{expert}.{name}", mid, middle) for expert in range(num_experts) for name in (facts.gate, facts.up)
-        ]
-        down = [(f"{expert}.{facts.down}", hidden, all_hidden) for expert in range(num_experts)]
-        prefix = f"{layer}{facts.experts}."
+        num_experts, router = experts.router.num_experts, f"{layer}{facts.router}"
+        make = self._fused_experts if facts.is_fused else self._single_experts
         return SparseWeights(
-            router=self.parameter(f"{layer}{facts.router}.weight", num_experts, hidden),
-            experts=ExpertWeights(
-                num_experts=num_experts,
-                gate_up=self._full(prefix, gate_up, hidden, all_hidden),
-                gate_up_bias=None,
-                down=self._full(prefix, down, mid, middle),
-                down_bias=None,
-            ),
+            router=self.parameter(f"{router}.weight", num_experts, config.hidden_size),
+            router_bias=self.parameter(f"{router}.bias", num_experts) if facts.has_router_bias else None,
+            experts=make(f"{layer}{facts.experts}.", facts, num_experts, experts.intermediate_size),
         )
+
+    def _single_experts(self, prefix: str, facts: ExpertFacts, num_experts: int, mid: int) -> ExpertWeights:
+        """From tensors of each expert."""
+        hidden, middle, experts = self._config.hidden_size, self._cut.columns(mid), range(num_experts)
+        gate_up = [(f"{expert}.{name}", mid, middle) for expert in experts for name in (facts.gate, facts.up)]
+        down = [(f"{expert}.{facts.down}", hidden, range(hidden)) for expert in experts]
+        return ExpertWeights(
+            num_experts=num_experts,
+            gate_up=self._full(prefix, gate_up, hidden, range(hidden)),
+            gate_up_bias=None,
+            down=self._full(prefix, down, mid, middle),
+            down_bias=None,
+        )
+
+    def _fused_experts(self, prefix: str, _: ExpertFacts, num_experts: int, mid: int) -> ExpertWeights:
+        """From one tensor of all experts for each product."""
+        hidden, middle, experts = range(self._config.hidden_size), self._cut.columns(mid), range(num_experts)
+        both = range(2 * middle.start, 2 * middle.stop)
+
+        def bias(name: str, num_parts: int, outs: range, size: int) -> torch.Tensor:
+            tensor = torch.empty(num_experts * len(outs), dtype=self._dtype, device=self._device)
+            self.places[f"{prefix}{name}_bias"] = Place(_Fused(tensor, num_parts), (num_experts, size), (experts, outs))
+            return tensor
+
+        gate_up = self._matrix(num_experts * len(both), len(hidden))
+        down = self._matrix(num_experts * len(hidden), len(middle))
+        self.places[f"{prefix}gate_up_proj"] = Place(
+            _Fused(gate_up, 2), (num_experts, len(hidden), 2 * mid), (experts, hidden, both)
+        )
+        self.places[f"{prefix}down_proj"] = Place(
+            _Fused(down, 1), (num_experts, mid, len(hidden)), (experts, middle, hidden)
+        )
+        down_bias = None
+        if self._cut.rank == 0:
+            down_bias = bias("down_proj", 1, hidden, len(hidden))
+        else:
+            self.places[f"{prefix}down_proj_bias"] = None
+        return ExpertWeights(num_experts, gate_up, bias("gate_up_proj", 2, both, 2 * mid), down, down_bias)
 
     def _projection(self, prefix: str, parts: Sequence[_Part], num_columns: int, columns: range) -> AnyWeight:
         names = [f"{prefix}{name}.weight" for name, _, _ in parts]
@@ -213,14 +266,14 @@ class _Allocator:
 
     def _full(self, prefix: str, parts: Sequence[_Part], num_columns: int, columns: range) -> Weight:
         """A matrix that is not kept as it is stored."""
-        shape = (sum(len(rows) for _, _, rows in parts), len(columns))
-        matrix: Weight
-        if self._rounding is None:
-            matrix = torch.empty(shape, dtype=self._dtype, device=self._device)
-        else:
-            matrix = RoundedWeight.empty(shape, self._rounding, self._dtype, self._device)
+        matrix = self._matrix(sum(len(rows) for _, _, rows in parts), len(columns))
         self._put(matrix, prefix, parts, num_columns, columns)
         return matrix
+
+    def _matrix(self, num_outs: int, num_ins: int) -> Weight:
+        if self._rounding is None:
+            return torch.empty(num_outs, num_ins, dtype=self._dtype, device=self._device)
+        return RoundedWeight.empty((num_outs, num_ins), self._rounding, self._dtype, self._device)
 
     def _put(self, matrix: AnyWeight, prefix: str, parts: Sequence[_Part], num_columns: int, columns: range) -> None:
         start = 0

@@ -59,6 +59,12 @@ ARCHITECTURES = {
     "qwen3": lambda: transformers.Qwen3Config(**{**SIZES, "head_dim": 32}),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
     "qwen3-moe-dense-layer": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **SIZES | EXPERTS,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        attention_bias=True,
+    ),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, **EXPERTS, sliding_window=None),
     "qwen3-bias": lambda: transformers.Qwen3Config(**{**SIZES, "attention_bias": True}),
 }

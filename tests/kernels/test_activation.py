@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvrelay.kernels.activation import silu_mul, silu_mul_reference
+from kvrelay.kernels.activation import clamped_swiglu, clamped_swiglu_reference, silu_mul, silu_mul_reference
 
 from .conftest import DTYPES
 
@@ -27,6 +27,16 @@ def test_silu_mul(
     out = silu_mul(gate_up)
     assert out.shape == (num_tokens, intermediate)
     assert_close(out, silu_mul_reference(gate_up.double()))
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clamped_swiglu(
+    randn: Callable[..., torch.Tensor], assert_close: Callable[[torch.Tensor, torch.Tensor], None], dtype: torch.dtype
+) -> None:
+    gate_up = (randn(5, 2 * 96) * 3).to(dtype)  # some beyond the limit, on both sides
+    assert (gate_up.abs() > 5).any()
+    assert_close(clamped_swiglu(gate_up, 1.702, 5.0), clamped_swiglu_reference(gate_up.double(), 1.702, 5.0))
 
 
 def test_offsets_beyond_31_bits(device: str, randn: Callable[..., torch.Tensor]) -> None:

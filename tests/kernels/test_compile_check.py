@@ -57,7 +57,7 @@ def test_every_kernel_compiles_within_the_limits(environment: dict[str, str]) ->
         "_prefill_attention_kernel",
         "_rms_norm_kernel",
         "_rotary_kv_write_kernel",
-        "_silu_mul_kernel",
+        "_swiglu_kernel",
         "_weight_only_linear_kernel",
         "decode_combine_kernel",
         "draw_kernel",

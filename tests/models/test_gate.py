@@ -215,7 +215,7 @@ def test_a_rope_that_follows_the_longest_sequence_bounds_the_length(kind: str, t
     [
         ({"weight_format": "int8"}, "--weight-format is int8"),
         ({"kv_dtype": "fp8"}, "--kv-dtype is fp8"),
-        ({"cpu_kernels": "native"}, "--cpu-kernels is native, but they have no code for the scores"),
+        ({"cpu_kernels": "native"}, "--cpu-kernels is native, but they have no code for softcaps"),
     ],
 )
 def test_what_only_models_with_a_path_of_their_own_have_is_refused(

@@ -29,7 +29,7 @@ from .tiny import VOCAB, NotTinyError, generate, text_types, tiny_model
 # state.
 _ALIKE = "llama gemma2 gemma4_text gpt_oss qwen3_moe deepseek_v3 mimo_v2_flash gpt2 cohere2 opt mamba2"
 ALIKE = frozenset(_ALIKE.split())
-NATIVE = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
+NATIVE = frozenset({"gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
 _PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 _LISTED = (
     _PAGE.partition("## Types that run through transformers")[2]

@@ -45,14 +45,14 @@ def why_no_cpu_kernels(options: EngineOptions, config: ModelConfig) -> str | Non
 
 
 def cpu_paged_ops(options: EngineOptions, shape: ModelShape, pool: torch.Tensor) -> PagedOps:
-    """Operations for a model that brings its own layers: our kernels where they run, and the model has scores that they compute.
+    """Operations for a model that brings its own layers: our kernels where they run, and the model has no softcaps.
 
     Raises ModelError if they are asked for and do not.
     """
     try:
-        if not shape.has_plain_scores or not CpuKernels.fit(head_dim=shape.head_dim, widths=()):
+        if shape.has_softcaps or not CpuKernels.fit(head_dim=shape.head_dim, widths=()):
             raise CpuKernelsError(
-                f"they have no code for the scores, or heads of {shape.head_dim}, of {shape.architecture}"
+                f"they have no code for softcaps, or for heads of {shape.head_dim}, as of {shape.architecture}"
             )
         return NativeCpuPagedOps(shape, pool, load_kernels(options, pool.dtype))
     except CpuKernelsError as error:

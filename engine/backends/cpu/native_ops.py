@@ -31,7 +31,7 @@ from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight, Weight
 
 
 class NativeCpuPagedStep:
-    """Implements PagedStep for one batch of a model without softcaps and sinks."""
+    """Implements PagedStep for one batch of a model without softcaps."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class NativeCpuPagedStep:
 
     def attention(self, query: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
         """See PagedStep."""
-        return self._kernels.attention(self._step, layer, query, self._windows[layer], scores.scale)
+        return self._kernels.attention(self._step, layer, query, self._windows[layer], scores.scale, scores.sinks)
 
 
 class NativeCpuStep(NativeCpuPagedStep):
@@ -85,7 +85,7 @@ class NativeCpuStep(NativeCpuPagedStep):
 
 
 class NativeCpuPagedOps:
-    """Implements PagedOps for a bf16 ``pool``, of a model without softcaps and sinks. Sampling is that of :class:`CpuPagedOps`."""
+    """Implements PagedOps for a bf16 ``pool``, of a model without softcaps. Sampling is that of :class:`CpuPagedOps`."""
 
     def __init__(self, shape: ModelShape, pool: torch.Tensor, kernels: CpuKernels) -> None:
         """The model must :meth:`CpuKernels.fit`."""
@@ -162,6 +162,10 @@ class NativeCpuOps(NativeCpuPagedOps):
     def begin_step(self, batch: Batch) -> NativeCpuStep:
         """See Ops."""
         return NativeCpuStep(batch, self._config, self._pool, self._kernels, self._tables)
+
+    def clamped_swiglu(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        """See Ops."""
+        return self._kernels.clamped_swiglu(gate_up, alpha, limit)
 
     def add_rms_norm(
         self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -58,7 +58,12 @@ class CpuPagedStep:
         self._windows = shape.sliding_windows
         self._plans = {
             window: AttentionPlan(
-                batch, pool, shape.num_q_heads, window, scratch, has_plain_scores=shape.has_plain_scores
+                batch,
+                pool,
+                shape.num_q_heads,
+                window,
+                scratch,
+                has_plain_scores=not (shape.has_softcaps or shape.has_sinks),
             )
             for window in set(shape.sliding_windows)
         }
@@ -166,6 +171,12 @@ class CpuOps(CpuPagedOps):
     def begin_step(self, batch: Batch) -> CpuStep:
         """See Ops."""
         return CpuStep(batch, self._config, self._pool, self._scratch, self._tables)
+
+    def clamped_swiglu(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        """See Ops."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return ((up + 1) * gate * torch.sigmoid(gate * alpha)).to(gate_up.dtype)
 
     def add_rms_norm(
         self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -24,7 +24,7 @@ from kvrelay.engine.step.plan import TableDelta
 from kvrelay.engine.step.uploads import Joined, Uploader
 from kvrelay.engine.weights.parameters import ExpertWeights
 from kvrelay.engine.weights.rounding import AnyWeight, RoundedWeight
-from kvrelay.kernels.activation import silu_mul
+from kvrelay.kernels.activation import clamped_swiglu, silu_mul
 from kvrelay.kernels.decode_attention import DecodeWorkspace, paged_decode_attention, splits_for_device
 from kvrelay.kernels.kv_scales import require_compute_dtype, require_e4m3
 from kvrelay.kernels.norm import add_rms_norm, rms_norm
@@ -338,6 +338,10 @@ class CudaOps(CudaPagedOps):
     def step_of(self, inputs: StepInputs) -> CudaStep:
         """A step over numbers that are on the device."""
         return CudaStep(inputs, self._config, self._kv, self._workspace, self.block_tables, self._tables)
+
+    def clamped_swiglu(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        """See Ops."""
+        return clamped_swiglu(gate_up, alpha, limit)
 
     def add_rms_norm(
         self, hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

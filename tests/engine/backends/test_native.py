@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from kvrelay.engine.backends.cpu.ops import CpuOps
 from kvrelay.engine.backends.options import EngineOptions
 from kvrelay.engine.config.model import ModelConfig
 from kvrelay.engine.config.rope import RopeConfig
+from kvrelay.engine.models.ops import PLAIN, Scores
 from kvrelay.engine.step.batch import Batch
 from kvrelay.engine.step.interface import StepRow
 from tests.engine import led
@@ -114,6 +116,14 @@ def test_silu_mul(kernels: CpuKernels, rows: int) -> None:
     broken = bf16(2, 64)
     broken[0, 3] = float("nan")
     assert kernels.silu_mul(broken).isnan().sum() == 1
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_clamped_swiglu(kernels: CpuKernels, rows: int) -> None:
+    gate_up = bf16(rows, 128, scale=4)
+    plain = CpuOps(config_of((2, 2), 32), torch.zeros(1, 2, 2, 2, 16, 32, dtype=torch.bfloat16), 64)
+    expected = plain.clamped_swiglu(gate_up, 1.702, 7.0)
+    torch.testing.assert_close(kernels.clamped_swiglu(gate_up, 1.702, 7.0), expected, rtol=2**-7, atol=1e-30)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -242,6 +252,24 @@ def test_a_token_is_attended_to_in_one_way(
     cuts = [0, 1, 2, 9, 64, 65, 127, 128, 129, 200, 257, num_tokens]
     assert torch.equal(torch.cat([attended(*part) for part in itertools.pairwise(cuts)]), whole)
     assert torch.equal(torch.cat([attended(at, at + 1) for at in range(num_tokens)]), whole)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_are_keys_without_values(kernels: CpuKernels, window: int | None) -> None:
+    config = replace(config_of((6, 2), 64, window=window), has_sinks=True)
+    batch, num_blocks = batch_of([(300, 1), (0, 70), (130, 20)], 16)
+    pool = bf16(num_blocks, 2, 2, 2, 16, 64)
+    query, scores = bf16(len(batch.positions), 6, 64, seed=4), Scores(sinks=torch.linspace(-3, 6, 6).bfloat16())
+    found, exact, without = (
+        ops.begin_step(batch).attention(given, 1, options)
+        for ops, given, options in (
+            (NativeCpuOps(config, pool, 512, kernels), query, scores),
+            (CpuOps(config, pool.float(), 512), query.float(), scores),
+            (NativeCpuOps(config, pool, 512, kernels), query, PLAIN),
+        )
+    )
+    torch.testing.assert_close(found.float(), exact, rtol=0.02, atol=0.01)
+    assert (found - without).abs().amax(dim=(0, 2)).min() > 0.001
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])

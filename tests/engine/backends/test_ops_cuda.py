@@ -267,8 +267,10 @@ def test_kernels_and_cpu_agree(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_kernels_and_cpu_agree_on_experts(tmp_path: Path) -> None:
-    experts = {"num_experts_per_tok": 2, "num_local_experts": 5, "moe_intermediate_size": 48}
-    save_model(tmp_path, transformers.Qwen3MoeConfig(**SIZES, **experts))
+    """And on sinks, windows of some layers, and an activation with limits."""
+    given = {"num_experts_per_tok": 2, "num_local_experts": 5, "attention_bias": True, "sliding_window": 9}
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    save_model(tmp_path, transformers.GptOssConfig(**SIZES, **given, layer_types=layer_types))
     assert run_interpreted(SCRIPT, tmp_path).startswith("same 8 ")
 
 

@@ -12,6 +12,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvrelay.common.errors import ModelError
+from kvrelay.engine.config.experts import ClampedSwiglu
 from kvrelay.engine.config.model import load_config, parse_config
 from kvrelay.engine.config.rope import inverse_frequencies
 from tests.engine.conftest import SIZES
@@ -86,6 +87,38 @@ def test_sliding_windows_per_layer() -> None:
     assert parse(**qwen, use_sliding_window=True).sliding_windows == (None, None, None, 64)
     kinds = ["sliding_attention", "full_attention"] * 2
     assert parse(**qwen, use_sliding_window=True, layer_types=kinds).sliding_windows == (64, None) * 2
+
+
+def test_layers_with_experts() -> None:
+    qwen = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }
+    every = parse(**qwen).experts
+    assert (every.layers, every.intermediate_size, every.router.is_normalised) == ({0, 1, 2, 3}, 16, False)
+    assert parse(**qwen, decoder_sparse_step=2, mlp_only_layers=[3], norm_topk_prob=True).experts.layers == {1}
+    assert parse(**qwen).intermediate_sizes == (16,)
+    assert parse(**qwen, decoder_sparse_step=2).intermediate_sizes == (16, 128)
+    mixtral = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert parse(**mixtral).experts.intermediate_size == 128
+    with pytest.raises(ModelError, match="'num_experts_per_tok' is 9; the model has 8 experts"):
+        parse(**{**mixtral, "num_experts_per_tok": 9})
+
+
+def test_gpt_oss() -> None:
+    gpt_oss = {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 64,
+    }
+    with pytest.raises(ModelError, match=r"config\.json has no 'layer_types'"):
+        parse(**gpt_oss)
+    config = parse(**gpt_oss, layer_types=["sliding_attention", "full_attention"] * 2, swiglu_limit=5.0)
+    assert (config.sliding_windows, config.has_sinks) == ((64, None) * 2, True)
+    assert config.clamped_swiglu == ClampedSwiglu(1.702, 5.0)
 
 
 def test_biases_by_architecture() -> None:

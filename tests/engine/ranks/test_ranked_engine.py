@@ -87,6 +87,18 @@ def test_log_probabilities_and_blocks_are_those_of_one_rank(engine: Any, model: 
         np.testing.assert_allclose(whole, np.frombuffer(alone.store.open_read(block_id), dtype=np.float32), atol=1e-4)
 
 
+def test_experts_and_sinks_are_cut_as_they_are_one_model(tmp_path: Path) -> None:
+    given = {"num_experts_per_tok": 2, "num_local_experts": 5, "attention_bias": True, "sliding_window": 9}
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    save_model(tmp_path, transformers.GptOssConfig(**SIZES, **given, layer_types=layer_types))
+    engine: Any = load_ranks(tmp_path, 2)
+    try:
+        (_, result), (_, expected) = (run(one, num_logprobs=VOCAB) for one in (engine, load(tmp_path)))
+        assert_same_tokens([result], [expected])
+    finally:
+        engine.close()
+
+
 def test_blocks_of_one_rank_continue_on_two_and_back(engine: Any, model: Path) -> None:
     """A hand-off without a network, both ways."""
     alone = load(model, model_id=model.name)

@@ -241,7 +241,8 @@ float weigh(float* scores, int64_t width, int64_t low, int64_t high, float scale
     return shrinks;
 }
 
-void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query, int64_t window, float scale, bf16* out, Scratch& scratch) {
+void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query, int64_t window, float scale,
+            const float* sinks, bf16* out, Scratch& scratch) {
     const int64_t dim = step->head_dim, depth = dim / kDepth, group = step->q_heads / step->kv_heads, lanes = group * tile.count;
     const int64_t head_stride = step->block_size * dim, value_offset = step->kv_heads * head_stride;
     const bf16* keys = step->pool + layer * layer_stride(step) + tile.head * head_stride;
@@ -254,8 +255,10 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
         for (int64_t at = 0; at < depth; at += kWords)
             write(queries + lane * depth + at, words_of(query + offset + lane / group * stride + lane % group * dim + at * kDepth));
     std::fill_n(outputs, lanes * dim, 0.0f);
-    std::fill_n(scratch.highest.data(), lanes, kLowest);
-    std::fill_n(scratch.total.data(), lanes, 0.0f);
+    for (int64_t lane = 0; lane < lanes; ++lane) {  // a sink is a key that was seen before all others, and has no value
+        scratch.highest.data()[lane] = sinks == nullptr ? kLowest : sinks[tile.head * group + lane % group];
+        scratch.total.data()[lane] = sinks == nullptr ? 0.0f : 1.0f;
+    }
 
     const int64_t end = tile.position + tile.count;  // of the keys that the last query sees
     const int64_t begin = window > 0 ? std::max<int64_t>(0, tile.position - window + 1) / kChunk * kChunk : 0;
@@ -296,8 +299,8 @@ void attend(const Step* step, int64_t layer, const Tile& tile, const bf16* query
 extern "C" {
 
 // query and out [num_tokens, q_heads, head_dim], contiguous; head_dim a multiple of 32, at most 256; window: positions that a query
-// sees, 0 for all.
-void kvrelay_attention(const Step* step, int64_t layer, const bf16* query, int64_t window, float scale, bf16* out) {
+// sees, 0 for all; sinks: null, or [q_heads], each the score of one more key, without a value.
+void kvrelay_attention(const Step* step, int64_t layer, const bf16* query, int64_t window, float scale, const float* sinks, bf16* out) {
     std::vector<Tile> tiles;
     int64_t longest = 0;
     for (int64_t row = 0; row < step->num_rows; ++row) {
@@ -314,7 +317,7 @@ void kvrelay_attention(const Step* step, int64_t layer, const bf16* query, int64
     {
         Scratch scratch(step->q_heads / step->kv_heads * longest, step->head_dim);
 #pragma omp for schedule(dynamic, 1)
-        for (size_t index = 0; index < tiles.size(); ++index) attend(step, layer, tiles[index], query, window, scale, out, scratch);
+        for (size_t index = 0; index < tiles.size(); ++index) attend(step, layer, tiles[index], query, window, scale, sinks, out, scratch);
     }
 }
 

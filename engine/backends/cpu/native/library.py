@@ -39,12 +39,14 @@ class CpuKernels:
         self._rms_norm.argtypes = (pointer, pointer, pointer, pointer, integer, integer, real)
         self._silu_mul = library.kvrelay_silu_mul
         self._silu_mul.argtypes = (pointer, pointer, integer, integer)
+        self._clamped_swiglu = library.kvrelay_clamped_swiglu
+        self._clamped_swiglu.argtypes = (pointer, pointer, integer, integer, real, real)
         self._argmax = library.kvrelay_argmax
         self._argmax.argtypes = (pointer, pointer, integer, integer)
         self._rotary = library.kvrelay_rotary_kv_write
         self._rotary.argtypes = (pointer, integer, pointer, pointer, pointer, integer, integer, integer, pointer)
         self._attention = library.kvrelay_attention
-        self._attention.argtypes = (pointer, integer, pointer, integer, real, pointer)
+        self._attention.argtypes = (pointer, integer, pointer, integer, real, pointer, pointer)
         self._pack = library.kvrelay_pack_weight
         self._pack.argtypes = (pointer, pointer, integer, integer)
         self._linear = library.kvrelay_linear
@@ -55,7 +57,7 @@ class CpuKernels:
         self.has_bf16_dot_products: bool = bool(library.kvrelay_has_bf16_dot_products())
         for function in (
             self._rms_norm, self._silu_mul, self._argmax, self._rotary, self._attention, self._pack, self._linear,
-            self._grouped_linear,
+            self._grouped_linear, self._clamped_swiglu,
         ):  # fmt: skip
             function.restype = None
 
@@ -94,6 +96,13 @@ class CpuKernels:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((rows, width))
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width)
+        return out
+
+    def clamped_swiglu(self, gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        """:class:`kvrelay.engine.config.experts.ClampedSwiglu` of ``[num_tokens, 2 * width]``."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty((rows, width))
+        self._clamped_swiglu(gate_up.data_ptr(), out.data_ptr(), rows, width, alpha, limit)
         return out
 
     def pack_weight(self, weight: torch.Tensor, num_experts: int = 1) -> torch.Tensor:
@@ -165,16 +174,25 @@ class CpuKernels:
         return rotated
 
     def attention(
-        self, step: Step, layer: int, query: torch.Tensor, window: int | None, scale: float | None = None
+        self,
+        step: Step,
+        layer: int,
+        query: torch.Tensor,
+        window: int | None,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of ``query`` ``[num_tokens, q_heads, head_dim]`` over the pool, in the same shape.
 
-        ``scale``: of the scores; None: 1 / sqrt(head_dim).
+        ``scale``: of the scores; None: 1 / sqrt(head_dim). ``sinks`` ``[q_heads]``, of any float type: each the score of one more
+        key, without a value.
 
         A token's result has the same bits whatever else is in the step, and however its sequence was cut into steps.
         """
         query = query.contiguous()
         out = torch.empty_like(query)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        self._attention(ctypes.byref(step), layer, query.data_ptr(), window or 0, scale, out.data_ptr())
+        wide = None if sinks is None else sinks.detach().float()  # kept until the kernel returns
+        address = None if wide is None else wide.data_ptr()
+        self._attention(ctypes.byref(step), layer, query.data_ptr(), window or 0, scale, address, out.data_ptr())
         return out

@@ -49,6 +49,21 @@ void kvrelay_silu_mul(const bf16* gate_up, bf16* out, int64_t rows, int64_t widt
     }
 }
 
+// out = (up + 1) * gate * sigmoid(alpha * gate), gates up to limit and ups within it, of [rows, 2 * width], width a multiple of 16.
+void kvrelay_clamped_swiglu(const bf16* gate_up, bf16* out, int64_t rows, int64_t width, float alpha, float limit) {
+    const vec high = vec{} + limit, low = -high;
+#pragma omp parallel for if (rows * width > kParallelElements)
+    for (int64_t row = 0; row < rows; ++row) {
+        const bf16* gates = gate_up + row * 2 * width;
+        for (int64_t at = 0; at < width; at += kLanes) {
+            vec gate = load(gates + at), up = load(gates + width + at);
+            gate = gate > high ? high : gate;
+            up = up > high ? high : up < low ? low : up;
+            store(out + row * width + at, (up + 1.0f) * gate / (1.0f + exponential(gate * -alpha)));
+        }
+    }
+}
+
 // tokens[row]: where the row of [rows, width] is greatest, the first of equals. NaN is never greatest.
 void kvrelay_argmax(const bf16* logits, int64_t* tokens, int64_t rows, int64_t width) {
 #pragma omp parallel for if (rows * width > kParallelElements)
