@@ -9,8 +9,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from kvrelay.engine.config.experts import Scoring
-
 
 class Windows(enum.Enum):
     """Which layers attend within ``sliding_window``, if there is one."""
@@ -18,14 +16,6 @@ class Windows(enum.Enum):
     NONE = enum.auto()
     ALL = enum.auto()
     BY_LAYER = enum.auto()  # as ``layer_types`` says; without it, those from ``max_window_layers`` on
-
-
-class DenseLayers(enum.Enum):
-    """Which layers of a model with experts have none."""
-
-    NONE = enum.auto()
-    SPARSE_STEP = enum.auto()  # those that ``decoder_sparse_step`` leaves out, and ``mlp_only_layers``
-    FIRST = enum.auto()  # ``first_k_dense_replace``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +32,7 @@ class ExpertFacts:
     is_fused: bool = (
         False  # all of a layer in ``gate_up_proj``, gate and up in turns, and ``down_proj``, with biases; transposed
     )
-    dense_layers: DenseLayers = DenseLayers.NONE
-    scoring: Scoring = Scoring.SOFTMAX
+    has_dense_layers: bool = False  # those that ``decoder_sparse_step`` leaves out, and ``mlp_only_layers``
     is_normalised: bool | None = None  # None: as ``norm_topk_prob`` says
 
 
@@ -81,7 +70,7 @@ FAMILIES: dict[str, Family] = {
         windows=Windows.ALL,
         has_window_switch=True,
         has_qk_norm=True,
-        experts=ExpertFacts(dense_layers=DenseLayers.SPARSE_STEP),
+        experts=ExpertFacts(has_dense_layers=True),
     ),
     "GptOssForCausalLM": Family(
         windows=Windows.BY_LAYER,

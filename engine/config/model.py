@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.config.experts import ClampedSwiglu, ExpertsConfig, Router
-from kvrelay.engine.config.families import FAMILIES, DenseLayers, ExpertFacts, Family, Windows
+from kvrelay.engine.config.families import FAMILIES, ExpertFacts, Family, Windows
 from kvrelay.engine.config.rope import RopeConfig
 
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
@@ -218,15 +218,12 @@ def _experts(
     if top_k > num_experts:
         raise ModelError(f"{directory}: 'num_experts_per_tok' is {top_k}; the model has {num_experts} experts")
     layers = set(range(num_layers))
-    match facts.dense_layers:
-        case DenseLayers.FIRST:
-            layers -= set(range(int(config.get("first_k_dense_replace") or 0)))
-        case DenseLayers.SPARSE_STEP:
-            step = size("decoder_sparse_step", 1)
-            layers = set(range(step - 1, num_layers, step)).difference(config.get("mlp_only_layers") or ())
+    if facts.has_dense_layers:
+        step = size("decoder_sparse_step", 1)
+        layers = set(range(step - 1, num_layers, step)).difference(config.get("mlp_only_layers") or ())
     is_normalised = bool(config.get("norm_topk_prob")) if facts.is_normalised is None else facts.is_normalised
     return ExpertsConfig(
-        router=Router(num_experts=num_experts, top_k=top_k, scoring=facts.scoring, is_normalised=is_normalised),
+        router=Router(num_experts=num_experts, top_k=top_k, is_normalised=is_normalised),
         intermediate_size=size(facts.intermediate_size),
         layers=frozenset(layers),
     )
