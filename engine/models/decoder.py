@@ -34,7 +34,7 @@ class DecoderModel:
     """Runs one step's tokens through all layers."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops, part: RankPart | None = None) -> None:
-        """Takes ``weights`` over: its layers are emptied one by one, as ``ops`` brings them into the form it multiplies with.
+        """Takes ``weights`` over: layers and head leave it one by one, as ``ops`` brings them into the form it multiplies with.
 
         ``part``: which one ``config`` and ``weights`` are of the model; None: it is whole.
         """
@@ -44,6 +44,7 @@ class DecoderModel:
         self._look_up = embedding(weights.embed, config.vocab_size, part)
         self._norm = weights.norm
         self._lm_head = gathered(ops.make_linear(weights.lm_head, None), config.vocab_size, part)
+        weights.lm_head = weights.embed  # else a head of its own would be there twice while the layers follow
         weights.layers.reverse()
         self._layers = [_make_layer(config, weights.layers.pop(), ops, part) for _ in range(config.num_layers)]
 
