@@ -114,27 +114,29 @@ def scaled_weight(parts: Parts, block_size: tuple[int, int] | None, dtype: torch
     num_outs, num_ins = weight.shape
     if scale.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         scale = scale.float()  # e8m0
-    if scale.dim() > 2:
-        scale = scale.squeeze()  # ModelOpt's [out blocks, 1, in blocks, 1]
-    if scale.numel() == 1:
+    if scale.dim() == 4:
+        scale = scale.flatten(2).flatten(0, 1)  # ModelOpt's [out blocks, 1, in blocks, 1]
+    group_size = num_ins
+    # Blocks come first: there may be as many of them as outputs.
+    if block_size is not None and scale.shape == (-(-num_outs // block_size[0]), -(-num_ins // block_size[1])):
+        group_size = block_size[1]
+        scale = scale.repeat_interleave(block_size[0], dim=0)[:num_outs]
+    elif scale.numel() == 1:
         scale = scale.reshape(1, 1).expand(num_outs, 1)
     elif scale.numel() == num_outs:
         scale = scale.reshape(num_outs, 1)
-    group_size = num_ins
-    if scale.shape != (num_outs, 1):
-        if block_size is not None and scale.shape == (-(-num_outs // block_size[0]), -(-num_ins // block_size[1])):
-            group_size = block_size[1]
-            scale = scale.repeat_interleave(block_size[0], dim=0)[:num_outs]
-        elif scale.dim() == 2 and scale.shape[0] == num_outs:
-            group_size = _group_size(num_ins, scale.shape[1])
-        else:
-            raise ValueError(
-                f"its scale is {list(scale.shape)}, which does not fit {list(weight.shape)} in blocks of {block_size}"
-            )
+    elif scale.dim() == 2 and scale.shape[0] == num_outs:
+        group_size = _group_size(num_ins, scale.shape[1])
+    else:
+        raise ValueError(
+            f"its scale is {list(scale.shape)}, which does not fit {list(weight.shape)} in blocks of {block_size}"
+        )
     zero = parts.get("weight_zero_point")
-    return StoredWeight(
-        weight, scale, None if zero is None else zero.reshape(scale.shape), group_size, order=None, dtype=dtype
-    )
+    if zero is not None:
+        if zero.numel() not in (1, scale.numel()):
+            raise ValueError(f"its zeros are {list(zero.shape)}, its scales {list(scale.shape)}")
+        zero = zero.reshape(1, 1).expand(scale.shape) if zero.numel() == 1 else zero.reshape(scale.shape)
+    return StoredWeight(weight, scale, zero, group_size, order=None, dtype=dtype)
 
 
 def packed_weight(parts: Parts, dtype: torch.dtype) -> StoredWeight:

@@ -82,6 +82,7 @@ SCHEMES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     "w8a8": (IntQuantizationCompressor, {**INT8, "strategy": "channel"}, (48, 1)),
     "w8a8, asymmetric": (IntQuantizationCompressor, {**INT8, "strategy": "channel", "symmetric": False}, (48, 1)),
     "w8a8, tensor": (IntQuantizationCompressor, {**INT8, "strategy": "tensor"}, (1,)),
+    "w8a8, tensor, asymmetric": (IntQuantizationCompressor, {**INT8, "strategy": "tensor", "symmetric": False}, (1,)),
     "fp8": (FloatQuantizationCompressor, {**FP8, "strategy": "tensor"}, (1,)),
     "fp8, channels": (FloatQuantizationCompressor, {**FP8, "strategy": "channel"}, (48, 1)),
     "fp8, blocks": (FloatQuantizationCompressor, {**FP8, "strategy": "block", "block_structure": [32, 64]}, (2, 3)),
@@ -152,7 +153,8 @@ def test_awq(symmetric: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["weight_scale_inv", "weight_scale"])
-@pytest.mark.parametrize("shape", [(256, 384), (200, 300), (96, 128)])
+# The last two have as many blocks as outputs.
+@pytest.mark.parametrize("shape", [(256, 384), (200, 300), (96, 128), (128, 16384), (100, 12800)])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
 def test_fp8_in_blocks(suffix: str, shape: tuple[int, int], kind: torch.dtype, tmp_path: Path) -> None:
     values = matrix(*shape).to(torch.float8_e4m3fn)
@@ -176,8 +178,10 @@ def test_modelopts_fp8(shape: tuple[int, ...], tmp_path: Path) -> None:
     assert torch.equal(read.full(), values.float() * (scale.reshape(-1, 1) if shape else scale))
 
 
-def test_modelopts_blocks_have_four_dimensions(tmp_path: Path) -> None:
-    values, scale = matrix(256, 384).to(torch.float8_e4m3fn), torch.rand(2, 1, 3, 1) + 0.1
+@pytest.mark.parametrize("blocks", [(2, 3), (1, 3), (2, 1), (1, 1)])
+def test_modelopts_blocks_have_four_dimensions(blocks: tuple[int, int], tmp_path: Path) -> None:
+    values = matrix(128 * blocks[0], 128 * blocks[1]).to(torch.float8_e4m3fn)
+    scale = torch.rand(blocks[0], 1, blocks[1], 1, generator=_GENERATOR) + 0.1
     read = Read(tmp_path, {"weight": values, "weight_scale": scale}, Quantisation("modelopt", (128, 128)))
     wanted = values.float() * scale[:, 0, :, 0].repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
     assert torch.equal(read.full(), wanted)
@@ -241,6 +245,11 @@ def broken() -> dict[str, tuple[Tensors, Quantisation, str]]:
             {"weight": matrix(), "weight_scale": torch.ones(48, 1)},
             COMPRESSED,
             r"is torch.float32 \[48, 160\]; beside a scale",
+        ),
+        "zeros of fewer outputs": (
+            {"weight": fp8.view(torch.int8), "weight_scale": torch.ones(48, 1), "weight_zero_point": torch.zeros(5)},
+            COMPRESSED,
+            r"zeros are \[5\], its scales \[48, 1\]",
         ),
         "blocks of another size": (
             {"weight": fp8, "weight_scale_inv": torch.ones(3, 5)},
