@@ -82,7 +82,7 @@ def outline_model(directory: Path, backend: str, block_size: int) -> ModelOutlin
         geometry = geometry_of(config, block_size, getattr(torch, config.dtype))
         sizes = {name: math.prod(shape) for name, shape in checkpoint_shapes(config).items()}
         bits = None if quantisation is None else quantisation.bits
-        num_stored = 0 if bits is None else sum(size for name, size in sizes.items() if name.endswith("_proj.weight"))
+        num_stored = 0 if bits is None else sum(size for name, size in sizes.items() if _may_stay_stored(name))
         return ModelOutline(
             path="native",
             shape=config,
@@ -98,6 +98,11 @@ def outline_model(directory: Path, backend: str, block_size: int) -> ModelOutlin
         shape = shape_of(model, probe_layers(model), dtype)
     geometry = geometry_of(shape, block_size, dtype)
     return ModelOutline(path="transformers", shape=shape, geometry=geometry, num_parameters=num_parameters)
+
+
+def _may_stay_stored(name: str) -> bool:
+    """Whether a weight of a quantised checkpoint stays as it is on a GPU: experts become full."""
+    return name.endswith("_proj.weight") and ".experts." not in name
 
 
 def check_files(directory: Path, outline: ModelOutline) -> None:

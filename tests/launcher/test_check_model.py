@@ -84,6 +84,17 @@ def test_quantised_weights_take_less_of_a_gpu(tmp_path: Path, capsys: pytest.Cap
     assert report["gpu"]["kv_nbytes"] == int(0.9 * 2**30) - report["gpu_weights_bytes"] - report["gpu"]["step_nbytes"]
 
 
+def test_quantised_experts_are_full_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(tmp_path, "qwen3_moe", **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    _, report = found(capsys, str(tmp_path), "--memory-gib", "1")
+    assert report["reason"] is None
+    attention = 4 * 64 * (64 + 32 + 32 + 64)
+    assert report["gpu_weights_bytes"] == int(report["weights_bytes"] - attention * (4 - 1 - 4 / 128))
+
+
 @pytest.mark.full  # ten seconds
 def test_a_model_too_large_for_the_gpu_is_measured_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
