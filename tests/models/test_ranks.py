@@ -15,7 +15,8 @@ from kvrelay.engine.models.transformers_model import load_model
 from tests.engine.conftest import assert_same_tokens
 from tests.engine.ranks.conftest import load_ranks
 
-from .test_types import BLOCK_SIZE, NUM_BLOCKS, Run, engine_of, relayed, saved
+from .test_kernels import Run, relayed
+from .test_types import BLOCK_SIZE, NUM_BLOCKS, engine_of, saved
 
 # Softcaps, biases, an MLP of two products, parallel layers, and queries, keys and values in one product.
 SERVED = ("llama", "gemma2", "starcoder2", "cohere2", "gpt_neox", "exaone4")
