@@ -39,10 +39,11 @@ class Ranks:
     def __init__(self, num_ranks: int) -> None:
         """Starts them."""
         self._meeting = Meeting.open(num_ranks)
+        self._lost: list[RankProcess] = []  # the first is the cause: the others are killed then
         self.processes: list[RankProcess] = []
         try:
             for rank in range(1, num_ranks):
-                self.processes.append(RankProcess(rank, self._meeting.environment(rank), self._kill))
+                self.processes.append(RankProcess(rank, self._meeting.environment(rank), self._lose))
         except BaseException:
             self.close()
             raise
@@ -50,7 +51,7 @@ class Ranks:
     @property
     def lost(self) -> list[str]:
         """Why they are of no use any more; empty if they are."""
-        return [process.lost for process in self.processes if process.lost is not None][:1]
+        return [process.lost for process in self._lost[:1] if process.lost is not None]
 
     def tell(self, message: Any) -> None:
         """To all ranks."""
@@ -82,7 +83,17 @@ class Ranks:
         for process in self.processes:
             process.close()
 
-    def _kill(self) -> None:
+    def why_not_loaded(self) -> str | None:
+        """Why this process waited for them in vain while all load; None: not because of them."""
+        told = [(process, process.take(AGREE_S)) for process in self.processes]
+        failed = {process.rank: its.reason for process, its in told if isinstance(its, Failed)}
+        for process in self._lost[:1]:
+            if process.rank not in failed:
+                return process.lost
+        return next((f"rank {rank}: {reason}" for rank, reason in failed.items()), None)
+
+    def _lose(self, lost: RankProcess) -> None:
+        self._lost.append(lost)
         for process in self.processes:
             process.kill()
 
@@ -122,12 +133,14 @@ class RankedEngine:
             store = GatheredStore(own.card.layout.geometry, own.card.num_blocks, parts)
             return cls(own, ranks, group, store)
         except BaseException as error:
-            lost = ranks.lost
+            # Of a collective, perhaps, which waited for a rank that failed; the check of a model wraps it.
+            may_be_theirs = isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
+            reason = ranks.why_not_loaded() if may_be_theirs else None
             ranks.close()
             if group is not None:
                 group.close()
-            if lost and isinstance(error, RuntimeError):  # of a collective that waited for it
-                raise ModelError(lost[0]) from error
+            if reason is not None:
+                raise ModelError(reason) from error
             raise
 
     @property

@@ -1,6 +1,6 @@
 """A rank's process as its leader sees it: started, told what to do, watched.
 
-A thread listens to each. A process that ends, or says nothing for a while, is lost: it is killed, and ``on_lost`` hears why.
+A thread listens to each. A process that ends, or says nothing for a while, is lost: it is killed, and ``on_lost`` hears of it.
 Whoever waits for it in a collective then gets an error instead of waiting on.
 """
 
@@ -28,8 +28,8 @@ _END_S = 5.0  # what a rank that is not needed any more may take to end
 class RankProcess:
     """One rank but the leader."""
 
-    def __init__(self, rank: int, environment: Mapping[str, str], on_lost: Callable[[], None]) -> None:
-        """Starts it. ``environment``: added to this process's. ``on_lost``: called once at most, on the thread that listens."""
+    def __init__(self, rank: int, environment: Mapping[str, str], on_lost: Callable[[RankProcess], None]) -> None:
+        """Starts it. ``environment``: added to this process's. ``on_lost``: hears of it on any thread, before ``take`` tells."""
         self.rank = rank
         self.lost: str | None = None  # why it is of no use any more
         self.pool_memory = os.memfd_create(f"kvrelay-kv-{rank}")  # for its KV pool, which the leader reads and writes
@@ -78,8 +78,8 @@ class RankProcess:
         if self.lost is None:
             self.lost = f"rank {self.rank} (process {self.pid}) {reason}"
             self._process.kill()
+            self._on_lost(self)
             self._told.put(None)
-            self._on_lost()
 
     def close(self) -> None:
         """End it, and wait for that."""

@@ -17,8 +17,8 @@ import transformers
 
 from kvrelay.common.errors import ModelError
 from kvrelay.engine.ranks import process
-from kvrelay.engine.ranks.engine import RankedEngine
-from kvrelay.engine.ranks.group import Meeting
+from kvrelay.engine.ranks.engine import RankedEngine, Ranks
+from kvrelay.engine.ranks.group import Meeting, RankGroup
 from kvrelay.engine.step.interface import DeviceFailedError, Engine, StepRow
 from tests.engine.conftest import SIZES, VOCAB, assert_same_tokens, load, save_model, sequence, tokens
 from tests.engine.led import step
@@ -145,6 +145,37 @@ def test_a_rank_that_dies_ends_the_engine_with_a_reason(engine: Any) -> None:
     assert engine.not_live() == [f"rank 1 (process {pids(engine)[0]}) was ended by SIGKILL"]
     with pytest.raises(DeviceFailedError, match="SIGKILL"):
         run(engine)
+
+
+def test_the_rank_that_died_is_named_and_not_one_that_was_killed_for_it(tmp_path: Path) -> None:
+    save_model(tmp_path, transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": SIZES["num_attention_heads"]}))
+    engine: Any = load_ranks(tmp_path, 3)
+    try:
+        first, second = pids(engine)
+        os.kill(second, signal.SIGKILL)
+        wait_until(lambda: all(one.lost for one in engine._ranks.processes), "not all ranks have ended")
+        assert not is_alive(first)
+        assert engine.not_live() == [f"rank 2 (process {second}) was ended by SIGKILL"]
+    finally:
+        engine.close()
+
+
+def test_a_rank_that_dies_in_the_check_of_a_model_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Ranks] = []
+    joins, adds_up = Ranks.join, RankGroup.sum
+
+    def join(ranks: Ranks, settings: Any) -> RankGroup:
+        started.append(ranks)
+        return joins(ranks, settings)
+
+    def add_up(group: RankGroup, partial: Any) -> Any:
+        os.kill(started[0].processes[0].pid, signal.SIGKILL)
+        return adds_up(group, partial)
+
+    monkeypatch.setattr(Ranks, "join", join)
+    monkeypatch.setattr(RankGroup, "sum", add_up)
+    with pytest.raises(ModelError, match=r"^rank 1 \(process \d+\) was ended by SIGKILL$"):
+        load_ranks(model, 2, backend="transformers", dtype="float32")
 
 
 def test_a_rank_that_hangs_in_the_middle_of_a_step_ends_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
