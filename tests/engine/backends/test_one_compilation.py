@@ -66,7 +66,7 @@ options = EngineOptions(
 )
 
 
-def pool_with_a_spare_block(*of, num_spare, staging):
+def pool_with_a_spare_block(*of, num_spare, staging, shared_memory):
     return KvPool(*of, num_spare=1)
 
 

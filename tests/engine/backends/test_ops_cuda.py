@@ -146,7 +146,7 @@ def counted_upload(self, arrays):
 uploads.Uploader.upload = counted_upload
 
 
-def pool_with_a_spare_block(geometry, num_blocks, device, num_spare, staging):
+def pool_with_a_spare_block(geometry, num_blocks, device, num_spare, staging, shared_memory):
     pools.append(KvPool(geometry, num_blocks, device, num_spare=1))
     return pools[-1]
 

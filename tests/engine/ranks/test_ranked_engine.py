@@ -219,6 +219,7 @@ def test_what_ranks_do_not_serve_is_refused_before_any_starts(model: Path, monke
 
 LEADER = """
 import sys, time
+sys.path.append(sys.argv[2])
 from tests.engine.ranks.conftest import load_ranks
 from pathlib import Path
 engine = load_ranks(Path(sys.argv[1]), 2)
@@ -228,7 +229,9 @@ time.sleep(60)
 
 
 def test_a_leader_that_is_killed_leaves_no_rank(model: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", LEADER, str(model)], stdout=subprocess.PIPE, text=True) as leader:
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", LEADER, str(model), str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as leader:
         assert leader.stdout is not None
         pid = int(leader.stdout.readline())
         assert is_alive(pid)
