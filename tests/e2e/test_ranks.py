@@ -13,6 +13,7 @@ import pytest
 
 from kvrelay.launcher.local.deployment import LocalDeployment
 from kvrelay.launcher.settings import LocalSettings
+from tests.reliability.figures import wait_until
 
 from .conftest import PATIENCE_S, wait_until_idle
 from .promises import WISHES, ask_alone, ask_together
@@ -58,9 +59,14 @@ async def test_a_rank_that_is_killed_costs_a_pause(deployment: LocalDeployment, 
         await stream.is_under_way.wait()
         os.kill(rank, signal.SIGKILL)
     assert stream.told == [expected]
+    reason = f"(process {rank}) was ended by SIGKILL"
+
+    def is_told() -> bool:
+        return any(reason in line for line in unequal.log.lines if worker in line)
+
+    await asyncio.to_thread(wait_until, is_told, PATIENCE_S, f"{worker} says: {reason}")
     await asyncio.to_thread(unequal.wait_ready, timeout_s=120)
     assert not psutil.pid_exists(rank)
-    assert any(f"(process {rank}) was ended by SIGKILL" in line for line in unequal.log.lines if worker in line)
     again = await ask_alone(unequal.url, {"long": LONG})
     assert [(one["text"], one["token_ids"]) for one in again["long"].choices] == [expected]
 
