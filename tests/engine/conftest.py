@@ -61,7 +61,9 @@ def assert_same_tokens(given: list[SampledToken], expected: list[SampledToken]) 
     """
     assert [token.token_id for token in given] == [token.token_id for token in expected]
     for ours, theirs in zip(given, expected, strict=True):
-        assert ours.logprob == pytest.approx(theirs.logprob, rel=5e-6, abs=1e-5)
+        assert (ours.logprob is None) == (theirs.logprob is None)
+        if theirs.logprob is not None:
+            assert ours.logprob == pytest.approx(theirs.logprob, rel=5e-6, abs=1e-5)
         assert dict(ours.top_logprobs) == pytest.approx(dict(theirs.top_logprobs), rel=5e-6, abs=1e-5)
 
 
