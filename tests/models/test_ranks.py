@@ -33,6 +33,9 @@ MORE = (
     "helium",
 )
 
+# Log probabilities here are about -7. Ranks add the parts of a sum in another order than one product does: 1.4e-5 in gemma4_text.
+ROUNDING = 2e-5
+
 
 @pytest.mark.parametrize("model_type", [*SERVED, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
 def test_two_ranks_give_the_tokens_of_one(model_type: str, tmp_path: Path) -> None:
@@ -46,7 +49,7 @@ def test_two_ranks_give_the_tokens_of_one(model_type: str, tmp_path: Path) -> No
         expected = list(relayed(Run(one), Run(engine_of(tmp_path))))
         for prefill, decode in ((two, one), (one, two), (two, two)):  # blocks are handed over in between
             for given, tokens in zip(relayed(Run(prefill), Run(decode)), expected, strict=True):
-                assert_same_tokens(given, tokens)
+                assert_same_tokens(given, tokens, ROUNDING)
     finally:
         two.close()
 
