@@ -11,18 +11,9 @@ import transformers
 
 from kvrelay.common.errors import ModelError
 from kvrelay.launcher import check_model, cli
+from tests.models import tiny
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 199,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "dtype": "float32",
-}
+SIZES: dict[str, Any] = {**tiny.SIZES, "dtype": "float32"}
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of what tiny configurations leave out
 
