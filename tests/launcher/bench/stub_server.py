@@ -6,9 +6,12 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+# Of the loop, at most, from a client's connection to its task. asyncio leaks a connection whose server closes in between.
+_TURNS_TO_ACCEPT = 8
 
 Pieces = list[bytes]  # of a body; each is a write, and a chunk of HTTP, of its own
 
@@ -102,22 +105,29 @@ class StubServer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[StubServer]:
-        tasks: set[asyncio.Task[None]] = set()
+        tasks: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.ensure_future(self.serve(reader, writer))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            tasks[task] = writer
+            task.add_done_callback(tasks.pop)
 
         server = await asyncio.start_server(accept, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
             yield self
         finally:
+            for _ in range(_TURNS_TO_ACCEPT):
+                await asyncio.sleep(0)
             server.close()
-            for task in tasks:
+            left = dict(tasks)
+            for task in left:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*left, return_exceptions=True)
+            for writer in left.values():
+                writer.transport.abort()  # a task that was cancelled before it began has closed nothing
+                with suppress(ConnectionError):
+                    await writer.wait_closed()
             await server.wait_closed()
 
     @contextmanager
